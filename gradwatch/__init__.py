@@ -1,0 +1,56 @@
+"""gradwatch watches the gradients of a PyTorch training job, judges them by YAML rules and acts in the step.
+
+    with gradwatch.watch(model, optimizer, rules="default") as gw:
+        ...
+
+Names are loaded when first used, so that `import gradwatch` imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradwatch.detectors import register_detector
+    from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
+    from gradwatch.rulefile import load_rules
+    from gradwatch.sinks import register_sink
+    from gradwatch.watching import Watch, watch
+
+__all__ = [
+    "AttachError",
+    "GradwatchError",
+    "RuleFileError",
+    "TrainingStopped",
+    "Watch",
+    "load_rules",
+    "register_detector",
+    "register_sink",
+    "watch",
+]
+
+_HOME = {
+    "AttachError": "gradwatch.errors",
+    "GradwatchError": "gradwatch.errors",
+    "RuleFileError": "gradwatch.errors",
+    "TrainingStopped": "gradwatch.errors",
+    "Watch": "gradwatch.watching",
+    "load_rules": "gradwatch.rulefile",
+    "register_detector": "gradwatch.detectors",
+    "register_sink": "gradwatch.sinks",
+    "watch": "gradwatch.watching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gradwatch' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,66 @@
+"""The `gradwatch` command: run | rules | doctor | demo | version.
+
+Exit status: 0 fine, 1 something was found (a bad rule file, a missed fault, a failed check), 2 used or
+configured wrongly; `gradwatch run` has the exit status of what it ran. Every command imports what it needs
+when it runs, so `--help` and everything about rule files work quickly and without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from gradwatch.cli import demo, doctor, rules, run, version
+from gradwatch.cli.terminal import complain
+from gradwatch.errors import GradwatchError, RuleFileError
+
+__all__ = ["main"]
+
+COMMANDS = (run, rules, doctor, demo, version)
+
+EPILOG = """examples:
+  gradwatch demo                                       see it find three faults, in a minute
+  gradwatch run -- python train.py --lr 3e-4           watch a script as it is
+  gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
+  gradwatch rules check my.gradwatch.yaml
+  gradwatch doctor
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    try:
+        arguments = parser.parse_args(words)
+        handler: Callable[[argparse.Namespace], int] = arguments.handler
+        return handler(arguments)
+    except SystemExit as leaving:  # argparse: --help is 0, a usage error 2
+        return leaving.code if isinstance(leaving.code, int) else 2
+    except RuleFileError as error:
+        complain(str(error))
+        return 2
+    except GradwatchError as error:
+        complain(f"gradwatch: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `gradwatch rules list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; each command's own file adds its part."""
+    parser = argparse.ArgumentParser(
+        prog="gradwatch",
+        description="Watch the gradients of a PyTorch training job.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser

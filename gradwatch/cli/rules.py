@@ -1,0 +1,216 @@
+"""`gradwatch rules check | explain | list | schema`: everything about rule files, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradwatch.cli.terminal import complain, paint, table
+from gradwatch.errors import Problem, RuleFileError
+
+if TYPE_CHECKING:
+    from gradwatch.rules import Rule, RuleSet
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe `gradwatch rules …` to argparse."""
+    parser = commands.add_parser("rules", help="check, explain and list rule files")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    check = verbs.add_parser("check", help="everything that is wrong with a rule file, with its place")
+    check.add_argument("files", nargs="+", metavar="FILE", help="rule file, or a shipped pack by name")
+    check.add_argument("--json", action="store_true", help="for a machine")
+    check.set_defaults(handler=handle_check)
+
+    explain = verbs.add_parser("explain", help="what an error code such as GW101 means and how to mend it")
+    explain.add_argument(
+        "code", metavar="CODE", nargs="?", help="the code; without one, all of them are listed"
+    )
+    explain.add_argument("--json", action="store_true", help="for a machine")
+    explain.set_defaults(handler=handle_explain)
+
+    listing = verbs.add_parser("list", help="the rules of a file and what it resolves to")
+    listing.add_argument(
+        "--rules", metavar="FILE", default="default", help="rule file or pack (default: default)"
+    )
+    listing.add_argument(
+        "--resolved", action="store_true", help="every setting of every rule, defaults filled in"
+    )
+    listing.add_argument("--origin", action="store_true", help="… and which file and line set it")
+    listing.add_argument("--json", action="store_true", help="for a machine")
+    listing.set_defaults(handler=handle_list)
+
+    schema = verbs.add_parser("schema", help="JSON Schema of the rule language, for editors")
+    schema.set_defaults(handler=handle_schema)
+
+
+def handle_check(arguments: argparse.Namespace) -> int:
+    """Report on each file; 1 where any has a problem, 2 where one cannot be read at all."""
+    reports = [check_one(path) for path in arguments.files]
+    wrong = [problem for report in reports for problem in report["problems"]]
+    if arguments.json:
+        documents = [
+            {**report, "problems": [asdict(each) for each in report["problems"]]} for report in reports
+        ]
+        print(json.dumps({"files": documents, "problems": len(wrong)}, indent=2))
+    else:
+        for report in reports:
+            for problem in report["problems"]:
+                complain(f"{framed(problem)}\n")
+            if not report["problems"]:
+                counted = plural(report["enabled"], "rule")
+                print(f"{paint('ok', 'green')}  {report['path']}: {counted}, digest {report['digest'][:12]}")
+        if wrong:
+            codes = sorted({problem.code for problem in wrong})
+            complain(
+                f"{plural(len(wrong), 'problem')} found; explained by: gradwatch rules explain {codes[0]}"
+            )
+    unreadable = any(problem.code.startswith("GW00") for problem in wrong)
+    return 2 if unreadable else int(bool(wrong))
+
+
+def check_one(path: str) -> dict[str, Any]:
+    """What one file holds: its rules and digest, or its problems."""
+    from gradwatch.rulefile import load_rules
+
+    try:
+        ruleset = load_rules(path)
+    except RuleFileError as error:
+        return {"path": path, "ok": False, "enabled": 0, "digest": "", "problems": list(error.problems)}
+    enabled = sum(rule.enabled for rule in ruleset.rules)
+    return {"path": path, "ok": True, "enabled": enabled, "digest": ruleset.digest, "problems": []}
+
+
+def framed(problem: Problem) -> str:
+    """The problem with its source line and caret, the code in red on a terminal."""
+    code, rest = str(problem).split(" ", 1)
+    return f"{paint(code, 'red', sys.stderr)} {rest}"
+
+
+def handle_explain(arguments: argparse.Namespace) -> int:
+    """Print what a code means; 2 for a code that does not exist."""
+    from gradwatch.codes import CODES
+
+    if arguments.code is None:
+        if arguments.json:
+            print(json.dumps({code: asdict(entry) for code, entry in CODES.items()}, indent=2))
+        else:
+            print(table(("code", "meaning"), [(code, entry.title) for code, entry in CODES.items()]))
+        return 0
+    code = arguments.code.upper()
+    entry = CODES.get(code)
+    if entry is None:
+        complain(f"gradwatch: there is no code {arguments.code!r}; `gradwatch rules explain` lists them all")
+        return 2
+    print(json.dumps({"code": code, **asdict(entry)}, indent=2) if arguments.json else explained(code, entry))
+    return 0
+
+
+def explained(code: str, entry: Any) -> str:
+    """One catalogue entry as text: title, then whatever paragraphs it has."""
+    parts = [f"{paint(code, 'bold')} {entry.title}"]
+    parts += [
+        str(getattr(entry, each.name)).strip() for each in fields(entry) if each.name not in ("code", "title")
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def handle_list(arguments: argparse.Namespace) -> int:
+    """Print the rules; RuleFileError (exit 2) where the file is refused."""
+    from gradwatch.rulefile import load_rules
+
+    ruleset = load_rules(arguments.rules)
+    if arguments.json:
+        print(json.dumps(document(ruleset, arguments.origin), indent=2, default=str))
+    elif arguments.resolved or arguments.origin:
+        print("\n\n".join(resolved(rule, ruleset, arguments.origin) for rule in ruleset.rules))
+        print_inactive(ruleset)
+    else:
+        header = ("rule", "detects", "of", "for", "scope", "severity", "does")
+        print(table(header, [summary(rule) for rule in ruleset.rules]))
+        print_inactive(ruleset)
+    return 0
+
+
+def summary(rule: Rule) -> tuple[str, ...]:
+    """One line of the listing."""
+    styles = {"critical": "red", "warning": "yellow", "info": "cyan"}
+    does = ", ".join(action.name for action in rule.do) or "alert"
+    does = "off" if not rule.enabled else f"would {does}" if rule.mode == "shadow" else does
+    column = str(getattr(rule.detect, "of", "–"))
+    severity = paint(rule.severity, styles[rule.severity])
+    return rule.id, rule.kind, column, str(rule.for_), rule.scope, severity, does
+
+
+def resolved(rule: Rule, ruleset: RuleSet, origin: bool) -> str:
+    """Every setting of one rule, one to a line, with where it was set if asked for."""
+    rows = []
+    for key, value in settings(rule).items():
+        line = [f"  {key}", json.dumps(value, default=str, ensure_ascii=False)]
+        if origin:
+            line.append(paint(placed(ruleset.origins.get(f"{rule.id}.{key}", "default")), "dim"))
+        rows.append(line)
+    wide = max(len(row[0]) for row in rows)
+    body = "\n".join(f"{row[0]:<{wide}}  {'  '.join(row[1:])}" for row in rows)
+    return f"{paint(rule.id, 'bold')}\n{body}"
+
+
+def settings(rule: Rule) -> dict[str, Any]:
+    """A rule as the file would spell it in full: `detect.*` flattened, `for` without its underscore."""
+    flat: dict[str, Any] = {"detect.kind": rule.kind}
+    own = (
+        {each.name for each in fields(rule.detect)} - {"warmup", "half_life"}
+        if is_dataclass(rule.detect)
+        else set()
+    )
+    flat |= {f"detect.{name}": getattr(rule.detect, name) for name in sorted(own)}
+    for each in fields(rule):
+        if each.name not in ("id", "detect"):
+            value = getattr(rule, each.name)
+            if each.name == "do":
+                value = [
+                    {action.name: dict(action.params)} if action.params else action.name for action in value
+                ]
+            flat[each.name.rstrip("_")] = dict(value) if isinstance(value, Mapping) else value
+    return flat
+
+
+def placed(origin: str) -> str:
+    """An origin as one would type it: relative to here where that is shorter."""
+    path, colon, line = origin.rpartition(":")
+    if not colon:
+        return origin
+    near = os.path.relpath(path)
+    return f"{near if len(near) < len(path) else path}:{line}"
+
+
+def document(ruleset: RuleSet, origin: bool) -> dict[str, Any]:
+    """The rule set for a machine."""
+    rules = {rule.id: settings(rule) for rule in ruleset.rules}
+    told = {"digest": ruleset.digest, "rules": rules, "inactive": dict(ruleset.inactive)}
+    return told | ({"origins": dict(ruleset.origins)} if origin else {})
+
+
+def print_inactive(ruleset: RuleSet) -> None:
+    """Rules that cannot run here, with the reason."""
+    if ruleset.inactive:
+        print(f"\n{paint('inactive', 'bold')}")
+        print("\n".join(f"  {rule}: {reason}" for rule, reason in ruleset.inactive.items()))
+
+
+def handle_schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON Schema."""
+    from gradwatch.rulefile import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 rule`, `2 rules`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,131 @@
+"""`gradwatch run [options] -- COMMAND…`: check the rules, then become the command, watched."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from gradwatch.cli.terminal import complain, paint
+from gradwatch.errors import GradwatchError, RuleFileError
+
+DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
+
+Nothing in the script changes: its models and optimizers are found at the first optimizer step. argv, cwd,
+exit status, signals and tracebacks are those of the command itself. A script that calls gradwatch.watch wins.
+GRADWATCH=0 turns everything off."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe `gradwatch run` to argparse."""
+    parser = commands.add_parser(
+        "run",
+        help="watch an unmodified script",
+        description=DESCRIPTION,
+        usage="gradwatch run [options] [--] COMMAND [ARG ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rules", metavar="FILE", help="rule file, or a shipped pack by name (default: default)"
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", type=listen_address, help="where to serve /metrics")
+    parser.add_argument("--dir", metavar="DIR", help="where to write the journal (default: ./gradwatch-runs)")
+    parser.add_argument("--run-id", metavar="ID", type=run_id, help="name of the run (default: made up)")
+    parser.add_argument(
+        "--on-config-error",
+        choices=("exit", "continue"),
+        default="exit",
+        help="a bad rule file: exit 2 before the script starts (default), or run the script unwatched",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="let gradwatch's own faults stop the script (for CI)",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
+    parser.set_defaults(handler=handle)
+
+
+def handle(arguments: argparse.Namespace) -> int:
+    """Check the configuration, then become the command; returns only where it was not started."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise GradwatchError("nothing to run; write: gradwatch run -- python train.py")
+    if os.environ.get("GRADWATCH") == "0":
+        become(tuple(command), os.environ)
+    rules = arguments.rules or os.environ.get("GRADWATCH_RULES") or "default"
+    try:
+        check_rules(rules, settings(arguments).get("GRADWATCH_RUN_ID", ""))
+    except RuleFileError as error:
+        complain(str(error))
+        if arguments.on_config_error == "exit":
+            return 2
+        complain(f"gradwatch: {rules} was refused; running unwatched, as --on-config-error=continue asks")
+        become(tuple(command), os.environ)
+    from gradwatch.launch.command import prepare
+
+    launch = prepare(command, settings(arguments), os.environ)
+    if launch.note:
+        complain(paint(f"gradwatch: {launch.note}", "yellow", sys.stderr))
+    return become(launch.argv, launch.env)
+
+
+def check_rules(source: str, run: str) -> None:
+    """Raise RuleFileError with everything wrong in the rule file, a missing file included."""
+    from gradwatch.rulefile import load_rules
+
+    load_rules(source, run=run)
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, str]:
+    """The `GRADWATCH_*` variables that the options stand for; paths made absolute, for scripts that chdir."""
+    given: dict[str, str] = {}
+    rules = arguments.rules or os.environ.get("GRADWATCH_RULES")
+    if rules:
+        given["GRADWATCH_RULES"] = os.path.abspath(rules) if os.path.exists(rules) else rules
+    directory = arguments.dir or os.environ.get("GRADWATCH_DIR")
+    if directory:
+        given["GRADWATCH_DIR"] = os.path.abspath(directory)
+    if arguments.listen:
+        given["GRADWATCH_LISTEN"] = arguments.listen
+    if arguments.run_id:
+        given["GRADWATCH_RUN_ID"] = arguments.run_id
+    if arguments.strict:
+        given["GRADWATCH_STRICT"] = "1"
+    return given
+
+
+def become(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the command; exit 127 where there is none such, 126 where it cannot run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(argv[0], argv, env)
+    except FileNotFoundError:
+        complain(f"gradwatch: no such command: {argv[0]}")
+        raise SystemExit(127) from None
+    except OSError as error:
+        hint = f"; write: gradwatch run -- python {argv[0]}" if argv[0].endswith(".py") else ""
+        complain(f"gradwatch: cannot run {argv[0]}: {error.strerror}{hint}")
+        raise SystemExit(126) from None
+
+
+def listen_address(text: str) -> str:
+    """`HOST:PORT`, as argparse's `type`."""
+    from gradwatch.sinks.listen import parse_listen
+
+    try:
+        parse_listen(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def run_id(text: str) -> str:
+    """A name that is safe as a folder, as argparse's `type`."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: use letters, digits, '.', '_', '-'; it names a folder")
+    return text

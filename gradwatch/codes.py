@@ -1,0 +1,273 @@
+"""Every problem a rule file can have: a stable code, what it means, an example, and how to mend it.
+
+GW0xx the text cannot be read · GW1xx the shape is wrong · GW2xx the words do not fit together. A code
+never changes its meaning; `gradwatch rules explain CODE` prints its entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One entry: `title` names it, `meaning` says why it is refused, `example` raises it, `mend` says what
+    to do.
+    """
+
+    code: str
+    title: str
+    meaning: str
+    example: str
+    mend: str
+
+
+_ENTRIES = (
+    Code(
+        "GW001",
+        "the file cannot be read",
+        "The file named on the command line or in `extends:` does not exist, is not a regular file, or"
+        " may not be read.",
+        "extends: [defualt]",
+        "Correct the path or the pack's name; paths in `extends:` are relative to the file they stand in.",
+    ),
+    Code(
+        "GW002",
+        "not UTF-8",
+        "Rule files are UTF-8 text (a byte order mark at the start is ignored).",
+        "a file saved as UTF-16 or Latin-1",
+        "Save the file as UTF-8.",
+    ),
+    Code(
+        "GW003",
+        "too large",
+        "A file is bounded in bytes (32 KiB), lines (2,000), keys and values (2,000) and depth (32), so"
+        " that a broken or hostile file can never hold up a training job.",
+        "version: [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]",
+        "Split the file and name the parts in `extends:`.",
+    ),
+    Code(
+        "GW004",
+        "forbidden character",
+        "Control characters, lone surrogates, byte order marks and exotic line breaks (U+0085, U+2028, a"
+        " lone carriage return) are refused, also as escapes inside quotes: they are invisible, and"
+        " dangerous in logs and labels.",
+        'summary: "red \\x1b[31m"',
+        "Delete the character; it is usually pasted in by accident.",
+    ),
+    Code(
+        "GW005",
+        "not valid YAML",
+        "The text is not YAML 1.2: wrong indentation, a tab, an unclosed bracket or quote, a missing colon.",
+        "rules: {a: [1, 2}",
+        "Look at the marked place and the line above it; indent with spaces and quote text that holds ':"
+        " ' or ' #'.",
+    ),
+    Code(
+        "GW006",
+        "not a rule file",
+        "The file is empty, or holds a list or a single value; a rule file is a map that starts with"
+        " `version: 1`.",
+        "- a\n- b",
+        "Start with `version: 1`, then `rules:`.",
+    ),
+    Code(
+        "GW007",
+        "YAML feature that is not used here",
+        "Anchors, aliases, tags, merge keys, keys that are maps or lists, and several documents in one"
+        " file make YAML hard to read and dangerous to load; rule files do without.",
+        "a: &x 1\nb: *x",
+        "Write the value out; use `defaults:`, `groups:` and `extends:` to say something once.",
+    ),
+    Code(
+        "GW008",
+        "duplicate key",
+        "The same key twice in one map: YAML readers silently keep one of the two, and not all keep the"
+        " same.",
+        "for: 3\nfor: 5",
+        "Delete one of them.",
+    ),
+    Code(
+        "GW009",
+        "more problems",
+        "So much is wrong that only the first problems are listed.",
+        "a file with hundreds of unknown keys",
+        "Mend those that are listed, and check again.",
+    ),
+    Code(
+        "GW101",
+        "unknown key",
+        "A key that means nothing at this place. Nothing is ever ignored in silence: a misspelt threshold"
+        " would otherwise leave the default in force.",
+        "detect: {kind: above, treshold: 1e3}",
+        "Correct the spelling, or move the key to where it belongs.",
+    ),
+    Code(
+        "GW102",
+        "missing key",
+        "A key that this map cannot do without; for a rule that is `detect`, unless a file it extends has"
+        " that rule.",
+        "rules: {exploding: {for: 3}}",
+        "Add the key; if you meant to change an inherited rule, check the spelling of its id.",
+    ),
+    Code(
+        "GW103",
+        "wrong type",
+        "Text where a number is needed, a number where a list is needed, and so on. Nothing is converted:"
+        " `no`, `on`, `010`, `1:30` and `10 steps` are text in YAML 1.2.",
+        "for: 10 steps",
+        "Write the value as the message says: bare numbers without units, true or false, quotes around text.",
+    ),
+    Code(
+        "GW104",
+        "not one of the allowed values",
+        "The key takes one of a few words, and this is none of them.",
+        "severity: fatal",
+        "Choose one of the words listed.",
+    ),
+    Code(
+        "GW105",
+        "out of range",
+        "A number too small, too large or not finite, or a list or a text that is empty or too long.",
+        "for: -5",
+        "Choose a value in the range given.",
+    ),
+    Code(
+        "GW106",
+        "wrong form",
+        "Text that must follow a pattern: ids, label names, HOST:PORT, `k in n`.",
+        'prometheus: {listen: "29440"}',
+        "Follow the form given.",
+    ),
+    Code(
+        "GW107",
+        "another version of the language",
+        "This gradwatch reads version 1 of the rule language.",
+        "version: 2",
+        "Write `version: 1`, or install a gradwatch that knows the newer version.",
+    ),
+    Code(
+        "GW201",
+        "unknown detector kind",
+        "No detector of this kind is built in, and no installed package provides one.",
+        "detect: {kind: spkie}",
+        "Correct the spelling, or install the package that provides it.",
+    ),
+    Code(
+        "GW202",
+        "detector not built yet",
+        "The kind belongs to the rule language, but this version cannot evaluate it.",
+        "detect: {kind: rank_outlier}",
+        "Remove the rule, or say `optional: true` (or `enabled: false`): it is then kept and listed as"
+        " inactive.",
+    ),
+    Code(
+        "GW203",
+        "unknown action",
+        "`do:` names something that gradwatch cannot do.",
+        "do: [skip]",
+        "Choose one of the actions listed.",
+    ),
+    Code(
+        "GW204",
+        "unknown sink",
+        "`sinks:` names a sink that is not built in and that no installed package provides.",
+        "sinks: [promethius]",
+        "Correct the spelling, or install the package that provides it.",
+    ),
+    Code(
+        "GW205",
+        "unknown group",
+        "A rule or a clipping policy names a group that neither this file nor one it extends defines.",
+        "groups: [matrixes]",
+        "Correct the spelling, or define the group in `groups:`.",
+    ),
+    Code(
+        "GW206",
+        "not possible in the backward",
+        "`clip: {at: backward}` works on one parameter at a time, as its gradient arrives; this method"
+        " needs more than one parameter, or a history that is only known at the step.",
+        "clip: {at: backward, total: {method: norm, max_norm: 1.0}}",
+        "Use `at: step`, which is right everywhere, or `scope: param`.",
+    ),
+    Code(
+        "GW207",
+        "no baseline",
+        "`warmup` and `half_life` belong to detectors that learn a baseline; this kind compares with a"
+        " constant.",
+        "detect: {kind: nonfinite}\nwarmup: 200",
+        "Delete the key; `for:` delays the alert of any kind.",
+    ),
+    Code(
+        "GW208",
+        "values that contradict each other",
+        "Each value is allowed, but not together: a clear level beyond the threshold, 5 in 3, an empty"
+        " interval.",
+        "detect: {kind: above, threshold: 10, clear_below: 20}",
+        "Change one of the values.",
+    ),
+    Code(
+        "GW209",
+        "listed twice",
+        "The same action or sink twice in one list; it is not clear which parameters count.",
+        "do: [stop, stop]",
+        "Keep one of them.",
+    ),
+    Code(
+        "GW210",
+        "placeholder that cannot be filled in",
+        "Annotations may hold {param}, {group}, {value}, {step}, {rank}, {nonfinite}, {numel},"
+        " {threshold} and {count}; anything else in braces is refused now, rather than when the incident"
+        " happens.",
+        'summary: "{parameter} exploded"',
+        "Use a known placeholder in single braces; double a brace that is meant literally.",
+    ),
+    Code(
+        "GW211",
+        "an action on sampled steps",
+        "`skip_step` and `clip` protect every step; with `every:` above 1 the steps in between go unjudged.",
+        "every: 10\ndo: [skip_step]",
+        "Write `every: 1` for this rule.",
+    ),
+    Code(
+        "GW212",
+        "scope that does not apply",
+        "A column such as `total_norm` or `loss` has one value per step and takes no scope, groups or"
+        " exclude; and some detectors judge single parameters only, or the whole model only.",
+        "detect: {kind: above, of: total_norm, threshold: 1e3}\ngroups: [matrices]",
+        "Delete the key, or use `of: norm` with a scope.",
+    ),
+    Code(
+        "GW213",
+        "files that extend each other",
+        "A file extends itself, directly or through others, or more than 16 files are involved.",
+        "extends: [./this-file.gradwatch.yaml]",
+        "Remove one of the links.",
+    ),
+    Code(
+        "GW214",
+        "reserved label",
+        "gradwatch, Prometheus or Alertmanager sets this label itself.",
+        "labels: {severity: page}",
+        "Choose another name for the label; `severity:` is a key of the rule.",
+    ),
+)
+
+CODES: dict[str, Code] = {entry.code: entry for entry in _ENTRIES}
+"""The catalogue, by code."""
+
+
+def explain(code: str) -> str:
+    """The entry of a code as text for a terminal; KeyError (its message says what is near) for an unknown
+    code.
+    """
+    entry = CODES.get(code.strip().upper())
+    if entry is None:
+        near = difflib.get_close_matches(code.upper(), CODES, 1)
+        raise KeyError(f"no such code: {code!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    example = "\n".join(f"    {line}" for line in entry.example.splitlines())
+    return (
+        f"{entry.code} {entry.title}\n\n{entry.meaning}\n\n"
+        f"Example:\n\n{example}\n\nTo mend it: {entry.mend}\n"
+    )

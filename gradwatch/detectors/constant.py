@@ -1,0 +1,211 @@
+"""A value against a constant: rails, vanishing, dead gradients, too large updates. No baseline, no warm-up.
+
+Predicates are NaN-safe, each in the direction that is right for it: `above` takes NaN for larger than
+anything (a rail must not be climbed by a NaN); the others say nothing of NaN, which is the business of
+`nonfinite`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from gradwatch.detectors.detector import (
+    STRICT,
+    Column,
+    Comparison,
+    Detector,
+    Sample,
+    Scope,
+    State,
+    register_detector,
+)
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Dimensions = Annotated[int, Field(ge=0)]
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Above(Detector):
+    """value > threshold. A rail; use `spike` for a bound that adapts to the run."""
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "above"
+    invertible: ClassVar[bool] = True
+
+    threshold: Finite
+    of: Column = "norm"
+    clear_below: Finite | None = None
+
+    def __post_init__(self) -> None:
+        if self.clear_below is not None and self.clear_below > self.threshold:
+            raise ValueError("clear_below must not exceed threshold")
+
+    @property
+    def fires_at(self) -> float:
+        """`threshold`."""
+        return self.threshold
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_below`, or the threshold."""
+        return self.threshold if self.clear_below is None else self.clear_below
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The value; +inf where it is NaN (`not (x <= threshold)`); NaN where there was no sample."""
+        values = np.where(np.isnan(sample.values), np.inf, sample.values.astype(np.float64))
+        return np.where(sample.present, values, np.nan)
+
+    def limit(self, state: State) -> NDArray[np.float64] | None:
+        """The threshold itself, one value for all series: float64[1]."""
+        return np.array([self.threshold])
+
+    def calm(self, low: float, high: float) -> bool:
+        """Whether every value is at or below the threshold."""
+        return high <= self.threshold
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Below(Detector):
+    """value < threshold; `above_zero` leaves exact zeros to `all_zero`. Use `drop` for a relative fall."""
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "below"
+
+    threshold: Finite
+    of: Column = "norm"
+    above_zero: bool = False
+    clear_above: Finite | None = None
+
+    def __post_init__(self) -> None:
+        if self.clear_above is not None and self.clear_above < self.threshold:
+            raise ValueError("clear_above must not be less than threshold")
+
+    @property
+    def comparison(self) -> Comparison:
+        """Small values breach."""
+        return "below"
+
+    @property
+    def fires_at(self) -> float:
+        """`threshold`."""
+        return self.threshold
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_above`, or the threshold."""
+        return self.threshold if self.clear_above is None else self.clear_above
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The value; NaN (no judgement) where it is NaN, missing, or zero under `above_zero`."""
+        judged = sample.present & ~(sample.values == 0) if self.above_zero else sample.present
+        return np.where(judged, sample.values.astype(np.float64), np.nan)
+
+    def calm(self, low: float, high: float) -> bool:
+        """Whether every value is at or above the threshold."""
+        return low >= self.threshold
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Dead(Detector):
+    """Nearly all elements of the gradient are zero: zero_fraction >= at_least.
+
+    Default 0.9 on tensors of two or more dimensions: at 0.7 healthy GANs fire. Embeddings and experts have
+    mostly zero gradients by nature: exclude them in the rule.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "dead"
+    default_for: ClassVar[int] = 20
+    scopes: ClassVar[tuple[Scope, ...]] = ("param",)
+
+    of: Literal["zero_fraction"] = "zero_fraction"
+    at_least: Fraction = 0.9
+    clear_below: Fraction | None = None
+    min_ndim: Dimensions = 2
+
+    def __post_init__(self) -> None:
+        if self.clear_below is not None and self.clear_below > self.at_least:
+            raise ValueError("clear_below must not exceed at_least")
+
+    @property
+    def comparison(self) -> Comparison:
+        """The bound itself breaches."""
+        return "at_least"
+
+    @property
+    def fires_at(self) -> float:
+        """`at_least`."""
+        return self.at_least
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_below`, or `at_least`."""
+        return self.at_least if self.clear_below is None else self.clear_below
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The fraction of zero elements, 0..1; NaN where there was no sample."""
+        return np.where(sample.present, sample.values.astype(np.float64), np.nan)
+
+    def calm(self, low: float, high: float) -> bool:
+        """Whether every fraction is below the bound."""
+        return high < self.at_least
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class UpdateRatio(Detector):
+    """‖Δw‖/‖w‖ > above: the optimizer moves a matrix too far in a step, the best sign of a too high
+    learning rate.
+
+    Matrices with ‖w‖ <= `min_weight_norm` are not judged: one that starts at zero (LoRA, zero-init residual
+    branches) has no sensible ratio.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "update_ratio"
+    default_for: ClassVar[int] = 3
+    scopes: ClassVar[tuple[Scope, ...]] = ("param",)
+
+    of: Literal["update_ratio"] = "update_ratio"
+    above: Positive = 0.1
+    clear_below: Positive | None = None
+    min_weight_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    min_ndim: Dimensions = 2
+
+    def __post_init__(self) -> None:
+        if self.clear_below is not None and self.clear_below > self.above:
+            raise ValueError("clear_below must not exceed above")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The ratio, and the norm it is relative to."""
+        return ("update_ratio", "weight_norm")
+
+    @property
+    def fires_at(self) -> float:
+        """`above`."""
+        return self.above
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_below`, or `above`."""
+        return self.above if self.clear_below is None else self.clear_below
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The ratio; NaN where missing, not finite, or relative to almost nothing."""
+        judged = sample.present & (sample.aux["weight_norm"] > self.min_weight_norm)
+        return np.where(judged, sample.values.astype(np.float64), np.nan)
+
+    def calm(self, low: float, high: float) -> bool:
+        """Whether every ratio is at or below the bound."""
+        return high <= self.above

@@ -1,0 +1,225 @@
+"""What a detector is, and the registry of kinds.
+
+A detector is a frozen dataclass of hyper-parameters with pure methods over K series at once:
+`init(size) -> state`, `score(state, sample) -> float64[K]`, `learn(state, sample) -> state`,
+`limit(state) -> [K] | None`. The threshold is a field of the dataclass, but the detector never applies it:
+the engine does, through `fires_at`, `comparison` and `clears_at`. So one baseline serves many rules.
+
+Axes: K series (one per site, per group, or a single one over a total or a scalar).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.errors import GradwatchError
+from gradwatch.snapshot import BoolArray, FloatArray
+
+State = tuple[Any, ...]
+"""What `init` returns: a NamedTuple of arrays whose last axis is K (empty for a kind without memory)."""
+
+Scope = Literal["param", "group", "total"]
+Comparison = Literal["above", "at_least", "below"]
+Column = Literal[
+    "norm",
+    "total_norm",
+    "norm_applied",
+    "coef",
+    "norm_local",
+    "rms",
+    "max_abs",
+    "nonfinite",
+    "zero_fraction",
+    "weight_norm",
+    "update_ratio",
+    "calls",
+    "grad_output_norm",
+    "grad_input_norm",
+    "activation_mean",
+    "activation_std",
+    "activation_near_zero",
+    "loss",
+    "lr",
+    "loss_scale",
+]
+"""Every column that `of:` can name in `above` and `below`."""
+
+NormColumn = Literal[
+    "norm",
+    "total_norm",
+    "norm_applied",
+    "norm_local",
+    "rms",
+    "max_abs",
+    "weight_norm",
+    "update_ratio",
+    "grad_output_norm",
+    "grad_input_norm",
+    "activation_std",
+]
+"""Columns that are positive by nature, so that their logarithm is a fair scale."""
+
+STRICT: Mapping[str, Any] = MappingProxyType({"extra": "forbid"})
+"""pydantic configuration of every built-in detector: an unknown key in `detect:` is an error."""
+
+
+class Sample(NamedTuple):
+    """One step of K series: `values[K]`, `present[K]` (False = no sample), and the other columns by name.
+
+    `aux` holds `[K]` arrays of the columns a kind listed after the first in `columns`; NaN where unknown.
+    """
+
+    values: FloatArray
+    present: BoolArray
+    aux: Mapping[str, FloatArray] = MappingProxyType({})
+
+
+class Detector:
+    """Base of the built-in kinds: the facts a rule needs, and the behaviour of a kind without memory.
+
+    Class-level facts: `kind` its name in `detect:`; `default_for` breaching samples before it fires;
+    `has_baseline` whether warm-up and half-life mean anything; `invertible` whether `limit` exists;
+    `elementwise` whether each series is judged alone (then series of many rules may be stacked); `scopes`
+    it can be used with; `in_depth_order` whether it makes one series of all its sites, first to last (then
+    `Sample.values` holds the sites and scores are `[1]`); `finiteness` whether it judges NaN and Inf: such
+    a rule acts before its `for` is met and is evaluated on provisional snapshots too.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    default_for: ClassVar[int] = 1
+    has_baseline: ClassVar[bool] = False
+    invertible: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    finiteness: ClassVar[bool] = False
+    in_depth_order: ClassVar[bool] = False
+    scopes: ClassVar[tuple[Scope, ...]] = ("param", "group", "total")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns it reads; the first gives `Sample.values`, the others `Sample.aux`."""
+        return (str(getattr(self, "of", "norm")),)
+
+    @property
+    def comparison(self) -> Comparison:
+        """How a score breaches: `above` score > threshold, `at_least` >=, `below` <."""
+        return "above"
+
+    @property
+    def fires_at(self) -> float:
+        """What a score is compared with."""
+        raise NotImplementedError
+
+    @property
+    def clears_at(self) -> float:
+        """The score at which a firing rule starts to be quiet (default: where it fires)."""
+        return self.fires_at
+
+    def baseline_key(self) -> tuple[Any, ...]:
+        """Two detectors with equal keys learn the same from the same samples and may share a state."""
+        return (self.kind, *(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]
+
+    def init(self, size: int) -> State:
+        """The state of `size` series that have seen nothing."""
+        return ()
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """float64[K]: how unusual each sample is; NaN = no judgement (missing, warming up, not for it)."""
+        raise NotImplementedError
+
+    def learn(self, state: State, sample: Sample) -> State:
+        """The state after it; missing and non-finite samples change nothing. Never writes `state`."""
+        return state
+
+    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
+        """`(score(…), learn(…))` in one pass.
+
+        A score of None says that no series breaches, neither here nor at any threshold that is harder to
+        reach.
+        """
+        return self.score(state, sample), self.learn(state, sample)
+
+    def limit(self, state: State) -> NDArray[np.float64] | None:
+        """float64[K]: the value whose score is exactly the threshold (inf while warming up), or None."""
+        return None
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> State:
+        """The state with the series in `mask[K]` learning anew.
+
+        With `keep_judging` the old baseline goes on judging until the new one is ready (a change that may
+        be a fault, such as a jump of the learning rate); without, those series are blind until warmed up
+        again.
+        """
+        return state
+
+    def calm(self, low: float, high: float) -> bool:
+        """Whether no value in [low, high] can breach, whatever was learned; False when either is NaN."""
+        return False
+
+
+DETECTORS: dict[str, type[Detector]] = {}
+"""Every kind registered so far, by its name in `detect:`."""
+
+KNOWN_NOT_BUILT = frozenset({"rank_outlier", "rank_mismatch", "scale_collapse"})
+"""Kinds of the rule language that this version cannot evaluate yet."""
+
+ENTRY_POINT_GROUP = "gradwatch.detectors"
+
+D = TypeVar("D", bound=type[Detector])
+
+
+def register_detector(cls: D) -> D:
+    """Make `cls.kind` usable in `detect:`; a second class of the same kind raises `GradwatchError`."""
+    if DETECTORS.get(cls.kind, cls) is not cls:
+        raise GradwatchError(f"detector kind {cls.kind!r} is registered already, by {DETECTORS[cls.kind]!r}")
+    DETECTORS[cls.kind] = cls
+    return cls
+
+
+def find_detector(kind: str) -> type[Detector] | None:
+    """The class of a kind, built in or from an installed package's entry point; None when there is none."""
+    if kind not in DETECTORS:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=kind):
+            register_detector(entry.load())
+    return DETECTORS.get(kind)
+
+
+def rule_keys(cls: type[Detector]) -> frozenset[str]:
+    """The fields of a kind set by keys of the rule (`warmup`, `half_life`), never inside `detect:`."""
+    return frozenset(f.name for f in fields(cls) if f.metadata.get("rule_key"))  # type: ignore[arg-type]
+
+
+def breaches(detector: Detector, score: FloatArray) -> BoolArray:
+    """bool[K]: which scores breach the detector's threshold; NaN (no judgement) never does."""
+    score = np.asarray(score, np.float64)  # a float32 array would round the threshold to float32
+    if detector.comparison == "above":
+        return score > detector.fires_at
+    if detector.comparison == "at_least":
+        return score >= detector.fires_at
+    return score < detector.fires_at
+
+
+def clears(detector: Detector, score: FloatArray) -> BoolArray:
+    """bool[K]: which scores are at the clear level or on the healthy side of it; NaN never is."""
+    score = np.asarray(score, np.float64)
+    if detector.comparison == "above":
+        return score <= detector.clears_at
+    if detector.comparison == "at_least":
+        return score < detector.clears_at
+    return score >= detector.clears_at
+
+
+def may_breach(detector: Detector, score: FloatArray) -> bool:
+    """Whether any score can breach: one reduction, NaN ignored; the guard in front of `breaches`."""
+    if detector.comparison == "below":
+        return bool(float(np.fmin.reduce(score)) < detector.fires_at)
+    worst = float(np.fmax.reduce(score))
+    return worst >= detector.fires_at if detector.comparison == "at_least" else worst > detector.fires_at

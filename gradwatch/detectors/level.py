@@ -1,0 +1,289 @@
+"""Spikes and drifts of one series against its own past.
+
+All work on x = ln value (of a loss, which may be negative: asinh), so "ten times the usual" means the same at
+any scale. The state is float32: x is known to no more, and half the bytes are half the time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from gradwatch.detectors.constant import Finite, Positive
+from gradwatch.detectors.detector import STRICT, Detector, NormColumn, Sample, State, register_detector
+from gradwatch.snapshot import BoolArray, FloatArray
+
+SETTLED = 20
+"""Samples after which m and s restart from median and MAD, and from which on outliers are winsorised."""
+FLOOR = 0.10
+"""Smallest σ̂ in nats: a series that hardly moves would otherwise alarm at a change of a per cent."""
+CLEAR = 3.0
+"""z below which a spike is over, unless the rule says otherwise."""
+WINSOR = 3.0
+"""An outlier is learned as if it were this many σ̂ away, so the baseline can climb but not jump."""
+SIGMA_PER_MEAN_DEVIATION = 1.2533
+"""σ of a normal distribution over its mean absolute deviation, sqrt(π/2)."""
+MEAN_PER_MEDIAN_DEVIATION = 1.4826 / SIGMA_PER_MEAN_DEVIATION
+"""Mean over median absolute deviation of a normal distribution."""
+
+Array32 = NDArray[np.float32]
+HalfLife = Annotated[int, Field(ge=1)]
+Warmup = Annotated[int, Field(ge=1)]
+
+
+class LevelState(NamedTuple):
+    """Level and spread of K series: `n` samples learned (int32, counted only as far as it matters), `m` and
+    `s`.
+
+    `held[K]`: m and s were kept over a re-baseline; they judge until new samples replace them.
+    `ring[SETTLED, K]`: the warm-up samples; `[0, K]` once every series is past them.
+    """
+
+    n: NDArray[np.int32]
+    m: Array32
+    s: Array32
+    held: BoolArray
+    ring: Array32
+
+
+def gain(half_life: float) -> float:
+    """1 - 2^(-1/h): the weight of a new sample in an exponentially weighted mean of half-life h samples."""
+    return float(-math.expm1(-math.log(2.0) / half_life))
+
+
+def empty_level(size: int) -> LevelState:
+    """`size` series that have seen nothing."""
+    zeros = np.zeros(size, np.float32)
+    return LevelState(
+        np.zeros(size, np.int32),
+        zeros,
+        zeros,
+        np.zeros(size, np.bool_),
+        np.zeros((SETTLED, size), np.float32),
+    )
+
+
+def deviation(state: LevelState) -> Array32:
+    """σ̂ = max(1.2533·s, 0.10), in nats."""
+    sigma: Array32 = np.maximum(state.s * np.float32(SIGMA_PER_MEAN_DEVIATION), np.float32(FLOOR))
+    return sigma
+
+
+def judged(state: LevelState, warmup: int) -> BoolArray:
+    """bool[K]: the series that have a baseline to be judged by."""
+    ready: BoolArray = (state.n >= warmup) | state.held
+    return ready
+
+
+def log_of(sample: Sample) -> Array32:
+    """ln value as float32[K]; NaN where missing, not finite, or not positive."""
+    values = sample.values
+    if float(values.min()) > 0 and float(values.max()) < math.inf and bool(sample.present.all()):
+        return np.log(values).astype(np.float32, copy=False)
+    usable = sample.present & (values > 0) & (values < math.inf)
+    return np.log(np.where(usable, values, np.nan)).astype(np.float32, copy=False)
+
+
+def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:
+    """Learn x[K] (nats; NaN = nothing) by the recursion of `Spike`; samples are counted up to `enough`."""
+    known = ~np.isnan(x)
+    settled = state.n >= SETTLED
+    d = np.where(known, x - state.m, np.float32(0))
+    d = np.where(settled, np.clip(d, -WINSOR * sigma, WINSOR * sigma), d)
+    moving = known & (settled | ~state.held)
+    a: Array32 = np.maximum(gain(half_life), 1.0 / (state.n + 1.0)).astype(np.float32)
+    m = np.where(moving, state.m + a * d, state.m)
+    # The first sample says nothing about spread: s starts with the second.
+    s = np.where(moving & (state.n > 0), state.s + a * (np.abs(d) - state.s), state.s)
+    n = np.minimum(state.n + known, enough).astype(np.int32)
+    return _settle(LevelState(n, m, s, state.held, state.ring), state.n, x, known & ~settled)
+
+
+def mature(half_life: float, warmup: int) -> int:
+    """From this many samples on, 1/(n + 1) is below the gain and n need not be counted."""
+    return max(SETTLED, warmup, math.ceil(1.0 / gain(half_life)))
+
+
+def _settle(state: LevelState, before: NDArray[np.int32], x: Array32, filling: BoolArray) -> LevelState:
+    """Keep the warm-up samples of the series still `filling`; restart those that just completed theirs."""
+    if not filling.any():
+        return state._replace(ring=state.ring[:0]) if bool((before >= SETTLED).all()) else state
+    ring, m, s = state.ring.copy(), state.m, state.s
+    columns = np.flatnonzero(filling)
+    ring[before[columns], columns] = x[columns]
+    done = columns[before[columns] == SETTLED - 1]
+    if len(done):
+        m, s = m.copy(), s.copy()
+        m[done] = np.median(ring[:, done], axis=0)
+        s[done] = np.median(np.abs(ring[:, done] - m[done]), axis=0) * np.float32(MEAN_PER_MEDIAN_DEVIATION)
+    return LevelState(state.n, m, s, state.held, ring)
+
+
+def restart_level(state: LevelState, mask: BoolArray, warmup: int, keep_judging: bool) -> LevelState:
+    """The series in `mask[K]` warm up again; with `keep_judging` the old level judges until they have."""
+    zero = np.float32(0)
+    held = np.where(mask, judged(state, warmup) if keep_judging else False, state.held)
+    keep = ~mask | held
+    ring = state.ring if len(state.ring) else np.zeros((SETTLED, len(mask)), np.float32)
+    n = np.where(mask, 0, state.n).astype(np.int32)
+    m, s = np.where(keep, state.m, zero), np.where(keep, state.s, zero)
+    return LevelState(n, m, s, held, ring)
+
+
+class _Level(Detector):
+    """The recursion shared by `spike` (x = ln value) and `loss_spike` (x = asinh value)."""
+
+    __slots__ = ()
+    has_baseline: ClassVar[bool] = True
+    invertible: ClassVar[bool] = True
+
+    above: float
+    clear_below: float | None
+    half_life: int
+    warmup: int
+
+    @property
+    def fires_at(self) -> float:
+        """`above`, in σ̂."""
+        return self.above
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_below`, or 3 (`above`, if that is less)."""
+        return min(CLEAR, self.above) if self.clear_below is None else self.clear_below
+
+    def baseline_key(self) -> tuple[Any, ...]:
+        """What is learned depends on neither the column's name nor the threshold."""
+        return (self.kind, self.half_life, self.warmup)
+
+    def scale(self, sample: Sample) -> Array32:
+        """x[K] in nats; NaN where there is nothing to judge or learn."""
+        raise NotImplementedError
+
+    def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The inverse of `scale`."""
+        raise NotImplementedError
+
+    def init(self, size: int) -> LevelState:
+        """No sample seen."""
+        return empty_level(size)
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """z = (x - m)/σ̂; NaN while warming up, and for a missing or non-finite sample."""
+        level = LevelState(*state)
+        z = (self.scale(sample) - level.m) / deviation(level)
+        return np.where(judged(level, self.warmup), z, np.nan).astype(np.float64)
+
+    def learn(self, state: State, sample: Sample) -> LevelState:
+        """Absorb the sample, winsorised once 20 are known."""
+        level = LevelState(*state)
+        enough = mature(self.half_life, self.warmup)
+        return absorb(level, self.scale(sample), deviation(level), self.half_life, enough)
+
+    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
+        """As `score` and `learn`, in few passes when every series is present, finite and mature."""
+        level = LevelState(*state)
+        x, sigma = self.scale(sample), deviation(level)
+        d = x - level.m
+        z = d / sigma
+        enough = mature(self.half_life, self.warmup)
+        worst = float(z.max())  # NaN if any is, and then not steady
+        if not (worst < math.inf and int(level.n.min()) >= enough):
+            ready = judged(level, self.warmup)
+            return np.where(ready, z, np.float32(np.nan)), absorb(level, x, sigma, self.half_life, enough)
+        if worst > WINSOR or float(z.min()) < -WINSOR:
+            bound = WINSOR * sigma
+            np.clip(d, -bound, bound, out=d)
+        a = np.float32(gain(self.half_life))
+        spread = np.abs(d)
+        spread -= level.s
+        spread *= a
+        spread += level.s
+        d *= a
+        d += level.m
+        return z, LevelState(level.n, d, spread, level.held, level.ring[:0])
+
+    def limit(self, state: State) -> NDArray[np.float64]:
+        """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
+        level = LevelState(*state)
+        x = level.m.astype(np.float64) + self.above * deviation(level).astype(np.float64)
+        with np.errstate(over="ignore"):
+            return np.where(judged(level, self.warmup), self.value(x), np.inf)
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> LevelState:
+        """Warm up again."""
+        return restart_level(LevelState(*state), mask, self.warmup, keep_judging)
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Spike(_Level):
+    """Robust z of the logarithm: a value far above its own recent past.
+
+    x = ln value; σ̂ = max(1.2533·s, 0.10); z = (x - m)/σ̂; then m += a·clip(x - m, ±3σ̂) and s += a·(|clip|
+    - s) with a = max(1 - 2^(-1/half_life), 1/(n + 1)); winsorised once n >= 20; at n = 20 m and s restart
+    from the median and the MAD of those samples. Blind to growth below about 5 % a step (use `drift`), to
+    falls (use `drop`), and to NaN (use `nonfinite`). Default: per parameter z > 10, clears at z < 3.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "spike"
+
+    of: NormColumn = "norm"
+    above: Positive = 10.0
+    clear_below: Finite | None = None
+    half_life: HalfLife = field(default=100, metadata={"rule_key": True})
+    warmup: Warmup = field(default=20, metadata={"rule_key": True})
+
+    def __post_init__(self) -> None:
+        check_clear(self.clear_below, self.above)
+
+    def scale(self, sample: Sample) -> Array32:
+        """ln value."""
+        return log_of(sample)
+
+    def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """e^x."""
+        return np.exp(x)
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class LossSpike(_Level):
+    """`spike` on the observed loss. Needs `gw.observe(loss=…)`.
+
+    The scale is asinh(loss), which is ln(2·loss) for large losses, linear below 1 (a converged loss of
+    0.001 may well be 0.01 on the next batch), and defined for negative ones.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "loss_spike"
+
+    of: Literal["loss"] = "loss"
+    above: Positive = 10.0
+    clear_below: Finite | None = None
+    half_life: HalfLife = field(default=100, metadata={"rule_key": True})
+    warmup: Warmup = field(default=20, metadata={"rule_key": True})
+
+    def __post_init__(self) -> None:
+        check_clear(self.clear_below, self.above)
+
+    def scale(self, sample: Sample) -> Array32:
+        """asinh value; NaN where missing or not finite."""
+        usable = sample.present & np.isfinite(sample.values)
+        return np.arcsinh(np.where(usable, sample.values, np.nan)).astype(np.float32, copy=False)
+
+    def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """sinh x."""
+        return np.sinh(x)
+
+
+def check_clear(clear_below: float | None, above: float) -> None:
+    """A rule must not clear above the level at which it fires."""
+    if clear_below is not None and clear_below > above:
+        raise ValueError("clear_below must not exceed above")

@@ -1,0 +1,198 @@
+"""One site against the others: a share of the whole that shrinks, and norms that fade with depth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from gradwatch.detectors.constant import Dimensions, Positive
+from gradwatch.detectors.detector import (
+    STRICT,
+    Comparison,
+    Detector,
+    Sample,
+    Scope,
+    State,
+    register_detector,
+)
+from gradwatch.detectors.level import Array32, HalfLife, Warmup, check_clear, gain, mature
+from gradwatch.snapshot import BoolArray, FloatArray
+
+ZERO_NORM = 1e-30
+"""A norm of exactly zero counts as this, so that a gradient that vanishes completely is a fall too."""
+STEP = 0.5
+"""Largest deviation in nats that the share's baseline learns from."""
+
+
+class ShareState(NamedTuple):
+    """`n` samples learned (int32, counted only as far as it matters); `b` the usual ln share of K series."""
+
+    n: NDArray[np.int32]
+    b: Array32
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Drop(Detector):
+    """A parameter's share of the model falls: vanishing that an absolute bound cannot see.
+
+    y = ln norm_i - median_j ln norm_j over the selected tensors (a norm of 0 counts as 1e-30); b +=
+    a·clip(y - b, ±0.5) with a = max(1 - 2^(-1/half_life), 1/(n + 1)), clipped after the warm-up. The score
+    is exp(b - y), how many times smaller than usual; default: 100 times for 20 samples. Immune to the whole
+    model converging, because the median falls too. Use `below` for a rail, `depth_ratio` for fading over
+    depth.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "drop"
+    default_for: ClassVar[int] = 20
+    has_baseline: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+    scopes: ClassVar[tuple[Scope, ...]] = ("param", "group")
+
+    of: Literal["norm", "rms", "norm_local"] = "norm"
+    above: Positive = 100.0
+    clear_below: Positive | None = None
+    min_ndim: Dimensions = 2
+    half_life: HalfLife = field(default=100, metadata={"rule_key": True})
+    warmup: Warmup = field(default=40, metadata={"rule_key": True})
+
+    def __post_init__(self) -> None:
+        check_clear(self.clear_below, self.above)
+
+    @property
+    def fires_at(self) -> float:
+        """`above`, a factor."""
+        return self.above
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_below`, or `above`."""
+        return self.above if self.clear_below is None else self.clear_below
+
+    def baseline_key(self) -> tuple[Any, ...]:
+        """What is learned does not depend on the threshold."""
+        return (self.kind, self.min_ndim, self.half_life, self.warmup)
+
+    def init(self, size: int) -> ShareState:
+        """No sample seen."""
+        return ShareState(np.zeros(size, np.int32), np.zeros(size, np.float32))
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """exp(b - y); NaN while warming up, and for a missing or non-finite sample."""
+        n, b = ShareState(*state)
+        fall = np.minimum(b.astype(np.float64) - share_of(sample), 700.0)
+        return np.where(n >= self.warmup, np.exp(fall), np.nan)
+
+    def learn(self, state: State, sample: Sample) -> ShareState:
+        """Move the usual share toward the present one, by at most 0.5 nats' worth after the warm-up."""
+        return self._absorb(ShareState(*state), share_of(sample))
+
+    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
+        """As `score` and `learn`; no exponentials while nothing is near the threshold."""
+        before, y = ShareState(*state), share_of(sample)
+        after = self._absorb(before, y)
+        fall = before.b - y
+        if not float(np.fmax.reduce(fall)) >= math.log(self.above) - 1e-3:
+            return None, after
+        return self.score(state, sample), after
+
+    def _absorb(self, before: ShareState, y: Array32) -> ShareState:
+        n, b = before
+        enough = mature(self.half_life, self.warmup)
+        d = y - b
+        if int(n.min()) >= enough and not math.isnan(float(d.sum())):
+            np.clip(d, np.float32(-STEP), np.float32(STEP), out=d)
+            d *= np.float32(gain(self.half_life))
+            return ShareState(n, b + d)
+        known = ~np.isnan(d)
+        d = np.where(n >= self.warmup, np.clip(d, np.float32(-STEP), np.float32(STEP)), d)
+        a = np.maximum(gain(self.half_life), 1.0 / (n + 1.0)).astype(np.float32)
+        return ShareState(np.minimum(n + known, enough).astype(np.int32), np.where(known, b + a * d, b))
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> ShareState:
+        """Start over, unless it is to keep judging: a share hardly depends on changes of the whole."""
+        n, b = ShareState(*state)
+        if keep_judging:
+            return ShareState(n, b)
+        return ShareState(np.where(mask, 0, n).astype(np.int32), np.where(mask, np.float32(0), b))
+
+
+def share_of(sample: Sample) -> Array32:
+    """y[K] = ln norm_i - median_j ln norm_j in nats, float32; NaN where missing or not finite."""
+    usable = sample.present & (sample.values >= 0) & (sample.values < math.inf)
+    whole = bool(usable.all())
+    x = np.log(np.maximum(sample.values, ZERO_NORM)).astype(np.float32, copy=False)
+    if not whole and not usable.any():
+        return np.full(len(x), np.nan, np.float32)
+    y: Array32 = x - _median(x if whole else x[usable])
+    return y if whole else np.where(usable, y, np.float32(np.nan))
+
+
+def _median(x: Array32) -> np.float32:
+    """As np.median of finite values, without its checks, which cost more than the median at this size."""
+    half = len(x) // 2
+    if len(x) % 2:
+        return np.float32(np.partition(x, half)[half])
+    low, high = np.partition(x, (half - 1, half))[half - 1 : half + 1]
+    return np.float32((low + high) / np.float32(2))
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class DepthRatio(Detector):
+    """Norm of the first weight matrices over that of the last: gradients that fade (or explode) on the way
+    back.
+
+    The score is the ratio of the root-mean-square norms of the first and the last `ends` sites in order of
+    depth (default 1). Give `below` (vanishing; 1e-3 when neither is given) or `above` (exploding; 1e3 is
+    usual), in a rule each. `layers` keeps only the sites whose name matches the glob; `depths` names two
+    depths instead.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "depth_ratio"
+    default_for: ClassVar[int] = 20
+    elementwise: ClassVar[bool] = False
+    in_depth_order: ClassVar[bool] = True
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
+
+    of: Literal["norm", "rms", "norm_local"] = "norm"
+    below: Positive | None = None
+    above: Positive | None = None
+    ends: Annotated[int, Field(ge=1)] = 1
+    layers: str | None = None
+    depths: tuple[int, int] | None = None
+    min_ndim: Dimensions = 2
+
+    def __post_init__(self) -> None:
+        if self.below is not None and self.above is not None:
+            raise ValueError("give below or above, and the other in a rule of its own")
+
+    @property
+    def comparison(self) -> Comparison:
+        """By which bound was given."""
+        return "below" if self.above is None else "above"
+
+    @property
+    def fires_at(self) -> float:
+        """The bound given, else 1e-3."""
+        return self.above if self.above is not None else (1e-3 if self.below is None else self.below)
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """float64[1] from K sites in order of depth; NaN unless both ends are present and finite.
+
+        The last end must not be zero; with fewer than two ends' worth of sites there is no judgement.
+        """
+        k, values = self.ends, sample.values.astype(np.float64)
+        ends = np.concatenate((values[:k], values[-k:]))
+        usable = len(values) >= 2 * k and bool(sample.present[:k].all() and sample.present[-k:].all())
+        if not (usable and bool(np.isfinite(ends).all())):
+            return np.array([np.nan])
+        first, last = float(np.square(ends[:k]).sum()), float(np.square(ends[k:]).sum())
+        return np.array([math.sqrt(first / last) if last > 0 else np.nan])

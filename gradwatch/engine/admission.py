@@ -1,0 +1,72 @@
+"""What a rule file may not ask of this model or this version: said before training starts, all at once."""
+
+from __future__ import annotations
+
+from gradwatch.engine.plan import idle_reason
+from gradwatch.engine.series import group_masks, labels, series_of
+from gradwatch.errors import AttachError
+from gradwatch.policies import POLICIES
+from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
+from gradwatch.snapshot import Sites
+
+
+def admit(ruleset: RuleSet, sites: Sites) -> None:
+    """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
+    problems = [*_unbuilt(ruleset), *_unmatched(ruleset, sites.labelled(labels(ruleset.groups, sites)))]
+    if problems:
+        raise AttachError("the rules do not fit this model:\n" + "\n".join(f"  - {one}" for one in problems))
+
+
+def _unbuilt(ruleset: RuleSet) -> list[str]:
+    problems = []
+    for rule in ruleset.rules:
+        for action in rule.do if rule.enabled else ():
+            if action.name in NOT_BUILT:
+                problems.append(
+                    f"rule {rule.id!r}: action {action.name!r} is not built yet; "
+                    f"remove it from `do:`, or set `enabled: false`{_origin(ruleset, rule.id + '.do')}"
+                )
+    return problems + ([] if ruleset.clip is None else _unbuilt_clip(ruleset.clip))
+
+
+def _unbuilt_clip(clip: Clip) -> list[str]:
+    problems = []
+    if clip.total is not None and clip.total.method not in POLICIES:
+        problems.append(f"clip.total: method {clip.total.method!r} is not built yet; built: {_built()}")
+    if clip.groups:
+        names = ", ".join(clip.groups)
+        problems.append(f"clip.groups ({names}): clipping by group is not built yet; use clip.total")
+    if clip.at != "step":
+        problems.append(f"clip.at: {clip.at!r} is not built yet; use `at: step`")
+    return problems
+
+
+def _built() -> str:
+    return ", ".join(sorted(POLICIES))
+
+
+def _unmatched(ruleset: RuleSet, sites: Sites) -> list[str]:
+    masks = group_masks(ruleset.groups, sites)
+    empty = {group.name for group in ruleset.groups if not masks[group.name].any()}
+    may_be_empty = {group.name for group in ruleset.groups if group.optional}
+    problems = [
+        f"group {name!r} matches no parameter; fix its globs, or set `optional: true`"
+        for name in sorted(empty - may_be_empty)
+    ]
+    for rule in ruleset.rules:
+        if not rule.enabled or rule.optional or _only_optional(rule, empty & may_be_empty):
+            continue
+        reason = idle_reason(rule, ruleset, series_of(rule, ruleset, sites))
+        if reason:
+            advice = f"{reason}; fix it, or set `optional: true`{_origin(ruleset, rule.id)}"
+            problems.append(f"rule {rule.id!r} {advice}")
+    return problems
+
+
+def _only_optional(rule: Rule, empty: set[str]) -> bool:
+    return bool(rule.groups) and empty.issuperset(rule.groups)
+
+
+def _origin(ruleset: RuleSet, key: str) -> str:
+    where = ruleset.origins.get(key, "")
+    return f" ({where})" if where and where != "default" else ""

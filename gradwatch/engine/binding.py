@@ -1,0 +1,199 @@
+"""Engine: a rule file ready to judge; BoundEngine: the same, bound to the sites of one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from gradwatch.detectors import State
+from gradwatch.engine.admission import admit
+from gradwatch.engine.judge import Step, exhausted, firing_now
+from gradwatch.engine.plan import Needs, Plan, RulePlan, make_plan
+from gradwatch.engine.series import labels
+from gradwatch.engine.state import EngineState, empty_state
+from gradwatch.errors import GradwatchError
+from gradwatch.rules import Rule, RuleSet
+from gradwatch.snapshot import BoolArray, Decision, Order, RuleInfo, Sites, Snapshot, Verdict
+
+LR_JUMP = 3.0
+"""A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
+
+STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale"})
+"""Scalars that are not made of gradients: a jump of the learning rate does not re-baseline them."""
+
+
+class Engine:
+    """A rule file ready to be bound to models. Immutable; all memory is in the `EngineState`s it hands out.
+
+    `rank` is only told to annotations (`{rank}`).
+    """
+
+    def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
+        self.ruleset = ruleset
+        self.rank = rank
+
+    @property
+    def rule_infos(self) -> tuple[RuleInfo, ...]:
+        """What sinks may know of the enabled rules, by id."""
+        return tuple(
+            RuleInfo(rule.id, rule.kind, rule.severity, tuple(action.name for action in rule.do))
+            for rule in self._enabled()
+        )
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Every column that an enabled rule reads, free or not."""
+        return frozenset(name for rule in self._enabled() for name in rule.detect.columns)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether some rule skips steps with non-finite gradients, as a fused optimizer can on the device."""
+        return any(_skips_on_device(rule) for rule in self._enabled())
+
+    @property
+    def acts_on_host(self) -> bool:
+        """Whether some rule acts otherwise, so that norms must be on the host before the optimizer steps."""
+        return any(rule.acts and not _skips_on_device(rule) for rule in self._enabled())
+
+    def _enabled(self) -> list[Rule]:
+        return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
+
+    def check(self, sites: Sites) -> None:
+        """Raise `AttachError` unless every rule fits these sites (all the model's) and can be carried out."""
+        admit(self.ruleset, sites)
+
+    def bind(self, sites: Sites) -> BoundEngine:
+        """The engine for the sites of one optimizer; a rule that matches none of them is simply inactive."""
+        labelled = sites.labelled(labels(self.ruleset.groups, sites))
+        clip = self.ruleset.clip
+        max_norm = None
+        if clip is not None and clip.total is not None and clip.total.method == "norm":
+            max_norm = float(clip.total.params["max_norm"])
+        return BoundEngine(make_plan(self.ruleset, labelled), self.rank, max_norm)
+
+
+class BoundEngine:
+    """Rules bound to sites: `evaluate` and `decide` are pure; `init` and `adopt` make their states."""
+
+    def __init__(self, plan: Plan, rank: int, max_norm: float | None) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.max_norm = max_norm
+        facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
+        self._facts = tuple(facts)
+        self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
+
+    @property
+    def sites(self) -> Sites:
+        """The sites, carrying the rule file's label groups."""
+        return self.plan.sites
+
+    @property
+    def needs(self) -> Needs:
+        """The columns the capture must read, and how often."""
+        return self.plan.needs
+
+    @property
+    def inactive(self) -> Mapping[str, str]:
+        """Why a rule of the file judges nothing here, by rule id."""
+        return self.plan.inactive
+
+    def init(self) -> EngineState:
+        """The state of a run that has not taken a step."""
+        return empty_state(self.plan)
+
+    def adopt(self, state: EngineState, previous: BoundEngine | None = None) -> EngineState:
+        """The state carried over to these sites and rules by name; what is new starts empty."""
+        return EngineState.from_dict(state.to_dict(), self.plan)
+
+    def evaluate(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
+        """Judge one step. Pure; raises `GradwatchError` for a snapshot or a state of other sites.
+
+        Facts (NaN, Inf, overflow) are judged first, because a step that is skipped for them is learned by
+        nobody. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
+        (`scalars["scaler_skip"]` not 0) changes nothing.
+        """
+        if state.plan is not self.plan or len(snapshot.norm) != len(self.plan.sites):
+            raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
+        if snapshot.scalars.get("scaler_skip"):
+            return Verdict(firing_now(state)), state
+        lr, baselines = snapshot.scalars.get("lr", state.lr), state.baselines
+        step = Step(state, snapshot, self.rank)
+        for number in self._facts:
+            step.judge(number)
+        if not snapshot.provisional:
+            if jumped(state.lr, lr):
+                baselines = self._restarted(state, np.ones(len(self.plan.sites), np.bool_), keep_judging=True)
+            baselines = step.learn(baselines, learning=not self._will_skip(step))
+            for number in self._others:
+                step.judge(number)
+        return step.finish(baselines, lr)
+
+    def _will_skip(self, step: Step) -> bool:
+        rules = (self.plan.rules[number] for number in self._facts)
+        return bool(step.acting) and any(
+            one.skip is not None and one.rule.mode == "act" and one.rule.id in step.acting for one in rules
+        )
+
+    def decide(self, state: EngineState, verdict: Verdict) -> tuple[Decision, EngineState]:
+        """The orders that follow from a verdict, joined over all rules; `state` is the one `evaluate`
+        returned.
+
+        `max_norm` is the standing clip of the rule file: it holds on every step, and a non-finite total norm
+        gets the coefficient 1 (`gradwatch.policies`).
+        """
+        decision = Decision(max_norm=self.max_norm)
+        if verdict.acting:
+            for one, consecutive in zip(self.plan.rules, state.consecutive, strict=True):
+                if one.rule.id in verdict.acting:
+                    decision |= orders(one, consecutive)
+        return decision, state
+
+    def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
+        """The state with the baselines of all sites that match `glob` forgotten, and of totals they are
+        part of.
+
+        For changes made on purpose: those series are blind until they have warmed up again.
+        """
+        mask_S = self.sites.select(glob)
+        baselines = self._restarted(state, mask_S, keep_judging=False)
+        return EngineState(self.plan, baselines, state.tracks, state.consecutive, state.lr)
+
+    def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
+        after = []
+        for bank, baseline in zip(self.plan.banks, state.baselines, strict=True):
+            exempt = STEERED_BY_USER if keep_judging else frozenset()
+            touched = [one.touched(self.sites, mask_S) & (one.column not in exempt) for one in bank.segments]
+            mask = np.concatenate(touched)
+            after.append(bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline)
+        return tuple(after)
+
+
+def _skips_on_device(rule: Rule) -> bool:
+    """Whether all that a rule does is to skip a non-finite gradient: `found_inf` does that without the host."""
+    skips = [action for action in rule.do if action.name == "skip_step"]
+    forever = all(
+        action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
+        for action in skips
+    )
+    return rule.acts and rule.kind == "nonfinite" and len(skips) == len(rule.do) and forever
+
+
+def jumped(before: float | None, now: float | None) -> bool:
+    """Whether the learning rate changed by more than a factor of 3; to or from 0 is no jump but a pause."""
+    if before is None or now is None or before == now or not (before > 0 and now > 0):
+        return False
+    return not 1 / LR_JUMP <= now / before <= LR_JUMP
+
+
+def orders(one: RulePlan, consecutive: int) -> Decision:
+    """What one rule orders when it acts; in shadow mode it only says what it would have ordered."""
+    names = {action.name for action in one.rule.do}
+    if exhausted(one, consecutive):
+        names.add("stop")
+    shadow = one.rule.mode == "shadow"
+    said = frozenset(Order(one.rule.id, name, shadow) for name in names)
+    if shadow:
+        return Decision(orders=said)
+    return Decision(skip="skip_step" in names, stop="stop" in names, orders=said)

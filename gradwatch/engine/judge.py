@@ -1,0 +1,214 @@
+"""One step through all rules: read, learn, compare, count. The hot path of the engine.
+
+On a healthy step most rules end at a bound: the smallest and largest value of a column, or the largest
+score of a bank, compared once. Masks, tracks and Events are built only for rules that trip or are not idle.
+
+Axes: R rules, B banks, K series of one rule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gradwatch.detectors import Sample, State, breaches, clears, may_breach
+from gradwatch.engine.incidents import Notice, Scored, build_event
+from gradwatch.engine.plan import NO_BANK, Plan, RulePlan
+from gradwatch.engine.series import Reader
+from gradwatch.engine.state import EngineState
+from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
+from gradwatch.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot, Verdict
+
+
+class Heard(NamedTuple):
+    """What a bank made of this step: its samples, its scores (None = all calm), its state before."""
+
+    sample: Sample
+    score: FloatArray | None
+    before: State
+
+
+NOTHING = np.zeros(0)
+MISSING = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
+"""The rule's column was not measured this step."""
+CALM = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
+"""The rule is idle and nothing breaches."""
+
+
+class Step:
+    """The judgement of one Snapshot under way; `finish` gives the Verdict and the next state."""
+
+    __slots__ = (
+        "_before",
+        "acting",
+        "banks",
+        "breaching",
+        "consecutive",
+        "events",
+        "plan",
+        "rank",
+        "reader",
+        "snapshot",
+        "tracks",
+    )
+
+    def __init__(self, state: EngineState, snapshot: Snapshot, rank: int) -> None:
+        self.plan: Plan = state.plan
+        self.snapshot = snapshot
+        self.rank = rank
+        self.reader = Reader(snapshot)
+        self.tracks = list(state.tracks)
+        self._before = state.consecutive
+        self.consecutive = list(state.consecutive)
+        self.banks: list[Heard | None] = [None] * len(state.plan.banks)
+        self.breaching: dict[str, BoolArray] = {}
+        self.acting: set[str] = set()
+        self.events: list[Event] = []
+
+    def learn(self, baselines: tuple[State, ...], learning: bool) -> tuple[State, ...]:
+        """Score every bank that is due, and absorb the samples unless this step must not be learned."""
+        after = list(baselines)
+        for number, bank in enumerate(self.plan.banks):
+            if self.snapshot.step % bank.every:
+                continue
+            sample = bank.sample(self.reader)
+            if sample is None:
+                continue
+            before = baselines[number]
+            if learning:
+                score, after[number] = bank.detector.advance(before, sample)
+            else:
+                score = bank.detector.score(before, sample)
+            self.banks[number] = Heard(sample, score, before)
+        return tuple(after)
+
+    def judge(self, number: int) -> None:
+        """Take one rule through this step; a rule whose column was not measured stays as it is."""
+        one, track = self.plan.rules[number], self.tracks[number]
+        if self.snapshot.step % one.rule.every:
+            return
+        scored = self._scored(one, track)
+        if scored is MISSING:
+            return
+        self.consecutive[number] = 0
+        if scored is not CALM and not (track.idle and not scored.breach.any()):
+            self._transit(number, scored)
+
+    def _scored(self, one: RulePlan, track: Track) -> Scored:
+        """The scores of one rule; CALM when it is idle and a bound shows that nothing breaches."""
+        detector = one.detector
+        if one.bank == NO_BANK:
+            bounds = self.reader.bounds(one.series)
+            if bounds is None:
+                return MISSING
+            if track.idle and detector.calm(*bounds):
+                return CALM
+            sample = self.reader.sample(one.series, detector.columns)
+            assert sample is not None  # what has bounds was measured
+            values: FloatArray = sample.values
+            score: FloatArray = detector.score((), sample)
+        else:
+            heard = self.banks[one.bank]
+            if heard is None:
+                return MISSING
+            if track.idle and (heard.score is None or not may_breach(detector, heard.score[one.part])):
+                return CALM
+            whole = detector.score(heard.before, heard.sample) if heard.score is None else heard.score
+            values, score = heard.sample.values[one.part], whole[one.part]
+        return Scored(values, score, breaches(detector, score))
+
+    def _transit(self, number: int, scored: Scored) -> None:
+        """Count, and tell what changed."""
+        one, track = self.plan.rules[number], self.tracks[number]
+        rule, step = one.rule, self.snapshot.step
+        judged, clear = ~np.isnan(scored.score), clears(one.detector, scored.score)
+        moved = move(track, scored.breach, clear, judged, step, rule.for_, rule.keep_firing_for)
+        if scored.breach.any():
+            self.breaching[rule.id] = one.shown.spread(scored.breach, len(self.plan.sites))
+        acts = bool(rule.do) and must_act(one, scored, moved.track)
+        if acts:
+            self.acting.add(rule.id)
+            self.consecutive[number] = self._before[number] + 1
+        self.tracks[number] = self._told(one, track, moved, scored, self.consecutive[number])
+
+    def _told(self, one: RulePlan, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
+        """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
+        rule, step, track = one.rule, self.snapshot.step, moved.track
+        was_firing, firing = bool(was.firing.any()), bool(track.firing.any())
+        if firing and not was_firing:
+            reopened = was.resolved_at != NEVER and step - was.resolved_at <= rule.cooldown
+            incident = was.incident if reopened else f"{rule.id}-{self.snapshot.optimizer}-{step}"
+            track = track._replace(incident=incident)
+            self._tell(one, scored, acted, "firing", incident, scored.breach & track.firing, not reopened)
+        elif was_firing and not firing:
+            track = track._replace(resolved_at=step)
+            self._tell(one, scored, 0, "resolved", track.incident, moved.resolved, True)
+        elif not firing and was.idle and track.streak.any():
+            self._tell(one, scored, acted, "pending", "", scored.breach, True)
+        alarm = alarm_due(one, acted)
+        if alarm or (was_firing and firing and acted):
+            self._tell(one, scored, acted, "repeat", track.incident, scored.breach, alarm)
+        return track if firing or track.streak.any() else at_rest(track)
+
+    def _tell(
+        self,
+        one: RulePlan,
+        scored: Scored,
+        acted: int,
+        kind: EventKind,
+        incident: str,
+        involved: BoolArray,
+        notify: bool,
+    ) -> None:
+        alarm = kind == "repeat" and notify
+        severity: Severity = "critical" if alarm else one.rule.severity
+        notice = Notice(kind, incident, involved, severity, ordered(one, acted), notify)
+        self.events.append(build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank))
+
+    def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
+        """What the rules say of this step, and what is remembered of it."""
+        state = EngineState(self.plan, baselines, tuple(self.tracks), tuple(self.consecutive), lr)
+        verdict = Verdict(firing_now(state), self.breaching, tuple(self.events), frozenset(self.acting))
+        return verdict, state
+
+
+def must_act(one: RulePlan, scored: Scored, track: Track) -> bool:
+    """Whether a rule's actions are due on this very step.
+
+    On every breach once `for` is met; on a non-finite gradient at once, since by the next step it is too
+    late.
+    """
+    if one.detector.finiteness:
+        return bool(scored.breach.any())
+    return bool((scored.breach & (track.firing | ~np.isfinite(scored.values))).any())
+
+
+def alarm_due(one: RulePlan, acted: int) -> bool:
+    """Whether `max_consecutive` skips in a row have been used up: then, and at every multiple of it."""
+    limit = one.max_consecutive
+    return limit is not None and acted > limit and (acted - 1) % limit == 0
+
+
+def exhausted(one: RulePlan, acted: int) -> bool:
+    """Whether the rule has skipped its `max_consecutive` and is to stop training instead."""
+    limit, skip = one.max_consecutive, one.skip
+    return skip is not None and limit is not None and acted > limit and skip.params.get("then") == "stop"
+
+
+def ordered(one: RulePlan, acted: int) -> tuple[str, ...]:
+    """The actions a rule orders having acted on this many steps in a row; none in shadow mode or at 0."""
+    if not acted or one.rule.mode == "shadow":
+        return ()
+    names = dict.fromkeys(action.name for action in one.rule.do)
+    return (*names, "stop") if exhausted(one, acted) and "stop" not in names else tuple(names)
+
+
+def firing_now(state: EngineState) -> dict[str, BoolArray]:
+    """bool[S] for each rule that is firing, whether or not it was evaluated on this step."""
+    size = len(state.plan.sites)
+    return {
+        one.rule.id: one.shown.spread(track.firing, size)
+        for one, track in zip(state.plan.rules, state.tracks, strict=True)
+        if not track.idle and track.firing.any()
+    }

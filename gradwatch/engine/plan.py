@@ -1,0 +1,189 @@
+"""A rule file bound to the sites of one optimizer: the series each rule judges, the baselines they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from types import MappingProxyType
+
+import numpy as np
+
+from gradwatch.detectors import Detector, Sample
+from gradwatch.engine.series import MODULE_COLUMNS, Reader, Series, series_of
+from gradwatch.rules import Action, Rule, RuleSet
+from gradwatch.snapshot import SCALAR_COLUMNS, FloatArray, Sites
+
+FREE_COLUMNS = frozenset(
+    {"norm", "rms", "norm_applied", "coef", "calls", "nonfinite", "norm_overflow"}
+) | set(SCALAR_COLUMNS)
+"""Columns that are always there, or come by themselves when a norm is suspicious: not to be asked for."""
+
+NO_BANK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the capture must read: `columns` beyond the free ones, each at steps with step % every == 0."""
+
+    columns: frozenset[str] = frozenset()
+    every: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bank:
+    """Series that learn the same way, stacked so that one pass serves the rules of all of them.
+
+    `detector` is that of the rule with the lowest threshold: what cannot breach it breaches none of them.
+    `key` names what is learned and how often; `segments` are stacked in order, `parts` their slices of K.
+    """
+
+    key: str
+    detector: Detector
+    every: int
+    segments: tuple[Series, ...]
+    parts: tuple[slice, ...]
+    size: int
+
+    def sample(self, reader: Reader) -> Sample | None:
+        """The samples of all segments; None when none of them was measured this step."""
+        if len(self.segments) == 1:
+            return reader.sample(self.segments[0], self.detector.columns)
+        samples = [reader.sample(segment) for segment in self.segments]
+        if all(sample is None for sample in samples):
+            return None
+        values = [
+            np.zeros(len(segment), np.float32) if sample is None else _narrow(sample.values)
+            for segment, sample in zip(self.segments, samples, strict=True)
+        ]
+        present = [
+            np.zeros(len(segment), np.bool_) if sample is None else sample.present
+            for segment, sample in zip(self.segments, samples, strict=True)
+        ]
+        return Sample(np.concatenate(values), np.concatenate(present))
+
+
+def _narrow(values: FloatArray) -> FloatArray:
+    """As float32, infinite beyond its range (and then not learned); one float64 would widen the stack."""
+    if values.dtype == np.float32:
+        return values
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RulePlan:
+    """One rule bound: the series it judges (`shown` is how Events name them), and its share of a bank.
+
+    `bank` is the index of its bank and `part` its slice there; NO_BANK for a kind that learns nothing.
+    """
+
+    rule: Rule
+    series: Series
+    shown: Series
+    bank: int = NO_BANK
+    part: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def detector(self) -> Detector:
+        """The rule's detector."""
+        found: Detector = self.rule.detect
+        return found
+
+    @property
+    def skip(self) -> Action | None:
+        """The `skip_step` of its `do:`, if it has one."""
+        return next((action for action in self.rule.do if action.name == "skip_step"), None)
+
+    @property
+    def max_consecutive(self) -> int | None:
+        """How many steps in a row it may skip; None = any number, or it never skips."""
+        limit = None if self.skip is None else self.skip.params.get("max_consecutive")
+        return None if limit is None else int(limit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """All rules bound to `sites`; `inactive` says why a rule of the file is not among `rules`."""
+
+    sites: Sites
+    rules: tuple[RulePlan, ...]
+    banks: tuple[Bank, ...]
+    inactive: Mapping[str, str]
+    needs: Needs
+
+
+def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
+    """Bind every enabled rule; `sites` carry their labels. Never raises for a rule that matches nothing."""
+    inactive, found = dict(ruleset.inactive), []
+    for rule in sorted((rule for rule in ruleset.rules if rule.enabled), key=lambda rule: rule.id):
+        series = series_of(rule, ruleset, sites)
+        reason = idle_reason(rule, ruleset, series)
+        if reason:
+            inactive[rule.id] = reason
+        else:
+            found.append((rule, series))
+    banks = tuple(_banks(found))
+    home = {
+        (bank.key, segment.key): (number, part)
+        for number, bank in enumerate(banks)
+        for segment, part in zip(bank.segments, bank.parts, strict=True)
+    }
+    rules = tuple(
+        RulePlan(rule, series, _shown(rule, series), *home.get((_bank_key(rule, series), series.key), ()))
+        for rule, series in found
+    )
+    return Plan(sites, rules, banks, MappingProxyType(inactive), _needs([rule for rule, _ in found]))
+
+
+def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:
+    """Why a rule cannot judge anything among these sites; "" when it can."""
+    if series.column in MODULE_COLUMNS and ruleset.modules is None:
+        return f"{series.column} needs module taps: add `modules: {{tap: output}}` to the rule file"
+    if len(series) == 0:
+        return "matches no parameter" if series.column not in MODULE_COLUMNS else "matches no module"
+    if rule.detect.in_depth_order and len(series) < 2 * rule.detect.ends:
+        return f"needs at least {2 * rule.detect.ends} matrices, found {len(series)}"
+    return ""
+
+
+def _shown(rule: Rule, series: Series) -> Series:
+    """As Events name it: a rule over all depths is named after the first of its sites."""
+    if not rule.detect.in_depth_order:
+        return series
+    return Series(series.key, series.column, "total", series.names[:1], series.depths[:1])
+
+
+def _learns(detector: Detector) -> bool:
+    return len(detector.init(1)) > 0
+
+
+def _bank_key(rule: Rule, series: Series) -> str:
+    """Rules with equal keys share a bank; a kind that compares series with each other shares only its own."""
+    detector: Detector = rule.detect
+    kind, *learned = detector.baseline_key()
+    key = f"{kind}({','.join(map(str, learned))})"
+    key = key if rule.every == 1 else f"{key}/every={rule.every}"
+    return key if detector.elementwise else f"{key}/{series.key}"
+
+
+def _banks(found: list[tuple[Rule, Series]]) -> Iterator[Bank]:
+    learning = [(_bank_key(rule, series), series, rule) for rule, series in found if _learns(rule.detect)]
+    learning.sort(key=lambda item: (item[0], item[1].key))
+    for key, items in groupby(learning, key=lambda item: item[0]):
+        members = list(items)
+        segments = {series.key: series for _, series, _ in members}
+        ends = np.cumsum([0, *(len(series) for series in segments.values())]).tolist()
+        parts = tuple(slice(start, stop) for start, stop in pairwise(ends))
+        rule = min((rule for _, _, rule in members), key=lambda rule: float(rule.detect.fires_at))
+        yield Bank(key, rule.detect, rule.every, tuple(segments.values()), parts, ends[-1])
+
+
+def _needs(rules: list[Rule]) -> Needs:
+    every: dict[str, int] = {}
+    for rule in rules:
+        for column in rule.detect.columns:
+            if column not in FREE_COLUMNS:
+                every[column] = math.gcd(every.get(column, 0), rule.every)
+    return Needs(frozenset(every), MappingProxyType(every))

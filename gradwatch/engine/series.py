@@ -1,0 +1,333 @@
+"""Which series a rule is about, and how one step's samples of them are read from a Snapshot.
+
+Axes: S sites, I selected sites, K series (one per site, per group, or one over a total or a scalar).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors import Detector, Sample
+from gradwatch.rules import Group, Rule, RuleSet
+from gradwatch.snapshot import SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
+
+SeriesScope = Literal["param", "group", "total", "scalar"]
+Index = NDArray[np.intp]
+
+MODULE_COLUMNS = frozenset(
+    {"grad_output_norm", "grad_input_norm", "activation_mean", "activation_std", "activation_near_zero"}
+)
+"""Columns measured on tapped modules; every other per-site column is measured on parameters."""
+
+COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow"})
+"""Columns filled on suspicion only: when absent and the norms are finite, they are zero."""
+
+SUMMED = COUNT_COLUMNS | {"calls"}
+SMALLEST = frozenset({"coef"})
+LARGEST = frozenset({"max_abs", "update_ratio"})
+AVERAGED = frozenset({"zero_fraction", "activation_mean", "activation_std", "activation_near_zero"})
+"""How a group or a total is made of sites; columns in none of these sets are norms: root sum of squares."""
+
+HERE: BoolArray = np.ones(1, np.bool_)
+HERE.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """K series that a rule judges. Two rules with equal `key` are about the same ones.
+
+    `index[I]` the selected sites (None = all, in order); `owners[I]` the series each belongs to (None for
+    one series per site); `names[K]` site or group names ("" for a total or a scalar); `depths[K]` the depth
+    of the deepest site in each.
+    """
+
+    key: str
+    column: str
+    scope: SeriesScope
+    names: tuple[str, ...]
+    depths: NDArray[np.int64]
+    index: Index | None = None
+    owners: Index | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
+        """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""
+        if self.scope == "scalar":
+            return np.full(len(self), bool(mask_S.any()))
+        chosen = mask_S if self.index is None else mask_S[self.index]
+        if self.owners is None:
+            return chosen
+        return np.bincount(self.owners, weights=chosen, minlength=len(self)) > 0
+
+    def spread(self, mask_K: BoolArray, size: int) -> BoolArray:
+        """bool[S]: the sites behind the series in `mask_K`; none for a total or a scalar."""
+        sites = np.zeros(size, np.bool_)
+        if self.scope == "param":
+            sites[slice(None) if self.index is None else self.index] = mask_K
+        elif self.scope == "group" and self.index is not None and self.owners is not None:
+            sites[self.index[mask_K[self.owners]]] = True
+        return sites
+
+
+def group_masks(groups: tuple[Group, ...], sites: Sites) -> dict[str, BoolArray]:
+    """bool[S] for each group: every site that matches, whatever its label."""
+    parameter = np.array([kind == "param" for kind in sites.kinds], np.bool_)
+    masks = {}
+    for group in groups:
+        mask = matching(sites, group.params)
+        if group.min_ndim is not None:
+            mask &= parameter & (sites.ndims >= group.min_ndim)
+        masks[group.name] = mask
+    return masks
+
+
+def labels(groups: tuple[Group, ...], sites: Sites) -> tuple[str, ...]:
+    """The label group of each of S sites: the first group that matches, "" where none does."""
+    label = np.full(len(sites), "", dtype=object)
+    for name, mask in reversed(group_masks(groups, sites).items()):
+        label[mask] = name
+    return tuple(label.tolist())
+
+
+def matching(sites: Sites, globs: tuple[str, ...]) -> BoolArray:
+    """bool[S]: the sites whose name matches any of the globs."""
+    mask = np.zeros(len(sites), np.bool_)
+    for glob in globs:
+        mask |= sites.select(glob)
+    return mask
+
+
+def selected(rule: Rule, ruleset: RuleSet, sites: Sites) -> BoolArray:
+    """bool[S]: the sites a rule is about, by `groups`, `exclude`, and what its kind can judge."""
+    wanted = "module" if rule.detect.columns[0] in MODULE_COLUMNS else "param"
+    mask = np.array([kind == wanted for kind in sites.kinds], np.bool_)
+    if rule.groups:
+        masks = group_masks(ruleset.groups, sites)
+        mask &= np.logical_or.reduce([masks[name] for name in rule.groups])
+    mask &= ~matching(sites, rule.exclude)
+    if wanted == "param":
+        mask &= sites.ndims >= getattr(rule.detect, "min_ndim", 0)
+    layers, depths = getattr(rule.detect, "layers", None), getattr(rule.detect, "depths", None)
+    if layers is not None:
+        mask &= sites.select(layers)
+    if depths is not None:
+        mask &= np.isin(sites.depths, depths)
+    return mask
+
+
+def series_of(rule: Rule, ruleset: RuleSet, sites: Sites) -> Series:
+    """The series a rule judges among these sites; `sites` must carry their labels."""
+    detector: Detector = rule.detect
+    column = detector.columns[0]
+    if column in SCALAR_COLUMNS:
+        return Series(column, column, "scalar", ("",), np.zeros(1, np.int64))
+    key = f"{column}/{rule.scope}" + "".join(
+        f"/{name}={value}"
+        for name, value in (
+            ("groups", ",".join(rule.groups)),
+            ("exclude", ",".join(rule.exclude)),
+            ("min_ndim", getattr(detector, "min_ndim", "")),
+            ("layers", getattr(detector, "layers", None)),
+            ("depths", getattr(detector, "depths", None)),
+        )
+        if value not in ("", None)
+    )
+    mask = selected(rule, ruleset, sites)
+    if detector.in_depth_order:
+        found = np.flatnonzero(mask)
+        return _per_site(key, column, found[np.argsort(sites.depths[found], kind="stable")], sites)
+    if rule.scope == "param":
+        return _per_site(key, column, np.flatnonzero(mask), sites)
+    if rule.scope == "total":
+        return _aggregate(key, column, "total", {"": mask} if mask.any() else {}, sites)
+    return _aggregate(key, column, "group", _by_group(rule, ruleset, sites, mask), sites)
+
+
+def _by_group(rule: Rule, ruleset: RuleSet, sites: Sites, mask: BoolArray) -> dict[str, BoolArray]:
+    if rule.groups:
+        masks = group_masks(ruleset.groups, sites)
+        parts = {name: masks[name] & mask for name in rule.groups}
+    else:
+        label = np.array(sites.groups, dtype=object)
+        parts = {name: (label == name) & mask for name in dict.fromkeys(sites.groups)}
+    return {name: part for name, part in parts.items() if part.any()}
+
+
+def _per_site(key: str, column: str, index: Index, sites: Sites) -> Series:
+    names = tuple(sites.names[i] for i in index)
+    everything = len(index) == len(sites) and bool((index == np.arange(len(sites))).all())
+    return Series(key, column, "param", names, sites.depths[index], None if everything else index)
+
+
+def _aggregate(
+    key: str, column: str, scope: SeriesScope, parts: Mapping[str, BoolArray], sites: Sites
+) -> Series:
+    index = [np.flatnonzero(part) for part in parts.values()]
+    return Series(
+        key,
+        column,
+        scope,
+        tuple(parts),
+        np.array([sites.depths[part].max() for part in index], np.int64),
+        np.concatenate(index) if index else np.zeros(0, np.intp),
+        np.repeat(np.arange(len(index)), [len(part) for part in index]).astype(np.intp),
+    )
+
+
+class Reader:
+    """Reads samples of series from one Snapshot; each column and each bound is computed once.
+
+    Bounds come first: `bounds(series)` are the smallest and largest values present (NaN if any is; +inf, -inf
+    if none), and most rules need no more than that on a healthy step.
+    """
+
+    __slots__ = ("_bounds", "_columns", "_scalars", "called", "everywhere", "snapshot")
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.called: BoolArray = snapshot.calls > 0
+        self.everywhere = bool(self.called.all())
+        self._columns: dict[str, tuple[Any, BoolArray, bool] | None] = {}
+        self._bounds: dict[str, tuple[float, float] | None] = {}
+        self._scalars: dict[str, float | None] = {}
+
+    def scalar(self, name: str) -> float | None:
+        """A one-per-step value, or None when it was not observed."""
+        if name not in self._scalars:
+            value = self.snapshot.scalar(name)
+            self._scalars[name] = None if value is None else float(value)
+        return self._scalars[name]
+
+    def column(self, name: str) -> tuple[Any, BoolArray, bool] | None:
+        """`(values[S], present[S], whether all are present)`, or None when it was not measured."""
+        if name not in self._columns:
+            self._columns[name] = self._read(name)
+        return self._columns[name]
+
+    def _read(self, name: str) -> tuple[Any, BoolArray, bool] | None:
+        if name == "norm" and name not in self.snapshot.columns:
+            return self.snapshot.norm, self.called, self.everywhere
+        if name in COUNT_COLUMNS:
+            return self._count(name)
+        found = self.snapshot.column(name)
+        return None if found is None else (found.values, found.present, bool(found.present.all()))
+
+    def _count(self, name: str) -> tuple[Any, BoolArray, bool]:
+        """Counts of elements; where the capture gave none, what the norm itself tells."""
+        columns, norm = self.snapshot.columns, self.snapshot.norm
+        found = columns.get(name)
+        if found is not None:
+            return found.values, found.present, bool(found.present.all())
+        if name == "norm_overflow":
+            return np.zeros(len(norm), np.float32), self.called, self.everywhere
+        nonfinite = columns.get("nonfinite")
+        if nonfinite is not None:
+            return nonfinite.values, nonfinite.present, bool(nonfinite.present.all())
+        overflow = columns.get("norm_overflow")
+        infinite = np.isinf(norm) if overflow is None else np.isinf(norm) & ~(overflow.values > 0)
+        flags = {"nan_count": np.isnan(norm), "inf_count": infinite}.get(name, np.isnan(norm) | infinite)
+        return flags.astype(np.float32), self.called, self.everywhere
+
+    def suspicious(self) -> bool:
+        """Whether any gradient may hold a NaN or Inf, or a norm beyond float32."""
+        columns = self.snapshot.columns
+        if "nonfinite" in columns or "norm_overflow" in columns:
+            return True
+        bounds = self._column_bounds("norm")
+        return bounds is not None and not bounds[1] < math.inf
+
+    def bounds(self, series: Series) -> tuple[float, float] | None:
+        """Smallest and largest value present; None when nothing was measured this step."""
+        if series.scope == "scalar":
+            value = self.scalar(series.column)
+            return None if value is None else (value, value)
+        if series.column in COUNT_COLUMNS and not self.suspicious():
+            return 0.0, 0.0
+        whole = self._column_bounds(series.column)
+        if whole is None or (series.index is None and series.owners is None):
+            return whole
+        if series.key not in self._bounds:
+            sample = self.sample(series)
+            self._bounds[series.key] = None if sample is None else _bounds(sample.values, sample.present)
+        return self._bounds[series.key]
+
+    def _column_bounds(self, name: str) -> tuple[float, float] | None:
+        key = f"\0{name}"  # no series has such a key
+        if key not in self._bounds:
+            found = self.column(name)
+            self._bounds[key] = None if found is None else _bounds(found[0], None if found[2] else found[1])
+        return self._bounds[key]
+
+    def sample(self, series: Series, columns: tuple[str, ...] = ()) -> Sample | None:
+        """The K samples of a series, with `columns[1:]` as `aux`; None when not measured this step."""
+        if series.scope == "scalar":
+            value = self.scalar(series.column)
+            return None if value is None else Sample(np.array([value]), HERE)
+        found = self.column(series.column)
+        if found is None:
+            return None
+        values, present, _ = found
+        if series.owners is not None:
+            return self._collect(series, values, present)
+        if series.index is not None:
+            values, present = values[series.index], present[series.index]
+        if len(columns) < 2:
+            return Sample(values, present)
+        return Sample(values, present, {name: self._beside(series, name) for name in columns[1:]})
+
+    def _beside(self, series: Series, name: str) -> FloatArray:
+        found = self.column(name)
+        if found is None:
+            return np.full(len(series), np.nan, np.float32)
+        values: FloatArray = np.where(found[1], found[0], np.nan)
+        return values if series.index is None else values[series.index]
+
+    def _collect(self, series: Series, values: Any, present: BoolArray) -> Sample:
+        """One value per group or total: a sum, an extreme, a mean or a root sum of squares, by column."""
+        assert series.index is not None
+        assert series.owners is not None
+        there = present[series.index]
+        owners, part = series.owners[there], values[series.index[there]].astype(np.float64)
+        size, column = len(series), series.column
+        here: BoolArray = np.bincount(owners, minlength=size) > 0
+        if column in LARGEST:
+            return Sample(_extreme(np.maximum, -math.inf, owners, part, size), here)
+        if column in SMALLEST:
+            return Sample(_extreme(np.minimum, math.inf, owners, part, size), here)
+        if column in SUMMED:
+            return Sample(_total(owners, part, size), here)
+        if column not in AVERAGED and column != "rms":
+            return Sample(np.sqrt(_total(owners, np.square(part), size)), here)
+        weight = np.maximum(self.snapshot.sites.numels[series.index[there]], 1).astype(np.float64)
+        elements = np.maximum(_total(owners, weight, size), 1.0)
+        if column in AVERAGED:
+            return Sample(_total(owners, weight * part, size) / elements, here)
+        return Sample(np.sqrt(_total(owners, weight * np.square(part), size) / elements), here)
+
+
+def _total(owners: Index, part: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """float64[K]: the sum of the parts of each owner."""
+    return np.bincount(owners, weights=part, minlength=size).astype(np.float64, copy=False)
+
+
+def _extreme(
+    choose: np.ufunc, start: float, owners: Index, part: NDArray[np.float64], size: int
+) -> NDArray[np.float64]:
+    out = np.full(size, start)
+    choose.at(out, owners, part)
+    return out
+
+
+def _bounds(values: Any, present: BoolArray | None) -> tuple[float, float]:
+    there = values if present is None or bool(present.all()) else values[present]
+    if len(there) == 0:
+        return math.inf, -math.inf
+    return float(there.min()), float(there.max())

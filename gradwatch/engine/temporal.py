@@ -1,0 +1,86 @@
+"""Pending, firing, resolved: how breaching samples become the state of a rule.
+
+Axes: K series. Counts of `for` are samples; `keep_firing_for` and `cooldown` are optimizer steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.snapshot import BoolArray
+
+NEVER = -1
+
+
+class Track(NamedTuple):
+    """Where a rule stands. The arrays are empty while it is idle (nothing pending, nothing firing).
+
+    `streak[K]` breaching samples in a row (int32, counted up to `for`); `firing[K]`; `quiet_since[K]` the
+    step of the first quiet sample since the last breach, -1 = none; `incident` the id of the present or
+    last firing period; `resolved_at` the step it resolved, -1 = not yet.
+    """
+
+    streak: NDArray[np.int32]
+    firing: BoolArray
+    quiet_since: NDArray[np.int64]
+    incident: str = ""
+    resolved_at: int = NEVER
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is pending or firing."""
+        return len(self.streak) == 0
+
+
+class Moved(NamedTuple):
+    """The Track after a sample, and the series that changed: `fired[K]`, `resolved[K]`."""
+
+    track: Track
+    fired: BoolArray
+    resolved: BoolArray
+
+
+IDLE = Track(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64))
+"""A rule that has never breached."""
+
+
+def at_rest(track: Track) -> Track:
+    """The idle Track that remembers the last incident of `track`."""
+    return IDLE._replace(incident=track.incident, resolved_at=track.resolved_at)
+
+
+def awake(track: Track, size: int) -> Track:
+    """`track` with its K arrays in place."""
+    if not track.idle:
+        return track
+    return track._replace(
+        streak=np.zeros(size, np.int32),
+        firing=np.zeros(size, np.bool_),
+        quiet_since=np.full(size, NEVER, np.int64),
+    )
+
+
+def move(
+    track: Track, breach: BoolArray, clear: BoolArray, judged: BoolArray, step: int, for_: int, keep: int
+) -> Moved:
+    """One sample of K series: count, fire, fall quiet, resolve.
+
+    A series fires after `for_` breaching samples in a row. A sample at the clear level starts the quiet
+    count, a breach ends it, and at the first sample `keep` or more steps later the series resolves. A
+    sample that was not judged (missing, warming up) changes nothing.
+    """
+    track = awake(track, len(breach))
+    more = np.minimum(track.streak + 1, for_).astype(np.int32)
+    streak = np.where(breach, more, np.where(judged, np.int32(0), track.streak))
+    fired = breach & ~track.firing & (streak >= for_)
+    started = np.where(clear & track.firing & (track.quiet_since < 0), step, track.quiet_since)
+    quiet_since = np.where(breach, NEVER, started)
+    rested = judged & ~breach & (quiet_since >= 0) & (step - quiet_since >= keep)
+    resolved = track.firing & rested
+    firing = (track.firing & ~resolved) | fired
+    quiet_since = np.where(firing, quiet_since, NEVER)
+    moved = track._replace(streak=streak, firing=firing, quiet_since=quiet_since)
+    return Moved(moved, fired, resolved)

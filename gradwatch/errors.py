@@ -1,0 +1,61 @@
+"""The exception tree: everything gradwatch raises on purpose derives from `GradwatchError`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class GradwatchError(Exception):
+    """Base of every exception gradwatch raises on purpose."""
+
+
+class AttachError(GradwatchError):
+    """Watching cannot start as asked; the message says what to change.
+
+    Raised before training is touched: not a module, no parameters, attached twice, a rule that matches
+    nothing, an action that is not available here.
+    """
+
+
+class TrainingStopped(GradwatchError):
+    """A rule with `do: [stop]` fired; raised from `optimizer.step()` after the journal was flushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in a rule file.
+
+    `line` and `column` count from 1 and point into `path`; `code` is stable (`GW101`), explained by
+    `gradwatch rules explain CODE`; `source` is the text of that line and `width` the number of characters
+    the caret underlines.
+    """
+
+    path: str
+    line: int
+    column: int
+    code: str
+    message: str
+    source: str = ""
+    width: int = 1
+    hint: str = ""
+
+    def __str__(self) -> str:
+        gutter = " " * len(str(self.line))
+        lines = [f"{self.code} {self.message}", f"{gutter}--> {self.path}:{self.line}:{self.column}"]
+        if self.source:
+            caret = " " * (self.column - 1) + "^" * max(1, self.width)
+            lines += [f"{gutter} |", f"{self.line} | {self.source}", f"{gutter} | {caret}"]
+        if self.hint:
+            lines.append(f"{gutter} = {self.hint}")
+        return "\n".join(lines)
+
+
+class RuleFileError(GradwatchError):
+    """A rule file was refused; `problems` holds everything wrong with it, in file order."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        self.problems = problems
+        super().__init__("\n\n".join(str(problem) for problem in problems))
+
+    def __reduce__(self) -> tuple[type[RuleFileError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)

@@ -1,0 +1,47 @@
+"""gradwatch's own health: every fault of ours is counted here and never reaches training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Health:
+    """Counts of internal errors and which components are up; safe to use from any thread.
+
+    `report` never raises. `on_first` (if set) is called with (component, error) the first time a component
+    fails, so that each failure is logged once and counted ever after.
+    """
+
+    def __init__(self, on_first: Callable[[str, BaseException], None] | None = None) -> None:
+        self.on_first = on_first
+        self._lock = threading.Lock()
+        self._errors: dict[str, int] = {}
+        self._up: dict[str, bool] = {}
+
+    def report(self, component: str, error: BaseException) -> None:
+        """Count one internal error of `component`."""
+        with self._lock:
+            count = self._errors.get(component, 0) + 1
+            self._errors[component] = count
+        if count == 1 and self.on_first is not None:
+            try:
+                self.on_first(component, error)
+            except Exception:
+                with self._lock:
+                    self._errors["log"] = self._errors.get("log", 0) + 1
+
+    def mark(self, component: str, up: bool) -> None:
+        """Say whether a component works at present."""
+        with self._lock:
+            self._up[component] = up
+
+    def errors(self) -> dict[str, int]:
+        """Internal errors so far by component; a copy."""
+        with self._lock:
+            return dict(self._errors)
+
+    def up(self) -> dict[str, bool]:
+        """Which components are up; a copy."""
+        with self._lock:
+            return dict(self._up)

@@ -1,0 +1,136 @@
+"""From what one window found to the Snapshot the engine judges. S = K parameters, then M tapped modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.hooks.lane import Window
+from gradwatch.hooks.norms import FLOAT32_MAX
+from gradwatch.hooks.sampling import Sampled
+from gradwatch.snapshot import Column, Sites, Snapshot
+
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+
+
+def with_modules(sites: Sites, modules: tuple[str, ...]) -> Sites:
+    """The sites of a lane followed by tapped modules."""
+    if not modules:
+        return sites
+    zeros = np.zeros(len(modules), np.int64)
+    return Sites(
+        names=sites.names + modules,
+        kinds=sites.kinds + ("module",) * len(modules),
+        numels=np.concatenate([sites.numels, zeros]),
+        ndims=np.concatenate([sites.ndims, zeros]),
+        depths=np.concatenate([sites.depths, np.arange(len(modules))]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """Columns read beside the norms: of the K parameters, and of the M modules."""
+
+    params: tuple[Sampled, ...] = ()
+    modules: tuple[Sampled, ...] = ()
+
+
+def assemble(
+    optimizer: int,
+    sites: Sites,
+    window: Window,
+    extras: Extras,
+    scalars: Mapping[str, float],
+    loss_scale: float | None,
+    coverage: float,
+) -> Snapshot:
+    """The Snapshot of one step; waits for numbers still on their way from a device."""
+    raw, after = window.resolve()
+    count = len(window.sites)
+    missing = len(sites) - count
+    norms = as_float32(raw)
+    touched = window.calls > 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        total, applied = _total(raw, touched), _total(after, touched)
+    return Snapshot(
+        optimizer=optimizer,
+        step=window.step,
+        sites=sites,
+        norm=_pad(norms, missing),
+        calls=_pad(window.calls, missing),
+        coef=_pad(_coefficients(raw, after), missing, 1),
+        total_norm=total,
+        total_norm_applied=total if after is raw else applied,
+        loss_scale=loss_scale,
+        columns=_columns(window, extras, norms, count, missing),
+        scalars=scalars,
+        micro=window.micro,
+        provisional=window.provisional,
+        coverage=coverage,
+    )
+
+
+def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Norms as float32: Inf where they exceed it, and never 0 where they are not."""
+    with np.errstate(over="ignore"):
+        narrow = norms.astype(np.float32)
+    if not narrow.all():
+        narrow[(narrow == 0) & (norms > 0)] = TINY
+    return narrow
+
+
+def _total(norms: NDArray[np.float64], touched: NDArray[np.bool_]) -> float:
+    kept = norms if touched.all() else norms[touched]
+    return float(np.sqrt(np.dot(kept, kept)))
+
+
+def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
+    if after is raw:
+        return np.ones(len(raw), np.float32)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = (after / raw).astype(np.float32)
+    return np.where(np.isfinite(ratio), ratio, np.float32(1))
+
+
+def _columns(
+    window: Window, extras: Extras, norms: NDArray[np.float32], count: int, missing: int
+) -> dict[str, Column]:
+    columns = _suspicions(window, norms, count, missing)
+    for sampled in extras.params:
+        for name, column in sampled.columns().items():
+            columns[name] = Column(_pad(column.values, missing), _pad(column.present, missing))
+    for sampled in extras.modules:
+        for name, column in sampled.columns().items():
+            columns[name] = Column(_lead(column.values, count), _lead(column.present, count))
+    return columns
+
+
+def _suspicions(window: Window, norms: NDArray[np.float32], count: int, missing: int) -> dict[str, Column]:
+    """`nonfinite`, `nan_count`, `inf_count`, `norm_overflow`; none of them while every norm is finite."""
+    bad = ~np.isfinite(norms)
+    if not bad.any():
+        return {}
+    names = ("nonfinite", "nan_count", "inf_count", "norm_overflow")
+    found = {name: np.zeros(count, np.float32) for name in names}
+    for k in np.flatnonzero(bad):
+        detail = window.details.get(int(k))
+        if detail is None:  # read on a device a step ago: that it is not finite is all we know
+            found["nonfinite"][k] = 1
+            found["nan_count" if np.isnan(norms[k]) else "inf_count"][k] = 1
+            continue
+        found["nonfinite"][k], found["nan_count"][k] = detail.nonfinite, detail.nan
+        found["inf_count"][k] = detail.inf
+        found["norm_overflow"][k] = not detail.nonfinite and detail.norm / window.scale > FLOAT32_MAX
+    present = _pad(window.calls > 0, missing)
+    return {name: Column(_pad(values, missing), present) for name, values in found.items()}
+
+
+def _pad(values: NDArray, missing: int, fill: float = 0) -> NDArray:  # type: ignore[type-arg]
+    return np.concatenate([values, np.full(missing, fill, values.dtype)]) if missing else values
+
+
+def _lead(values: NDArray, missing: int) -> NDArray:  # type: ignore[type-arg]
+    return np.concatenate([np.zeros(missing, values.dtype), values])

@@ -1,0 +1,32 @@
+"""Any gradient as flat dense numbers: sparse, complex, distributed, strided or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REDUCED = (torch.float16, torch.bfloat16)
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A plain real dense tensor with the L2 norm of this rank's part of `grad`; a view where possible."""
+    if grad.requires_grad:
+        grad = grad.detach()
+    to_local = getattr(grad, "to_local", None)  # DTensor, without importing torch.distributed
+    if to_local is not None:
+        grad = to_local()
+    if grad.layout is torch.sparse_coo:
+        # Duplicate indices add up, so the values alone would have the wrong norm.
+        grad = grad.coalesce().values()
+    elif grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+def flat(grad: Tensor) -> Tensor:
+    """A dense gradient as one dimension, without copying where its memory has no gaps (channels_last too)."""
+    if grad.is_contiguous():
+        return grad.view(-1)
+    order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
+    permuted = grad.permute(order)
+    return permuted.view(-1) if permuted.is_contiguous() else grad.reshape(-1)

@@ -1,0 +1,201 @@
+"""Module taps, opt-in: gradients between layers and statistics of activations.
+
+`output` (the default tap): a forward hook puts a tensor hook on every output leaf; 4-6 us a call, safe with
+in-place operations, and it sees tuples, dicts and ModelOutputs. `full_backward`: the real
+`register_full_backward_hook`, 38 us a call, which also sees `grad_input`, but turns a module's inputs and
+outputs into views and so breaks models that modify them in place; `preflight` refuses those.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.errors import AttachError
+from gradwatch.hooks.dense import dense
+from gradwatch.hooks.device import Arriving
+from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
+
+TapKind = Literal["output", "full_backward"]
+GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
+ACTIVATION_COLUMNS = frozenset({"activation_mean", "activation_std", "activation_near_zero"})
+COLUMNS = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
+NEAR_ZERO = 1e-6
+
+
+class Tap:
+    """A module hook that copies and pickles as a no-op, so that no copy of a model carries anything of ours.
+
+    A bound method would drag the whole monitor into `copy.deepcopy` (EMA, AveragedModel); a lambda makes
+    `torch.save(model)` fail.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # Takes anything, returns None, and loads where gradwatch is not installed.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ModuleTaps:
+    """Taps on M named modules; `collect` gives their columns for the step that ends."""
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        tap: TapKind,
+        wanted: frozenset[str],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        if tap == "full_backward":
+            preflight(modules)
+        self.names = tuple(name for name, _ in modules)
+        self._wanted = wanted
+        self._failed = failed
+        self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
+        self._handles: list[RemovableHandle] = []
+        self._step = 0
+        for m, (_, module) in enumerate(modules):
+            if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):
+                self._handles.append(module.register_forward_hook(Tap(self._forward(m, tap))))
+            if tap == "full_backward":
+                self._handles.append(module.register_full_backward_hook(Tap(self._backward(m))))
+
+    def collect(self, step: int, scale: float) -> Sampled:
+        """What the taps heard since the last step boundary; the loss scale is divided out of gradients."""
+        self._step = step + 1
+        sampled = Sampled(len(self.names))
+        for column, heard in self._heard.items():
+            if not heard:
+                continue
+            positions = np.array(sorted(heard), np.intp)
+            present = np.zeros(len(self.names), bool)
+            present[positions] = True
+            stack = torch.stack([heard[int(m)] for m in positions])
+            if column in GRADIENT_COLUMNS:
+                stack = stack.sqrt() / scale
+            sampled.parts[column] = Arriving([stack], positions, len(self.names))
+            sampled.present[column] = present
+            heard.clear()
+        return sampled
+
+    def close(self) -> None:
+        """Remove every hook from the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward(self, m: int, tap: TapKind) -> Callable[..., None]:
+        activations = bool(ACTIVATION_COLUMNS & self._wanted)
+        gradients = tap == "output" and "grad_output_norm" in self._wanted
+
+        def observe(module: nn.Module, args: Any, output: Any) -> None:
+            try:
+                leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                if activations and module.training and self._step % PERIOD < BURST and leaves:
+                    self._activation(m, leaves[0])
+                if gradients and torch.is_grad_enabled():
+                    for leaf in leaves:
+                        if leaf.requires_grad:
+                            leaf.register_hook(self._adder("grad_output_norm", m))
+            except Exception as error:
+                self._failed("modules", error)
+
+        return observe
+
+    def _backward(self, m: int) -> Callable[..., None]:
+        inputs, outputs = self._adder("grad_input_norm", m), self._adder("grad_output_norm", m)
+
+        def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> None:
+            for grads, add in ((grad_input, inputs), (grad_output, outputs)):
+                for grad in grads if isinstance(grads, tuple) else (grads,):
+                    add(grad)
+
+        return observe
+
+    def _adder(self, column: str, m: int) -> Callable[[Tensor | None], None]:
+        heard, failed = self._heard[column], self._failed
+
+        def add(grad: Tensor | None) -> None:
+            try:
+                if isinstance(grad, Tensor):
+                    square = torch.linalg.vector_norm(dense(grad.detach()).float()).square()
+                    heard[m] = square if m not in heard else heard[m] + square
+            except Exception as error:
+                failed("modules", error)
+
+        return add
+
+    def _activation(self, m: int, output: Tensor) -> None:
+        with torch.no_grad():
+            values = dense(output.detach()).float()
+            for column in ACTIVATION_COLUMNS & self._wanted:
+                if column == "activation_mean":
+                    statistic = values.mean()
+                elif column == "activation_std":
+                    statistic = values.std(correction=0)
+                else:
+                    statistic = (values.abs() < NEAR_ZERO).float().mean()
+                self._heard[column][m] = statistic
+
+
+def preflight(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse models that `register_full_backward_hook` would break.
+
+    It turns inputs and outputs into views of a custom Function; modifying one in place then raises inside the
+    user's forward. Looked for: `inplace=True` modules, and in-place statements in the source of `forward`.
+
+    Raises:
+        AttachError: naming every offending module and line.
+    """
+    found = []
+    for name, module in modules:
+        for child_name, child in module.named_modules():
+            where = f"{name}.{child_name}" if child_name else name
+            if getattr(child, "inplace", False):
+                found.append(f"{where}: {type(child).__name__}(inplace=True)")
+            found += [f"{where}: {line}" for line in _in_place(type(child))]
+    if found:
+        listed = "\n  ".join(dict.fromkeys(found))
+        raise AttachError(
+            "`modules: {tap: full_backward}` would break this model: full-backward hooks turn outputs "
+            f"into views that must not be modified in place:\n  {listed}\nUse `tap: output` (it is safe with "
+            "in-place operations), or exclude these modules from `modules.names`."
+        )
+
+
+def _in_place(kind: type[nn.Module]) -> list[str]:
+    """`file:line code` of in-place statements in the forward of a user's module class."""
+    if kind.__module__.startswith("torch."):
+        return []
+    try:
+        lines, start = inspect.getsourcelines(kind.forward)
+        path = inspect.getsourcefile(kind.forward)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    hits = []
+    for node in ast.walk(tree):
+        augmented = isinstance(node, ast.AugAssign) and not isinstance(node.value, ast.Constant)
+        method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if augmented or (method.endswith("_") and not method.endswith("__")):
+            line = node.lineno  # type: ignore[attr-defined]
+            hits.append(f"{path}:{start + line - 1} {lines[line - 1].strip()}")
+    return hits

@@ -1,0 +1,59 @@
+"""Names: what a parameter is called, whatever wraps the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Path components that DDP, torch.compile, FSDP1 and activation checkpointing put into names."""
+
+
+def canonical(fqn: str) -> str:
+    """The name without wrapper prefixes: `module._orig_mod.fc.weight` -> `fc.weight`."""
+    parts = fqn.split(".")
+    kept = [part for part in parts if part not in WRAPPERS]
+    return ".".join(kept or parts[-1:])
+
+
+def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """(unique canonical name, parameter) over several models, shared parameters once.
+
+    Several models get their class name (numbered where it repeats) as a prefix, one model none.
+    """
+    prefixed = _prefixes(list(models))
+    seen: set[int] = set()
+    used: set[str] = set()
+    for prefix, model in prefixed:
+        for fqn, parameter in model.named_parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = prefix + canonical(fqn)
+            # Two wrapped copies of one module would otherwise end up with one name.
+            name = prefix + fqn if name in used else name
+            used.add(name)
+            yield name, parameter
+
+
+def named_modules(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """(canonical name, module) over several models; a root is called by its class name."""
+    for prefix, model in _prefixes(list(models)):
+        for fqn, module in model.named_modules():
+            if fqn and fqn.split(".")[-1] in WRAPPERS:
+                continue
+            yield (prefix + canonical(fqn)) if fqn else (prefix.rstrip(".") or type(model).__name__), module
+
+
+def _prefixes(models: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+    if len(models) == 1:
+        return [("", models[0])]
+    taken: dict[str, int] = {}
+    prefixed = []
+    for model in models:
+        kind = type(model).__name__
+        number = taken.get(kind, 0)
+        taken[kind] = number + 1
+        prefixed.append((f"{kind}{number or ''}.", model))
+    return prefixed

@@ -1,0 +1,157 @@
+"""Columns that cost a second look: zero fraction, max|g|, weight norm, update ratio, from a strided sample.
+
+A fixed strided sample of at most 4,096 elements per tensor, in bursts of three consecutive steps (0-2, then
+every 100): whole tensors would cost 13 times the floor and a copy of the weights. Tensors with equally many
+sampled elements are stacked, so a burst costs a few operations however many parameters there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.hooks.dense import dense, flat
+from gradwatch.hooks.device import Arriving
+from gradwatch.snapshot import BoolArray, Column
+
+SAMPLE = 4096
+PERIOD = 100
+BURST = 3
+GRADIENT_COLUMNS = frozenset({"zero_fraction", "max_abs"})
+WEIGHT_COLUMNS = frozenset({"weight_norm", "update_ratio"})
+COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS
+# A weight matrix that starts at zero (LoRA B, zero-init residuals) has a huge first ratio and no problem.
+WEIGHT_NORM_FLOOR = 0.1
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Sampled columns of one step, possibly still on their way from a device; K positions."""
+
+    count: int
+    parts: dict[str, Arriving] = field(default_factory=dict)
+    present: dict[str, BoolArray] = field(default_factory=dict)
+
+    def ready(self) -> bool:
+        """Whether `columns()` would return at once."""
+        return all(part.ready() for part in self.parts.values())
+
+    def columns(self) -> dict[str, Column]:
+        """The columns measured this step."""
+        found = {}
+        for name, part in self.parts.items():
+            found[name] = Column(part.values(), self.present[name])
+        return found
+
+
+class Sampler:
+    """Samples the tensors of one lane; `wanted` columns, `every` overrides the period of a column."""
+
+    def __init__(self, wanted: frozenset[str], every: Mapping[str, int] | None = None) -> None:
+        self._wanted = wanted & COLUMNS
+        self._every = dict(every or {})
+        self._previous: tuple[int, list[Tensor], NDArray[np.intp]] | None = None
+        self._moved: BoolArray | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._wanted)
+
+    def due(self, column: str, step: int) -> bool:
+        """Whether a column is measured at this step."""
+        if column not in self._wanted:
+            return False
+        every = self._every.get(column, PERIOD)
+        burst = min(BURST, every)
+        lag = 1 if column == "update_ratio" else 0  # the update of step s is seen at the boundary of s + 1
+        return (step - lag) >= 0 and (step - lag) % every < burst
+
+    def collect(self, step: int, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Sampled | None:
+        """Everything due at this boundary, before the optimizer moves the weights; None if nothing is."""
+        due = [name for name in self._wanted if self.due(name, step)]
+        keep = self.due("update_ratio", step + 1)
+        if not due and not keep:
+            self._previous = None
+            return None
+        sampled = Sampled(len(params))
+        if GRADIENT_COLUMNS.intersection(due):
+            self._gradients(sampled, due, grads)
+        if WEIGHT_COLUMNS.intersection(due) or keep:
+            self._weights(sampled, due, step, params)
+        return sampled
+
+    def moved(self, present: BoolArray) -> None:
+        """Which parameters the optimizer was given a non-zero gradient for; none on a skipped step."""
+        self._moved = present
+
+    def _gradients(self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None]) -> None:
+        have = [k for k, grad in enumerate(grads) if grad is not None and grad.numel()]
+        rows, order = _rows([grads[k] for k in have])  # type: ignore[misc]
+        positions = np.array(have, np.intp)[order]
+        present = np.zeros(sampled.count, bool)
+        present[positions] = True
+        if "zero_fraction" in due:
+            parts = [(row == 0).float().mean(1) for row in rows]
+            sampled.parts["zero_fraction"] = Arriving(parts, positions, sampled.count)
+            sampled.present["zero_fraction"] = present
+        if "max_abs" in due:
+            parts = [row.abs().amax(1).float() for row in rows]
+            sampled.parts["max_abs"] = Arriving(parts, positions, sampled.count)
+            sampled.present["max_abs"] = present
+
+    def _weights(self, sampled: Sampled, due: list[str], step: int, params: Sequence[Tensor]) -> None:
+        rows, positions = _rows(params)
+        scale = [torch.linalg.vector_norm(row.float(), dim=1) for row in rows]
+        numels = np.array([param.numel() for param in params], np.float64)
+        blown_up = np.sqrt(np.maximum(numels / np.minimum(numels, _taken(numels)), 1)).astype(np.float32)
+        if "weight_norm" in due:
+            sampled.parts["weight_norm"] = Arriving(scale, positions, sampled.count, blown_up)
+            sampled.present["weight_norm"] = np.ones(sampled.count, bool)
+        previous = self._previous
+        if "update_ratio" in due and previous is not None and previous[0] == step - 1:
+            self._ratio(sampled, rows, previous[1], positions, blown_up)
+        self._previous = (step, [row.clone() for row in rows], positions)
+
+    def _ratio(
+        self,
+        sampled: Sampled,
+        rows: list[Tensor],
+        before: list[Tensor],
+        positions: NDArray[np.intp],
+        blown_up: NDArray[np.float32],
+    ) -> None:
+        if self._moved is None or [row.shape for row in rows] != [row.shape for row in before]:
+            return
+        parts = []
+        offset = 0
+        for row, old in zip(rows, before, strict=True):
+            factor = torch.from_numpy(blown_up[positions[offset : offset + len(row)]]).to(row.device)
+            change = torch.linalg.vector_norm((row - old).float(), dim=1) * factor
+            size = torch.linalg.vector_norm(old.float(), dim=1) * factor
+            parts.append(change / size.clamp(min=WEIGHT_NORM_FLOOR))
+            offset += len(row)
+        sampled.parts["update_ratio"] = Arriving(parts, positions, sampled.count)
+        sampled.present["update_ratio"] = self._moved
+
+
+def _taken(numels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How many elements a strided sample of each tensor holds."""
+    strides = np.maximum(1, np.ceil(numels / SAMPLE))
+    return np.ceil(numels / strides)
+
+
+def _rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], NDArray[np.intp]]:
+    """(stacks [n, m] of samples with equal m, dtype and device, the position of every row)."""
+    buckets: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    for k, tensor in enumerate(tensors):
+        vector = flat(dense(tensor))
+        stride = max(1, -(-vector.numel() // SAMPLE))
+        sample = vector[::stride]
+        key = (sample.numel(), sample.dtype, sample.device)
+        buckets.setdefault(key, []).append((k, sample))
+    order = np.array([k for bucket in buckets.values() for k, _ in bucket], np.intp)
+    return [torch.stack([sample for _, sample in bucket]) for bucket in buckets.values()], order

@@ -1,0 +1,54 @@
+"""The journal: a crash-safe recording of a run, to read, follow, and judge again. Needs no torch.
+
+Format 1. A journal is one head file `rank{R}-attempt{A}.gwj` and, when it grows, numbered files after it,
+`rank{R}-attempt{A}.00001.gwj` and so on, written by one process only. Each file is a sequence of frames
+(`frames`: magic, salt, sequence, length, two checksums); each frame holds one payload (`payload`: a JSON
+header and little-endian arrays), and each payload one entry:
+
+    kind     written                         holds
+    run      first in every file             RunInfo, rules, number of the file
+    sites    before its first use in a file  names, kinds, numels, ndims, depths, groups of the S sites
+    steps    each step, many to a frame      totals, group norms, loss, lr, loss scale, decision, own cost
+    norms    first 1,000 steps, 200 either   norm[S], calls[S], coef[S], measured columns, firing masks,
+             side of an incident, while a    and why this step was written (`reason`, `every`)
+             rule fires, else 1 step in k
+    events   each step with a transition     the rule events of the step
+    lost     after a gap                     how many records were not written, and why
+    end      last, on an orderly close       number of records
+
+Guarantees. An incident is acknowledged only when its `events` frame has been through fdatasync. A file is
+only ever appended to; a failed write is cut off again. A sealed file may be replaced, by an atomic rename,
+with a thinner copy of itself (fewer entries, none altered but for the cadence they state) or be deleted to
+stay within the cap; the head never is. What belongs to one step is written within 1,024 steps of its scalars.
+Readers skip unknown kinds and keys, and step over damage.
+"""
+
+from gradwatch.journal.entries import (
+    EndEntry,
+    Entry,
+    EventsEntry,
+    LostEntry,
+    NormsEntry,
+    RunEntry,
+    SitesEntry,
+)
+from gradwatch.journal.frames import Damage
+from gradwatch.journal.reader import JournalReader, read_journal
+from gradwatch.journal.replay import RecordedStep
+from gradwatch.journal.steps import StepRow, StepsEntry
+
+__all__ = [
+    "Damage",
+    "EndEntry",
+    "Entry",
+    "EventsEntry",
+    "JournalReader",
+    "LostEntry",
+    "NormsEntry",
+    "RecordedStep",
+    "RunEntry",
+    "SitesEntry",
+    "StepRow",
+    "StepsEntry",
+    "read_journal",
+]

@@ -1,0 +1,95 @@
+"""Which steps of a run have their per-parameter norms written: pure bookkeeping, no files, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from gradwatch.journal.entries import Reason
+from gradwatch.snapshot import Record
+
+FIRST = 1_000
+AROUND = 200
+_BYTES_A_STEP = 4096
+
+
+class Chosen(NamedTuple):
+    """A step whose norms are to be written, and why."""
+
+    record: Record
+    reason: Reason
+
+
+class Cadence:
+    """Chooses for one optimizer and one set of sites.
+
+    The first 1,000 steps; 200 before and 200 after each incident; every step while a rule over sites is
+    firing; all others once in `every` steps. The steps before an incident are held by reference in a ring,
+    at most `ring_bytes` of them; the first steps and those after an incident count as such until they have
+    taken `ring_bytes` too, then like any other. `full` chooses every step. `first` is how many first steps
+    are left: a change of sites does not begin them anew.
+    """
+
+    def __init__(self, full: bool, ring_bytes: int, first: int = FIRST) -> None:
+        self._full = full
+        self._ring_bytes = ring_bytes
+        self._ring: deque[tuple[int, Record]] = deque()
+        self._held = 0
+        self.first = first
+        self._first_bytes = ring_bytes
+        self._after = 0
+        self._after_bytes = 0
+
+    @staticmethod
+    def base(sites: int) -> int:
+        """The cadence to begin with, a power of two: about 4 KiB of norms a step on average."""
+        return 1 << max(0, (4 * sites // _BYTES_A_STEP).bit_length() - 1)
+
+    def choose(self, record: Record, every: int, now: int) -> list[Chosen]:
+        """What to write on account of this record, in the order of steps.
+
+        `now` counts records of all optimizers; the ring forgets what is over 400 of them old, which bounds
+        how late norms can follow their step.
+        """
+        reason = self._reason(record, every)
+        if reason == "incident":
+            before = [Chosen(held, "incident") for since, held in self._ring if since > now - 2 * AROUND]
+            self._ring.clear()
+            self._held = 0
+            return [*before, Chosen(record, reason)]
+        if reason is not None:
+            return [Chosen(record, reason)]
+        self._hold(record, now)
+        return []
+
+    def _reason(self, record: Record, every: int) -> Reason | None:
+        size = record_bytes(record)
+        if any(event.kind == "firing" for event in record.verdict.events):
+            self._after, self._after_bytes = AROUND, self._ring_bytes
+            return "incident"
+        if self.first > 0 and self._first_bytes > 0:
+            self.first, self._first_bytes = self.first - 1, self._first_bytes - size
+            return "first"
+        if self._after > 0 and self._after_bytes > 0:
+            self._after, self._after_bytes = self._after - 1, self._after_bytes - size
+            return "incident"
+        if self._full:
+            return "full"
+        if any(mask.any() for mask in record.verdict.firing.values()):
+            return "firing"
+        return "sample" if record.snapshot.step % every == 0 else None
+
+    def _hold(self, record: Record, now: int) -> None:
+        self._ring.append((now, record))
+        self._held += record_bytes(record)
+        while self._ring and (
+            len(self._ring) > AROUND or self._held > self._ring_bytes or self._ring[0][0] <= now - 2 * AROUND
+        ):
+            self._held -= record_bytes(self._ring.popleft()[1])
+
+
+def record_bytes(record: Record) -> int:
+    """Bytes of the arrays a Record keeps alive."""
+    snapshot = record.snapshot
+    columns = sum(column.values.nbytes + column.present.nbytes for column in snapshot.columns.values())
+    return snapshot.norm.nbytes + snapshot.calls.nbytes + snapshot.coef.nbytes + columns

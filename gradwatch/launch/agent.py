@@ -1,0 +1,107 @@
+"""The part of `gradwatch run` that lives in the script's process, armed by the import of torch.
+
+Until an optimizer steps it is one entry in a dict: DataLoader workers, compile workers and git helpers start
+no thread, open no socket and print nothing. At the first step of an optimizer that nobody watches it finds
+the models and calls `gradwatch.watch`, exactly as the script could have done itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradwatch.errors import GradwatchError
+from gradwatch.hooks import step_hooks
+
+if TYPE_CHECKING:
+    from gradwatch.launch.discovery import LooseParameters
+    from gradwatch.watching import Watch
+
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watches: list[Watch] = []
+_stand_ins: list[LooseParameters] = []
+_armed = False
+
+
+def arm() -> None:
+    """Start waiting for the first optimizer step; called once torch has been imported. Idempotent."""
+    global _armed
+    if not _armed:
+        _armed = True
+        step_hooks.listen(FirstStep())
+
+
+class FirstStep:
+    """Listens to every optimizer step of the process and attaches at an optimizer's first one, once."""
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Attach; never raises into the script unless `--strict` asks for that."""
+        if optimizer in _seen:
+            return
+        _seen.add(optimizer)
+        try:
+            attach(optimizer)
+        except Exception as error:
+            if os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
+                raise
+            _say_not_watching(error)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Nothing: the watch, once attached, listens itself."""
+
+
+def attach(optimizer: Optimizer) -> Watch | None:
+    """Watch the models that `optimizer` trains; None where a live Watch covers it already."""
+    # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
+    import gradwatch
+    from gradwatch.launch.discovery import LooseParameters, discover
+    from gradwatch.watching import covers
+
+    if covers(optimizer):
+        return None
+    models, optimizers = discover(optimizer, covers)
+    _seen.update(optimizers)
+    watch = gradwatch.watch(models, optimizers, origin="launcher")
+    if not _watches:
+        atexit.register(close_all, os.getpid())
+    _watches.append(watch)
+    # Nobody else holds a stand-in, and a Watch holds models weakly.
+    _stand_ins.extend(model for model in models if isinstance(model, LooseParameters))
+    _greet(watch, models)
+    return watch
+
+
+def close_all(pid: int) -> None:
+    """At exit of the process that attached (a forked child must not close its parent's files)."""
+    if os.getpid() == pid:
+        while _watches:
+            _watches.pop().close()
+
+
+def _greet(watch: Watch, models: list[torch.nn.Module]) -> None:
+    """One line for a person at a terminal; nothing into a pipe or a log file, nothing from other ranks."""
+    if watch.run.rank != 0 or not _on_terminal():
+        return
+    names = ", ".join(type(model).__name__ for model in models[:3]) + (", …" if len(models) > 3 else "")
+    count = sum(1 for model in models for _ in model.parameters())
+    where = " · ".join(part for part in (watch.url, os.path.relpath(watch.run.directory)) if part)
+    print(f"gradwatch: watching {count} parameters of {names} · {where}", file=sys.stderr, flush=True)
+
+
+def _say_not_watching(error: Exception) -> None:
+    """One line: the script goes on unwatched, and the one who started it should know why."""
+    kind = "" if isinstance(error, GradwatchError) else f"{type(error).__name__}: "
+    print(f"gradwatch: not watching this run: {kind}{error}", file=sys.stderr, flush=True)
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # closed by the script
+        return False

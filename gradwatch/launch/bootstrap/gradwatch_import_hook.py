@@ -1,0 +1,101 @@
+"""Waits for `import torch`, then arms gradwatch's agent; until then costs one comparison per import.
+
+Loaded before the script's own folder is on `sys.path`, in every interpreter: so it imports nothing that the
+interpreter has not already loaded (`__future__` included), or a script's `random.py` would be shadowed by the
+standard one.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+# .../gradwatch/launch/bootstrap/gradwatch_import_hook.py -> the folder that holds the package
+PACKAGE_PARENT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3))
+
+
+def install() -> None:
+    """Arm now if torch is loaded already, else as soon as it is."""
+    if not any(isinstance(finder, PackageFinder) for finder in sys.meta_path):
+        sys.meta_path.append(PackageFinder())
+    if "torch" in sys.modules:
+        arm()
+    elif not any(isinstance(finder, TorchFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TorchFinder())
+
+
+def arm() -> None:
+    """Start the agent; a failure costs one line on stderr, never the script."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, TorchFinder)]
+    try:
+        from gradwatch.launch import agent
+
+        agent.arm()
+    except Exception as error:
+        sys.stderr.write(f"gradwatch: not watching this process: {error!r}\n")
+
+
+class TorchFinder:
+    """A meta-path finder that lets the others find torch and learns when it has been executed."""
+
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """The real spec of torch, its loader made to call `arm` once; None for any other module."""
+        if name != "torch" or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = _find_elsewhere(self, name, path, target)
+        finally:
+            self._busy = False
+        if spec is not None:
+            _arm_after_exec(spec)
+        return spec
+
+
+class PackageFinder:
+    """Last on the meta path: finds the gradwatch that launched us where this Python has none of its own."""
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """The spec of the launching gradwatch package; None for any other module."""
+        if name != "gradwatch":
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [PACKAGE_PARENT])
+
+
+def _find_elsewhere(
+    me: "TorchFinder", name: str, path: "Sequence[str] | None", target: "ModuleType | None"
+) -> "ModuleSpec | None":
+    for finder in sys.meta_path:
+        if finder is not me and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _arm_after_exec(spec: "ModuleSpec") -> None:
+    loader = spec.loader
+    if loader is None or not hasattr(loader, "__dict__"):
+        return
+    execute = loader.exec_module
+
+    def exec_module(module: "ModuleType") -> None:
+        # An attribute of this one loader object, gone before torch's code runs: torch sees its own loader.
+        loader.__dict__.pop("exec_module", None)
+        execute(module)
+        arm()
+
+    loader.__dict__["exec_module"] = exec_module

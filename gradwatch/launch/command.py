@@ -1,0 +1,104 @@
+"""What `gradwatch run` hands to `execvpe`: the command's argv and environment. No torch.
+
+The command itself is left as typed; all that changes is the environment, so that argv, `__main__`, cwd, exit
+status, death by signal and tracebacks are plain Python's own. The one exception is `python -E/-I/-S`, which
+ignores PYTHONPATH or `site`: there gradwatch's `isolated.py` is put in front of the script, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
+ISOLATED = Path(__file__).resolve().parent / "isolated.py"
+
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*t?$")
+_FLAGS_WITH_VALUE = "WX"  # python -W ignore, -X dev: the next word belongs to the flag
+_FLAGS_THAT_BLIND = frozenset("EIS")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The process to become: `argv`, its `env`, and a `note` for stderr where something is not as usual."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    note: str = ""
+
+
+def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str]) -> Launch:
+    """The Launch that watches `command`.
+
+    `settings` are `GRADWATCH_*` variables that win over those in `environ`; a run id is made up where neither
+    gives one, so that all ranks of one launch share it.
+    """
+    env = {**environ, **settings, "GRADWATCH_LAUNCH": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(_python_path(environ.get("PYTHONPATH", "")))
+    env.setdefault("GRADWATCH_RUN_ID", new_run_id(environ))
+    flags, rest = split_python(command)
+    blind = _FLAGS_THAT_BLIND & {letter for flag in flags for letter in _letters(flag)}
+    if not blind:
+        return Launch(tuple(command), env)
+    spelled = "".join(sorted(blind))
+    note = (
+        f"python -{spelled} ignores PYTHONPATH, so gradwatch runs the script through {ISOLATED.name}; "
+        "tracebacks gain its frames, and child processes are not watched"
+    )
+    return Launch((command[0], *flags, str(ISOLATED), *rest), env, note)
+
+
+def new_run_id(environ: Mapping[str, str]) -> str:
+    """A run id for everything started from here: the scheduler's job, else the time and four hex digits."""
+    job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID")
+    if job and re.fullmatch(r"[\w.-]{1,64}", job) and job != "none":
+        return f"job-{job}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def split_python(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The interpreter's own flags, and the program (`SCRIPT …`, `-m MODULE …`, `-c CODE …`, `-`) after them.
+
+    Combined words are taken apart: `-Im pkg` is the flag `-I` and the program `-m pkg`. No flags where the
+    command is not a Python.
+    """
+    words = list(command[1:])
+    if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
+        return (), tuple(words)
+    flags: list[str] = []
+    while words and words[0].startswith("-") and words[0] != "-":
+        word = words.pop(0)
+        if word.startswith("--"):
+            flags.append(word)
+            continue
+        ends = re.search("[cmWX]", word[1:])
+        if ends is None:
+            flags.append(word)
+            continue
+        at = ends.start() + 1
+        if word[at] in _FLAGS_WITH_VALUE:
+            flags += [word] if word[at + 1 :] else [word, *words[:1]]
+            words = words if word[at + 1 :] else words[1:]
+            continue
+        before, value = word[1:at], word[at + 1 :]
+        return (
+            (*flags, *([f"-{before}"] if before else [])),
+            (f"-{word[at]}", *([value] if value else []), *words),
+        )
+    return tuple(flags), tuple(words)
+
+
+def _letters(flag: str) -> str:
+    """The single-letter flags of one word: `-uE` has u and E; a value glued to -W or -X is not letters."""
+    return "" if not flag.startswith("-") or flag.startswith("--") else re.split("(?<=[WX])", flag[1:])[0]
+
+
+def _python_path(current: str) -> list[str]:
+    # An empty PYTHONPATH means none; joining it on would add an empty entry, which means the cwd.
+    entries = current.split(os.pathsep) if current else []
+    return [str(BOOTSTRAP), *(entry for entry in entries if entry != str(BOOTSTRAP))]

@@ -1,0 +1,14 @@
+"""`python -I isolated.py SCRIPT ARGS…`: the way in where Python ignores PYTHONPATH (-E, -I) or site (-S).
+
+Installs the import hook by hand, then becomes the script: same `sys.argv`, `sys.path`, `__main__`.
+"""
+
+import os
+import sys
+
+_bootstrap = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap")
+sys.path.insert(0, _bootstrap)
+__import__("gradwatch_import_hook").install()
+sys.path.remove(_bootstrap)
+
+__import__("gradwatch.launch.become", fromlist=["become"]).become(sys.argv[1:])

@@ -1,0 +1,355 @@
+"""The shape of a rule file as pydantic models: which keys there are, of what type, in what range.
+
+The models are flat (one per map of the file); what a word *means* (is there such a group? does this kind
+have a baseline?) is checked in `gradwatch.rulefile.resolve`. Everything is strict: no text becomes a
+number, no number a truth value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from gradwatch.detectors.detector import Detector
+from gradwatch.rules import ClipAt, Mode, OnError, Scope, Tap
+from gradwatch.snapshot import Severity
+
+MOST_STEPS = 1_000_000_000
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+LABEL = r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$"
+
+Glob = Annotated[str, Field(min_length=1, max_length=500)]
+Globs = Annotated[list[Glob], Field(min_length=1)]
+Text = Annotated[str, Field(max_length=2_000)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Count = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Names = Annotated[list[str], Field(min_length=1)]
+Words = dict[Annotated[str, Field(pattern=LABEL)], Text]
+
+CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Model(BaseModel):
+    """One map of a rule file."""
+
+    model_config = CONFIG
+
+
+def unset(description: str, **constraints: Any) -> Any:
+    """A key that may be left out; what then applies depends on `defaults` and on the kind."""
+    return Field(default=None, description=description, **constraints)
+
+
+class Document(Model):
+    """A gradwatch rule file: which gradients to watch, what counts as unhealthy, what to do then."""
+
+    version: Annotated[int, Field(ge=1, le=1)] = Field(description="Version of the rule language.")
+    extends: list[Annotated[str, Field(min_length=1, max_length=1_000)]] = unset(
+        "Shipped packs by name, or paths relative to this file; later wins, merged by rule id."
+    )
+    defaults: dict[str, Any] = unset("Applies to every rule that does not say otherwise.")
+    groups: dict[str, Any] = unset(
+        "Named sets of parameters; the first match gives a parameter its label group."
+    )
+    rules: dict[str, Any] = unset("Rules by id.")
+    clip: dict[str, Any] = unset("Standing clipping policies; the strictest wins, applied once.")
+    modules: dict[str, Any] = unset("Opt-in taps on modules.")
+    sinks: list[Any] = unset("Where results go.")
+    overrides: list[dict[str, Any]] = unset("Changes for some runs, in order, on top of everything else.")
+
+
+class Override(Model):
+    """Changes that apply where `match` does."""
+
+    match: dict[str, Any] = Field(description="Which runs.")
+    defaults: dict[str, Any] = unset("Changed defaults.")
+    groups: dict[str, Any] = unset("Changed or further groups.")
+    rules: dict[str, Any] = unset("Changed or further rules.")
+    clip: dict[str, Any] = unset("Changed clipping policies.")
+    modules: dict[str, Any] = unset("Changed module taps.")
+    sinks: list[Any] = unset("Replaces the sinks.")
+
+
+class Match(Model):
+    """Which runs an override is for."""
+
+    run: Glob = Field(description="Shell glob on the run id.")
+
+
+class Timing(Model):
+    """The keys that `defaults` and a rule share."""
+
+    every: Count = unset("Evaluated at steps with step % every = 0.")
+    warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
+    half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")
+    for_: Count = unset("Breaching samples before it fires.", alias="for")
+    keep_firing_for: Steps = unset("Quiet steps before it is resolved.")
+    cooldown: Steps = unset("Steps after the resolve in which a re-fire joins the same incident.")
+    severity: Severity = unset("info, warning or critical.")
+    mode: Mode = unset("act, or shadow: say what would have been done and do nothing.")
+    on_error: OnError = unset("What happens to the gradient when an action of ours fails.")
+
+
+class Defaults(Timing):
+    """Applies to every rule that does not say otherwise."""
+
+
+class GroupEntry(Model):
+    """A named set of parameters."""
+
+    params: Globs = unset("Case-sensitive shell globs on torch parameter names; * crosses dots.")
+    min_ndim: Annotated[int, Field(ge=0, le=64)] = unset("Only tensors with at least so many dimensions.")
+    optional: bool = unset("No error when nothing matches.")
+
+
+class RuleEntry(Timing):
+    """What to look for, where, how long, and what to do then."""
+
+    detect: dict[str, Any] = unset("The detector: its kind and its thresholds.")
+    scope: Scope = unset(
+        "param: each parameter; group: root sum of squares per group; total: over all selected."
+    )
+    groups: Names = unset("Only the parameters of these groups.")
+    exclude: Globs = unset("Not the parameters whose names match these globs.")
+    labels: Words = unset("Further labels of its events.")
+    annotations: Words = unset("Texts for people: summary, description, runbook_url …")
+    do: list[Any] = unset("Actions.")
+    enabled: bool = unset("False switches the rule off.")
+    optional: bool = unset("No error when nothing matches.")
+
+
+class ModulesEntry(Model):
+    """Opt-in taps on modules."""
+
+    tap: Tap = unset(
+        "output (safe), or full_backward (real backward hooks; refused where they break a model)."
+    )
+    names: Globs = unset("Case-sensitive shell globs on module names.")
+
+
+class ClipEntry(Model):
+    """Standing clipping policies."""
+
+    total: dict[str, Any] = unset("Over all parameters.")
+    groups: dict[str, Any] = unset("By group name.")
+    at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
+    local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
+
+
+# --- actions -----------------------------------------------------------------------------------------------
+
+
+class SkipStep(Model):
+    """Leave parameters and optimizer state bit-identical to before."""
+
+    max_consecutive: Count = Field(10, description="So many in a row, then `then`.")
+    then: Literal["continue", "stop"] = Field(
+        "continue", description="continue raises a second incident and goes on."
+    )
+
+
+class ClipTo(Model):
+    """Clip to the baseline's limit, or to a constant norm."""
+
+    to: Literal["baseline"] | Positive = Field("baseline", description="baseline, or a norm.")
+    at: ClipAt = Field("step", description="step, or backward.")
+    local: bool = Field(False, description="Force `at: backward` where gradients are sharded or accumulated.")
+
+
+class Rescale(Model):
+    """Multiply gradients by a standing factor, from the next step on."""
+
+    factor: Positive
+
+
+class Localise(Model):
+    """Find the operation that made the first NaN or Inf."""
+
+    by: Literal["replay", "record"] = Field("replay", description="Replay the step, or record the next ones.")
+    else_record_steps: Steps = Field(2, description="Steps to record where a replay is impossible.")
+
+
+class SnapshotTo(Model):
+    """Save an incident bundle: norms around it, RNG state, the batch if asked."""
+
+    keep: Count = Field(3, description="Bundles kept.")
+    batch: bool = Field(False, description="Save the batch too.")
+
+
+class Escalate(Model):
+    """Do more when it keeps happening."""
+
+    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5} in [1-9][0-9]{0,5}$")] = Field(
+        description="k in n steps."
+    )
+    to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
+
+
+class Bare(Model):
+    """An action without parameters."""
+
+
+ACTIONS: Mapping[str, type[Model]] = {
+    "skip_step": SkipStep,
+    "clip": ClipTo,
+    "rescale": Rescale,
+    "zero_nonfinite": Bare,
+    "localise": Localise,
+    "snapshot": SnapshotTo,
+    "stop": Bare,
+    "escalate": Escalate,
+    "drop_micro": Bare,
+}
+
+# --- clipping methods --------------------------------------------------------------------------------------
+
+
+class ValueClip(Model):
+    """Clamp every element to ±clip_value; torch.nn.utils.clip_grad_value_."""
+
+    clip_value: Positive
+
+
+class NormClip(Model):
+    """× min(1, max_norm / (norm + 1e-6)); torch.nn.utils.clip_grad_norm_."""
+
+    max_norm: Positive = 1.0
+    scope: Scope = unset("param, group or total; by default the place it is written in.")
+
+
+class AGC(Model):
+    """Per output row ratio·max(‖w‖, eps)/‖g‖ (Brock et al. 2021)."""
+
+    ratio: Positive = 0.01
+    eps: Positive = 1e-3
+
+
+class AutoClip(Model):
+    """The percentile of the norms so far, the current one included (Seetharaman et al. 2020)."""
+
+    percentile: Annotated[float, Field(gt=0, le=100)] = 10.0
+    history: Count = 10_000
+
+
+class ZClip(Model):
+    """EMA z-score with reciprocal scaling (Kumar et al. 2025)."""
+
+    alpha: Share = 0.97
+    z: Positive = 2.5
+    warmup: Steps = 25
+    max_norm: Positive = 1.0
+
+
+class AdaGC(Model):
+    """Per parameter, ratio to the EMA of its own norm (Wang et al. 2025)."""
+
+    ratio: Positive = 1.05
+    beta: Share = 0.98
+    warmup: Steps = 100
+
+
+class Baseline(Model):
+    """exp(m + 2σ) of the spike baseline, only where z > above: touches anomalies only."""
+
+    above: Positive = 6.0
+
+
+class Normalize(Model):
+    """target·g/(norm + eps), always, or only where the norm is outside [low, high]."""
+
+    target: Positive = 1.0
+    eps: Positive = 1e-6
+    low: NotNegative = unset("Leave norms from here …")
+    high: Positive = unset("… to here alone.")
+
+
+class Centralize(Model):
+    """g minus its mean over all dimensions but the first (Yong et al. 2020)."""
+
+
+class BlockRMS(Model):
+    """g / max(1, rms/threshold); optax.clip_by_block_rms."""
+
+    threshold: Positive = 1.0
+
+
+CLIP_METHODS: Mapping[str, type[Model]] = {
+    "value": ValueClip,
+    "norm": NormClip,
+    "agc": AGC,
+    "autoclip": AutoClip,
+    "zclip": ZClip,
+    "adagc": AdaGC,
+    "baseline": Baseline,
+    "normalize": Normalize,
+    "centralize": Centralize,
+    "block_rms": BlockRMS,
+}
+BACKWARD_METHODS = frozenset({"value", "norm", "agc", "baseline", "normalize", "centralize", "block_rms"})
+"""Methods that need one parameter only and can therefore work in its backward hook."""
+
+# --- sinks -------------------------------------------------------------------------------------------------
+
+
+class PrometheusOptions(Model):
+    """The HTTP endpoint that Prometheus scrapes."""
+
+    listen: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}$")] = (
+        unset("HOST:PORT; the local rank is added to the port.")
+    )
+    params: Literal["off", "worst", "match", "all"] = unset("Which parameters get series of their own.")
+    top_k: Count = unset("How many, for params: worst.")
+    max_series: Count = unset("At most so many parameter series.")
+    match: Globs = unset("Globs on parameter names, for params: match.")
+
+
+class JournalOptions(Model):
+    """The crash-safe recording of the run."""
+
+    dir: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+        "Folder that holds one folder per run."
+    )
+    params: Literal["sampled", "full"] = unset(
+        "Per-parameter norms sampled to keep the cap, or at every step."
+    )
+    max_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 46)] = unset("Cap on a run's journal, in bytes.")
+
+
+class LogOptions(Model):
+    """One line per transition on stderr."""
+
+    format: Literal["console", "json"] = unset("For people, or for machines.")
+
+
+SINKS: Mapping[str, type[Model]] = {
+    "prometheus": PrometheusOptions,
+    "journal": JournalOptions,
+    "log": LogOptions,
+}
+
+# --- detectors ---------------------------------------------------------------------------------------------
+
+
+@cache
+def detector_model(cls: type[Detector]) -> type[BaseModel]:
+    """The keys of `detect:` for a kind, less `kind`: its dataclass fields but those that the rule sets.
+
+    Works for any frozen dataclass, so a third-party kind is validated by being registered.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    keys: dict[str, Any] = {}
+    for each in fields(cls):  # type: ignore[arg-type]  # every registered kind is a dataclass
+        if each.metadata.get("rule_key"):
+            continue
+        default: Any = ... if each.default is MISSING else each.default
+        if each.default_factory is not MISSING:
+            default = Field(default_factory=each.default_factory)
+        keys[each.name] = (hints[each.name], default)
+    return create_model(cls.__name__, __config__=CONFIG, __doc__=cls.__doc__, **keys)

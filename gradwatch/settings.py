@@ -1,0 +1,129 @@
+"""Where a setting comes from: an explicit argument, then `GRADWATCH_*`, then the rule file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gradwatch.rules import RuleSet, SinkSpec
+from gradwatch.snapshot import RuleInfo, RunInfo
+
+DEFAULT_SINKS = (SinkSpec("prometheus"), SinkSpec("journal"), SinkSpec("log"))
+DEFAULT_DIR = "gradwatch-runs"
+
+
+def enabled(env: Mapping[str, str] = os.environ) -> bool:
+    """False where `GRADWATCH=0` turns everything off."""
+    return env.get("GRADWATCH", "1") != "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The resolved settings of one watch; None = nobody said anything."""
+
+    rules: str
+    listen: str | None
+    run_dir: str | None
+    run_id: str | None
+    strict: bool
+
+    @classmethod
+    def resolve(
+        cls,
+        rules: str | None = None,
+        listen: str | None = None,
+        run_dir: str | None = None,
+        run_id: str | None = None,
+        strict: bool = False,
+        env: Mapping[str, str] = os.environ,
+    ) -> Settings:
+        """Explicit argument over environment; what neither says is left to the rule file."""
+        return cls(
+            rules=rules or env.get("GRADWATCH_RULES") or "default",
+            listen=listen or env.get("GRADWATCH_LISTEN") or None,
+            run_dir=run_dir or env.get("GRADWATCH_DIR") or None,
+            run_id=run_id or env.get("GRADWATCH_RUN_ID") or None,
+            strict=strict or env.get("GRADWATCH_STRICT", "0") not in ("", "0"),
+        )
+
+
+def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpec, ...]:
+    """The sinks to open on this rank: the file's or the default three, with the listen address put in.
+
+    Only rank 0 logs: everything else about a rank is in its own journal and endpoint.
+    """
+    specs = DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks
+    chosen = []
+    for spec in specs:
+        options: dict[str, Any] = {key: value for key, value in spec.options.items() if key != "dir"}
+        if spec.kind == "prometheus" and settings.listen:
+            options["listen"] = settings.listen
+        if spec.kind != "log" or rank == 0:
+            chosen.append(SinkSpec(spec.kind, options))
+    return tuple(chosen)
+
+
+def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) -> RunInfo:
+    """The identity of this run and rank, from the launcher's environment (torchrun sets RANK and so on)."""
+    env = os.environ
+    run_id = settings.run_id or _shared_id(env) or _fresh_id()
+    journal = next((spec for spec in ruleset.sinks or () if spec.kind == "journal"), SinkSpec("journal"))
+    root = settings.run_dir or str(journal.options.get("dir", DEFAULT_DIR))
+    return RunInfo(
+        run_id=run_id,
+        directory=os.path.join(os.path.abspath(root), run_id),
+        rank=_number(env, "RANK", 0),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        world_size=_number(env, "WORLD_SIZE", 1),
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        pid=os.getpid(),
+        host=platform.node(),
+        start_time=time.time(),
+        script=sys.argv[0] if sys.argv else "",
+        versions={
+            "gradwatch": package_version(),
+            "torch": _version("torch"),
+            "python": platform.python_version(),
+        },
+        rules=rules,
+        rules_digest=ruleset.digest,
+    )
+
+
+def package_version() -> str:
+    """The installed version of gradwatch, "0+unknown" in a bare checkout."""
+    return _version("gradwatch")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _shared_id(env: Mapping[str, str]) -> str:
+    """All ranks of one torchrun share a run; "none" is what torchrun says when nobody named it."""
+    elastic = env.get("TORCHELASTIC_RUN_ID", "")
+    if elastic and elastic != "none" and "WORLD_SIZE" in env:
+        return "".join(char if char.isalnum() or char in "-_." else "-" for char in elastic)[:128]
+    return ""
+
+
+def _fresh_id() -> str:
+    # From the operating system's randomness: the training's own generators must not move.
+    return time.strftime("%Y%m%d-%H%M%S") + "-" + secrets.token_hex(3)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        return default

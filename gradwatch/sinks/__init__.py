@@ -1,0 +1,117 @@
+"""Where Records go: the `Sink` protocol, and a registry that builds one by its name in a rule file.
+
+Nothing is imported before it is asked for: a registered sink is a factory or the import path of one, so a run
+without a Prometheus endpoint never loads the server.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+from gradwatch.errors import AttachError
+from gradwatch.health import Health
+from gradwatch.snapshot import Record, RunInfo
+
+__all__ = ["Sink", "find_sink", "make_sink", "register_sink", "sink_names"]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Something that is told of every step; wrapped in a `Breaker`, its faults stay out of training.
+
+    `open` and `write` run on the training thread and must not wait for anything: `write` has microseconds,
+    may keep the Record (it is immutable) and must leave slow work to a thread of its own. `close` may be
+    called twice, and without `open`. `name` is the `component` label of its errors.
+    """
+
+    name: str
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Get ready for the Records of one run; raises OSError when that is impossible."""
+
+    def write(self, record: Record) -> None:
+        """Take one step."""
+
+    def flush(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until everything taken is where it belongs; False if it is not."""
+
+    def close(self) -> None:
+        """Give back threads, sockets and files."""
+
+
+SinkFactory = Callable[..., Sink]
+
+_REGISTERED: dict[str, SinkFactory | str] = {
+    "journal": "gradwatch.sinks.journal:JournalSink",
+    "log": "gradwatch.sinks.log:LogSink",
+    "prometheus": "gradwatch.sinks.prometheus:PrometheusSink",
+}
+
+
+def register_sink(kind: str, factory: SinkFactory | str) -> None:
+    """Make `kind` usable under `sinks:` in a rule file.
+
+    `factory` is called with the options as keywords, or names such a callable as "package.module:attribute"
+    and is then imported at first use. Raises ValueError when the kind is taken.
+    """
+    if kind in _REGISTERED:
+        raise ValueError(f"sink {kind!r} is registered already")
+    _REGISTERED[kind] = factory
+
+
+def sink_names() -> tuple[str, ...]:
+    """Every kind that `make_sink` knows, including `gradwatch.sinks` entry points of installed plug-ins."""
+    plugins = (entry.name for entry in entry_points(group="gradwatch.sinks"))
+    return tuple(sorted({*_REGISTERED, *plugins}))
+
+
+def find_sink(kind: str) -> SinkFactory:
+    """The factory behind `kind`; raises AttachError when there is none or it cannot be imported."""
+    registered = _REGISTERED.get(kind)
+    if registered is not None and not isinstance(registered, str):
+        return registered
+    try:
+        return _imported(registered) if registered is not None else _plugin(kind)
+    except (ImportError, AttributeError) as error:
+        raise AttachError(f"sink {kind!r} cannot be loaded: {error}") from error
+
+
+def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
+    """Build a sink by name; raises AttachError that names the unknown kind or option, or the wrong value."""
+    factory, chosen = find_sink(kind), dict(options or {})
+    parameters = inspect.signature(factory).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for option in chosen:
+            if option not in parameters:
+                hint = _did_you_mean(option, tuple(parameters))
+                raise AttachError(f"sink {kind!r} has no option {option!r}{hint}")
+    try:
+        return factory(**chosen)
+    except (TypeError, ValueError) as error:
+        raise AttachError(f"sink {kind!r}: {error}") from error
+
+
+def _imported(path: str) -> SinkFactory:
+    module, _, attribute = path.partition(":")
+    factory: SinkFactory = getattr(import_module(module), attribute)
+    return factory
+
+
+def _plugin(kind: str) -> SinkFactory:
+    for entry in entry_points(group="gradwatch.sinks", name=kind):
+        factory: SinkFactory = entry.load()
+        return factory
+    names = sink_names()
+    raise AttachError(
+        f"no sink is called {kind!r}{_did_you_mean(kind, names)} (there are: {', '.join(names)})"
+    )
+
+
+def _did_you_mean(wrong: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,143 @@
+"""Keeps the faults of one sink out of training: counted, switched off after three in a row, tried again."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from gradwatch.errors import TrainingStopped
+from gradwatch.health import Health
+from gradwatch.sinks import Sink
+from gradwatch.snapshot import Record, RunInfo
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _contained(
+    otherwise: R,
+) -> Callable[[Callable[Concatenate[Breaker, P], R]], Callable[Concatenate[Breaker, P], R]]:
+    """Make a method of Breaker count what it raises, and return `otherwise` instead."""
+
+    def decorate(method: Callable[Concatenate[Breaker, P], R]) -> Callable[Concatenate[Breaker, P], R]:
+        @functools.wraps(method)
+        def call(self: Breaker, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(self, *args, **kwargs)
+            except TrainingStopped:
+                raise
+            except Exception as error:
+                try:
+                    self._fail(error)
+                except Exception:
+                    # Not even a frame is left to count in (RecursionError): the next call counts it.
+                    self._uncounted = error
+                if self._strict:
+                    raise
+                return otherwise
+
+        return call
+
+    return decorate
+
+
+class Breaker:
+    """A Sink around another Sink that never raises.
+
+    Closed: every call goes through; a failure is counted in `health` under the sink's name. After
+    `max_failures` consecutive ones the circuit is open: calls are dropped for `pause_seconds` of the
+    monotonic clock. Then one call is let through (half-open): success closes the circuit, failure opens it
+    again. A sink whose `open` failed is opened again on that occasion, so a disk that was full comes back.
+
+    KeyboardInterrupt, SystemExit and TrainingStopped always pass; with `strict=True` all does, counted.
+    Source of the pattern: M. Nygard, *Release It!*, "Circuit Breaker".
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        health: Health,
+        *,
+        max_failures: int = 3,
+        pause_seconds: float = 60.0,
+        strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sink = sink
+        self.name = sink.name
+        self._health = health
+        self._max_failures = max_failures
+        self._pause_seconds = pause_seconds
+        self._strict = strict
+        self._clock = clock
+        self._failures = 0
+        self._off_until: float | None = None
+        self._uncounted: Exception | None = None
+        self._run: RunInfo | None = None
+        self._opened = False
+        self._closed = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether calls are dropped at present."""
+        return self._off_until is not None and self._clock() < self._off_until
+
+    @_contained(None)
+    def open(self, run: RunInfo, health: Health | None = None) -> None:
+        """Open the sink; one that cannot be opened is switched off at once and tried again later."""
+        self._run, self._closed = run, False
+        self._failures = self._max_failures - 1
+        self.sink.open(run, health or self._health)
+        self._opened = True
+        self._recover()
+
+    @_contained(None)
+    def write(self, record: Record) -> None:
+        """Hand one step on, or drop it while the sink is switched off."""
+        if self._closed or (self._off_until is not None and self.is_off):
+            return
+        if not self._opened:
+            self._reopen()
+        self.sink.write(record)
+        if self._failures or self._uncounted is not None:
+            self._recover()
+
+    @_contained(False)
+    def flush(self, timeout: float) -> bool:
+        """Flush the sink; False when it is switched off, fails, or is not done in time."""
+        if self._closed or not self._opened or self.is_off:
+            return False
+        return self.sink.flush(timeout)
+
+    @_contained(None)
+    def close(self) -> None:
+        """Close the sink, switched off or not; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.sink.close()
+
+    def _reopen(self) -> None:
+        if self._run is None:
+            raise RuntimeError(f"sink {self.name!r} was written to before it was opened")
+        self.sink.open(self._run, self._health)
+        self._opened = True
+
+    def _recover(self) -> None:
+        self._count_forgotten()
+        self._failures, self._off_until = 0, None
+        self._health.mark(self.name, True)
+
+    def _fail(self, error: Exception) -> None:
+        self._count_forgotten()
+        self._health.report(self.name, error)
+        self._failures += 1
+        if self._failures >= self._max_failures:
+            self._off_until = self._clock() + self._pause_seconds
+            self._health.mark(self.name, False)
+
+    def _count_forgotten(self) -> None:
+        if self._uncounted is not None:
+            error, self._uncounted = self._uncounted, None
+            self._health.report(self.name, error)

@@ -1,0 +1,225 @@
+"""From what the Prometheus sink knows to metric families: one reader per row of the catalogue.
+
+The text of a scrape, the Collector and the status page are all made from a `View`, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.sinks.exposition import Block, Family, Labels, Lines, Series, number
+from gradwatch.sinks.metrics import METRICS, Metric
+from gradwatch.sinks.printable import distinct, printable
+from gradwatch.sinks.selection import Chosen
+from gradwatch.sinks.tally import Histogram, Tally
+from gradwatch.snapshot import Record, RunInfo
+
+Value = tuple[tuple[str, ...], float]
+"""Label values in the order of `Metric.labels`, and the number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What stays the same from scrape to scrape, worked out once per choice of parameters.
+
+    `lines` are the encoded series of `gradwatch_param_grad_norm`; `group_of[S]` is each site's index into
+    `groups` (printable names), −1 for modules and parameters without a group; `params` counts parameters.
+    """
+
+    chosen: Chosen
+    lines: Lines
+    groups: tuple[str, ...]
+    group_of: NDArray[np.intp]
+    params: int
+
+    @classmethod
+    def of(cls, chosen: Chosen, optimizer: str) -> Layout:
+        """Lay out one optimizer; `optimizer` is its label, "" to leave that label out."""
+        sites = chosen.sites
+        labels = sites.groups or ("",) * len(sites)
+        named = sorted({label for label in labels if label})
+        codes = {label: i for i, label in enumerate(named)}
+        pairs = zip(labels, sites.kinds, strict=True)
+        indices = (codes.get(label, -1) if kind == "param" else -1 for label, kind in pairs)
+        shown = distinct(named)
+        names = distinct(sites.names[i] for i in chosen.indices)
+        groups = [shown[codes[labels[i]]] if labels[i] else "" for i in chosen.indices]
+        extra: Labels = (("optimizer", optimizer),) if optimizer else ()
+        rows = [
+            (("param", name), ("group", group), *extra) for name, group in zip(names, groups, strict=True)
+        ]
+        return cls(
+            chosen,
+            Lines("gradwatch_param_grad_norm", rows),
+            tuple(shown),
+            np.fromiter(indices, np.intp, len(sites)),
+            sites.kinds.count("param"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerView:
+    """One optimizer at one moment: `label` is its index as text, "" while it is the only one."""
+
+    label: str
+    tally: Tally
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a scrape shows, copied at one moment."""
+
+    run: RunInfo
+    optimizers: tuple[OptimizerView, ...]
+    errors: Mapping[str, int] = field(default_factory=dict)
+    up: Mapping[str, bool] = field(default_factory=dict)
+
+
+def families(view: View) -> Iterator[Family]:
+    """Every family of the catalogue, in its order; those that have nothing to show are empty."""
+    for metric in METRICS:
+        family = Family(metric)
+        if metric.name == "gradwatch_param_grad_norm":
+            family.blocks.extend(block for each in view.optimizers for block in _param_block(each))
+        elif not metric.per_optimizer:
+            values = _OF_PROCESS[metric.name](view)
+            family.series.extend(Series("", _labels(metric, texts), value) for texts, value in values)
+        else:
+            for each in view.optimizers:
+                family.series.extend(_of_optimizer(metric, each))
+        yield family
+
+
+def _of_optimizer(metric: Metric, view: OptimizerView) -> Iterator[Series]:
+    extra: Labels = (("optimizer", view.label),) if view.label else ()
+    if metric.kind == "histogram":
+        yield from _histogram(_HISTOGRAMS[metric.name](view.tally), extra)
+        return
+    for texts, value in _OF_OPTIMIZER[metric.name](view):
+        yield Series("", (*_labels(metric, texts), *extra), value)
+
+
+def _labels(metric: Metric, texts: tuple[str, ...]) -> Labels:
+    return tuple(zip(metric.labels, map(printable, texts), strict=True))
+
+
+def _histogram(histogram: Histogram, extra: Labels) -> Iterator[Series]:
+    cumulated = 0
+    for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+        cumulated += count
+        yield Series("_bucket", (*extra, ("le", number(bound))), cumulated)
+    yield Series("_sum", extra, histogram.sum)
+    yield Series("_count", extra, cumulated)
+
+
+def _param_block(view: OptimizerView) -> Iterator[Block]:
+    record, layout = view.tally.record, view.layout
+    if record is None or layout is None or not len(layout.chosen.indices):
+        return
+    indices, snapshot = layout.chosen.indices, record.snapshot
+    yield Block(layout.lines, snapshot.norm[indices], snapshot.calls[indices] > 0)
+
+
+def _group_norms(view: OptimizerView) -> Iterable[Value]:
+    """Root sum of squares by label group, over parameters with a gradient; no gradient, no series."""
+    record, layout = view.tally.record, view.layout
+    if record is None or layout is None or not layout.groups:
+        return
+    snapshot = record.snapshot
+    has_S = (snapshot.calls > 0) & (layout.group_of >= 0)
+    group = layout.group_of[has_S]
+    squares = np.square(snapshot.norm[has_S], dtype=np.float64)
+    totals = np.sqrt(np.bincount(group, squares, len(layout.groups)))
+    for i in np.flatnonzero(np.bincount(group, minlength=len(layout.groups))):
+        yield (layout.groups[i],), float(totals[i])
+
+
+def _active(view: OptimizerView) -> Iterable[Value]:
+    record = view.tally.record
+    firing = record.verdict.firing if record is not None else {}
+    rules = dict.fromkeys([rule for rule, _, _ in view.tally.firings] + list(firing))
+    return [((rule,), int(rule in firing)) for rule in rules]
+
+
+def _one(value: float) -> list[Value]:
+    return [((), value)]
+
+
+def _latest(read: Callable[[Record], float | None]) -> Callable[[OptimizerView], Iterable[Value]]:
+    """A gauge of the latest Record: absent before the first one, and where there is no value."""
+
+    def values(view: OptimizerView) -> Iterable[Value]:
+        value = read(view.tally.record) if view.tally.record is not None else None
+        return [] if value is None else _one(value)
+
+    return values
+
+
+def _recent_max(view: OptimizerView) -> Iterable[Value]:
+    return _one(view.tally.recent_max.value()) if view.tally.record is not None else []
+
+
+def _run_info(view: View) -> Iterable[Value]:
+    run = view.run
+    numbers = (str(run.rank), str(run.world_size), str(run.attempt))
+    return [((run.run_id, *numbers, run.host, run.script, run.rules_digest), 1)]
+
+
+def _build_info(view: View) -> Iterable[Value]:
+    versions = view.run.versions
+    return [(tuple(versions.get(name, "") for name in ("gradwatch", "python", "torch")), 1)]
+
+
+def _by_component(values: Mapping[str, float]) -> Iterable[Value]:
+    return [((component,), value) for component, value in values.items()]
+
+
+_OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
+    "gradwatch_build_info": _build_info,
+    "gradwatch_run_info": _run_info,
+    "gradwatch_run_start_timestamp_seconds": lambda view: _one(view.run.start_time),
+    # Every component that ever said whether it is up has an error counter, at 0 before its first fault.
+    "gradwatch_internal_errors_total": lambda view: _by_component(
+        {**dict.fromkeys(view.up, 0), **view.errors}
+    ),
+    "gradwatch_component_up": lambda view: _by_component({name: int(up) for name, up in view.up.items()}),
+    # Nobody is attached with a rule file that did not load; reloading changes this from here on.
+    "gradwatch_config_last_reload_successful": lambda _: _one(1),
+}
+
+_HISTOGRAMS: dict[str, Callable[[Tally], Histogram]] = {
+    "gradwatch_step_grad_norm": lambda tally: tally.grad_norm,
+    "gradwatch_step_duration_seconds": lambda tally: tally.step_seconds,
+    "gradwatch_observe_duration_seconds": lambda tally: tally.observe_seconds,
+}
+
+_OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
+    "gradwatch_steps_total": lambda view: _one(view.tally.steps),
+    "gradwatch_last_step_timestamp_seconds": _latest(lambda record: record.wall_time),
+    "gradwatch_grad_norm": _latest(lambda record: record.snapshot.total_norm),
+    "gradwatch_grad_norm_applied": _latest(lambda record: record.snapshot.total_norm_applied),
+    "gradwatch_grad_norm_recent_max": _recent_max,
+    "gradwatch_group_grad_norm": _group_norms,
+    "gradwatch_nonfinite_steps_total": lambda view: _one(view.tally.nonfinite_steps),
+    "gradwatch_nonfinite_elements_total": lambda view: _one(view.tally.nonfinite_elements),
+    "gradwatch_rule_firings_total": lambda view: view.tally.firings.items(),
+    "gradwatch_rule_active": _active,
+    "gradwatch_actions_total": lambda view: view.tally.actions.items(),
+    "gradwatch_shadow_actions_total": lambda view: view.tally.shadow_actions.items(),
+    "gradwatch_clipped_steps_total": lambda view: _one(view.tally.clipped_steps),
+    "gradwatch_skipped_steps_total": lambda view: _one(view.tally.skipped_steps),
+    "gradwatch_provisional_steps_total": lambda view: _one(view.tally.provisional_steps),
+    "gradwatch_loss_scale": _latest(lambda record: record.snapshot.loss_scale),
+    "gradwatch_overhead_ratio": lambda view: _one(view.tally.overhead_ratio),
+    "gradwatch_stall_threshold_seconds": lambda view: _one(view.tally.stall_threshold_seconds),
+    "gradwatch_coverage_ratio": _latest(lambda record: record.snapshot.coverage),
+    "gradwatch_params": lambda view: _one(view.layout.params if view.layout else 0),
+    "gradwatch_params_exported": lambda view: _one(len(view.layout.chosen.indices) if view.layout else 0),
+    "gradwatch_series_dropped": lambda view: _one(view.layout.chosen.dropped if view.layout else 0),
+}

@@ -1,0 +1,193 @@
+"""The journal as a sink: the training thread hands over a reference, one daemon thread does the rest.
+
+Nothing the training thread calls here waits for a disk: `write` takes a lock that is never held over work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from gradwatch.health import Health
+from gradwatch.journal.entries import LostEntry
+from gradwatch.journal.recorder import Recorder
+from gradwatch.journal.retention import Retention
+from gradwatch.snapshot import Event, Record, RunInfo
+
+MAX_QUEUE = 1024
+_FOR_EVENTS = 256
+_MAX_QUEUED_BYTES = 32 << 20
+_WAKE_AT = 256
+_BATCH = 64
+_POLL_SECONDS = 0.25
+_CLOSE_SECONDS = 1.5
+_PIECE_SECONDS = 100e-6
+_REST_SECONDS = 200e-6
+_FULL = BufferError("the journal's queue is full: records are being dropped")
+
+
+class _Work(NamedTuple):
+    """What the writer takes from the queue at a time; `durable`: somebody waits in `flush`."""
+
+    batch: list[Record]
+    dropped: LostEntry
+    durable: bool
+    closing: bool
+
+
+class JournalSink:
+    """Records a run into `RunInfo.directory`, one journal per rank and attempt (format: `gradwatch.journal`).
+
+    `params`: "sampled" writes per-parameter norms of the first 1,000 steps, of 200 steps either side of an
+    incident and of 1 step in k; "full" those of every step. `max_bytes` caps the journal of this process
+    (0 = no cap): files of the middle are thinned, the first and the last stay.
+    `on_acknowledged(event)` is called in the journal's thread once an event is durable.
+
+    At most 1,024 records and 32 MiB wait for the disk, the last quarter of the queue for records with events;
+    more are dropped, counted in `Health` as "journal-queue" and in the journal itself. Faults of the disk are
+    counted as "journal"; they never raise. In a forked child the sink is inert. One sink records one run.
+    """
+
+    name = "journal"
+
+    def __init__(
+        self,
+        params: Literal["sampled", "full"] = "sampled",
+        max_bytes: int = 64 << 20,
+        on_acknowledged: Callable[[Event], None] | None = None,
+    ) -> None:
+        if params not in ("sampled", "full"):
+            raise ValueError(f"params is 'sampled' or 'full', not {params!r}")
+        Retention(max_bytes)  # refuses a cap too small to work with
+        self.params = params
+        self.max_bytes = max_bytes
+        self.on_acknowledged = on_acknowledged
+        self.acknowledged = 0
+        self.dropped = 0
+        self._condition = threading.Condition()
+        self._queue: deque[Record] = deque()
+        self._queued_bytes = 0
+        self._accepted = self._settled = 0
+        self._flushing = 0
+        self._urgent = self._closing = False
+        self._open = False
+        self._unrecorded = LostEntry()
+        self._thread: threading.Thread | None = None
+        self._recorder: Recorder | None = None
+        self._health = Health()
+        self._piece_began = 0.0
+        _live.add(self)
+
+    @property
+    def path(self) -> Path | None:
+        """The file being written; None while there is none."""
+        return self._recorder.files.path if self._recorder else None
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Start the writer. The disk is first touched in its thread, so a slow one delays nobody."""
+        self._health = health
+        self._recorder = Recorder(
+            run, self.params, self.max_bytes, self._report, self._acknowledge, self._rest
+        )
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="gradwatch-journal", daemon=True)
+        self._thread.start()
+        health.mark(self.name, True)
+
+    def write(self, record: Record) -> None:
+        """Hand a Record over, by reference; microseconds, whatever the disk does."""
+        if not self._open:
+            return
+        urgent, size = bool(record.verdict.events), record_bytes(record)
+        with self._condition:
+            if self._accepts(urgent, size):
+                self._queue.append(record)
+                self._queued_bytes += size
+                self._accepted += 1
+                self._urgent |= urgent
+                if urgent or len(self._queue) == _WAKE_AT:
+                    self._condition.notify_all()
+                return
+            step = record.snapshot.step
+            self.dropped += 1
+            self._unrecorded |= LostEntry(
+                queue=1, events=len(record.verdict.events), first_step=step, last_step=step
+            )
+        self._health.report("journal-queue", _FULL)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was written so far is durable; False if it is not after `timeout` seconds."""
+        if not self._open:
+            return True
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            target, losses = self._accepted, self._losses()
+            while self._settled < target and (left := deadline - time.monotonic()) > 0:
+                self._flushing = max(self._flushing, target)
+                self._condition.notify_all()
+                self._condition.wait(left)
+            return self._settled >= target and self._losses() == losses
+
+    def close(self) -> None:
+        """Write what is queued and end the journal; gives up after 1.5 s where the disk hangs."""
+        thread = self._thread
+        if not self._open or thread is None:
+            return
+        with self._condition:
+            self._open = False
+            self._closing = True
+            self._condition.notify_all()
+        thread.join(_CLOSE_SECONDS)
+        self._health.mark(self.name, False)
+
+    def _accepts(self, urgent: bool, size: int) -> bool:
+        room = MAX_QUEUE if urgent else MAX_QUEUE - _FOR_EVENTS
+        fits = not self._queue or self._queued_bytes + size <= _MAX_QUEUED_BYTES
+        return len(self._queue) < room and (fits or urgent)
+
+    def _losses(self) -> int:
+        return self._recorder.losses if self._recorder else 0
+
+    def _run(self) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        while True:
+            work = self._take()
+            try:
+                recorder.lose(work.dropped)
+                recorder.record(work.batch)
+                safe = recorder.commit(work.durable or work.closing)
+                if work.closing:
+                    recorder.close()
+            except Exception as error:
+                safe = False
+                recorder.lose(LostEntry(scalars=len(work.batch)))
+                self._health.report(self.name, error)
+            if self._done(work, safe):
+                return
+
+    def _take(self) -> _Work:
+        """Up to 64 records, once there is a reason to work: an event, a flush, a long queue, or the time."""
+        with self._condition:
+            self._condition.wait_for(self._awake, _POLL_SECONDS)
+            batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            self._queued_bytes -= sum(map(record_bytes, batch))
+            drained = not self._queue
+            self._urgent &= not drained
+            dropped, self._unrecorded = self._unrecorded, LostEntry()
+            durable = self._flushing > self._settled and self._settled + len(batch) >= self._flushing
+            return _Work(batch, dropped, durable, self._closing and drained)
+
+    def _awake(self) -> bool:
+        wanted = self._urgent or self._closing or self._flushing > self._settled
+        return wanted or len(self._queue) >= _WAKE_AT
+
+    def _done(self, work: _Work, safe: bool) -> bool:
+        with self._condition:
+            if work.closing or safe or not work.durable:
+                self._settled += len(work.batch)
+            self._condition.notify_all()
+            return work.closing

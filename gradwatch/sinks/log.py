@@ -1,0 +1,228 @@
+"""The log sink: one line when a rule starts or stops firing, and never a flood."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal, TextIO, get_args
+
+import structlog
+
+from gradwatch.health import Health
+from gradwatch.sinks.printable import one_line, printable
+from gradwatch.snapshot import Event, Record, RunInfo
+
+LogFormat = Literal["console", "json"]
+FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+
+QUIET_SECONDS = 60.0
+"""After a line about a rule, the next one about the same rule comes no sooner than this."""
+
+LONGEST_TEXT = 2000
+"""Characters of a summary or description; a 100 kB parameter name may be part of it."""
+
+_LOGGED = ("firing", "resolved", "repeat")
+_PROSE = ("event", "summary", "description", "error")
+_LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
+
+
+@dataclass(slots=True)
+class _Said:
+    """What was last said of a rule: when, and what has been kept back since."""
+
+    at: float
+    suppressed: int = 0
+    latest: Event | None = None
+
+
+class LogSink:
+    """Writes transitions of rules (firing, resolved, an action repeated while firing) as lines to `stream`.
+
+    Pending is not logged: it is no news until it fires. At most one line per rule and minute; what was kept
+    back is counted, and the next line, or one of its own a minute later, carries `suppressed` and the state
+    the rule is in by then. Only rank 0 writes. `format` is "console" (coloured on a terminal unless NO_COLOR
+    is set) or "json" (one object per line). `stream` None is whatever `sys.stderr` is at that moment.
+
+    The logger is this sink's own: no configuration of `logging` or structlog is read or changed.
+    """
+
+    name = "log"
+
+    def __init__(
+        self,
+        format: LogFormat = "console",
+        stream: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if format not in FORMATS:
+            raise ValueError(f"format: {format!r} is not one of {', '.join(FORMATS)}")
+        self._logger = make_logger(format, stream)
+        self._clock = clock
+        self._said: dict[str, _Said] = {}
+        self._next_due = math.inf
+        self._silent = False
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Get ready; every rank but 0 stays silent."""
+        self._silent = run.rank != 0
+
+    def write(self, record: Record) -> None:
+        """Log the transitions of this step, and sum up what was kept back a minute ago."""
+        if self._silent or (not record.verdict.events and self._clock() < self._next_due):
+            return
+        now = self._clock()
+        for event in record.verdict.events:
+            if event.kind in _LOGGED:
+                self._transition(event, now)
+        if now >= self._next_due:
+            self._sum_up(now)
+
+    def internal_error(self, component: str, error: BaseException) -> None:
+        """Say that a part of gradwatch failed; `Health` calls this once per component."""
+        if not self._silent:
+            self._logger.warning(
+                "gradwatch internal error", component=component, error=f"{type(error).__name__}: {error}"
+            )
+
+    def flush(self, timeout: float) -> bool:
+        """Every line is written at once."""
+        return True
+
+    def close(self) -> None:
+        """Say what was kept back, so that the last state of every rule is on record."""
+        if not self._silent:
+            self._sum_up(math.inf)
+        self._said.clear()
+        self._next_due = math.inf
+
+    def _transition(self, event: Event, now: float) -> None:
+        said = self._said.get(event.rule)
+        if said is not None and now < said.at + QUIET_SECONDS:
+            said.suppressed += 1
+            said.latest = event
+            self._next_due = min(self._next_due, said.at + QUIET_SECONDS)
+            return
+        suppressed = said.suppressed if said is not None else 0
+        self._said[event.rule] = _Said(now)
+        self._log(event, suppressed)
+
+    def _sum_up(self, now: float) -> None:
+        for rule, said in list(self._said.items()):
+            if now < said.at + QUIET_SECONDS:
+                continue
+            if said.latest is None:
+                del self._said[rule]
+                continue
+            self._said[rule] = _Said(now)
+            self._log(said.latest, said.suppressed - 1)
+        due = (said.at + QUIET_SECONDS for said in self._said.values() if said.suppressed)
+        self._next_due = min(due, default=math.inf)
+
+    def _log(self, event: Event, suppressed: int) -> None:
+        level = "info" if event.kind == "resolved" else _LEVELS.get(event.severity, "warning")
+        fields = dict(_fields(event))
+        if suppressed > 0:
+            fields["suppressed"] = suppressed
+        getattr(self._logger, level)(f"gradwatch {event.kind}", **fields)
+
+
+def make_logger(format: LogFormat = "console", stream: TextIO | None = None) -> Any:
+    """A structlog logger that writes to `stream` (None: the `sys.stderr` of the moment).
+
+    Every string is made printable, so one call is one line and no escape sequence reaches a terminal.
+    """
+    writer = _Lines(stream)
+    render = _as_json if format == "json" else _console(writer)
+    return structlog.wrap_logger(
+        writer,
+        processors=[structlog.processors.add_log_level, _harmless, render],
+        wrapper_class=structlog.make_filtering_bound_logger(0),
+        context_class=dict,
+        cache_logger_on_first_use=False,
+    )
+
+
+class _Lines:
+    """The far end of the logger: one `write` per line."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    @property
+    def stream(self) -> TextIO:
+        return self._stream if self._stream is not None else sys.stderr
+
+    @property
+    def has_colors(self) -> bool:
+        """Whether a person with a colour terminal reads this (https://no-color.org)."""
+        return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and self.stream.isatty()
+
+    def msg(self, line: str) -> None:
+        stream = self.stream
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+
+    debug = info = warning = error = critical = msg
+
+
+def _fields(event: Event) -> Iterator[tuple[str, Any]]:
+    yield "rule", event.rule
+    yield "severity", event.severity
+    yield "step", event.step
+    if event.optimizer:
+        yield "optimizer", event.optimizer
+    if event.sites:
+        yield "param", event.sites[0]
+        yield "value", event.value
+    if event.count > 1:
+        yield "params", event.count
+        yield "first_cause", event.first_cause
+    if event.kind != "resolved":
+        if event.actions:
+            yield "actions", ",".join(event.actions)
+        yield from ((key, text) for key, text in _texts(event) if text)
+    yield "incident", event.incident
+
+
+def _texts(event: Event) -> Iterator[tuple[str, str]]:
+    yield "summary", event.summary
+    yield "description", event.description
+
+
+def _harmless(logger: Any, method: str, fields: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    for key, value in fields.items():
+        if isinstance(value, str):
+            fields[key] = one_line(value, LONGEST_TEXT) if key in _PROSE else printable(value)
+    return fields
+
+
+def _console(writer: _Lines) -> Callable[[Any, str, MutableMapping[str, Any]], str]:
+    def renderer(colors: bool) -> structlog.dev.ConsoleRenderer:
+        return structlog.dev.ConsoleRenderer(
+            colors=colors, sort_keys=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+        )
+
+    plain, coloured = renderer(False), renderer(True)
+
+    def render(logger: Any, method: str, fields: MutableMapping[str, Any]) -> str:
+        return str((coloured if writer.has_colors else plain)(logger, method, fields))
+
+    return render
+
+
+def _as_json(logger: Any, method: str, fields: MutableMapping[str, Any]) -> str:
+    """One JSON object; non-finite numbers as the strings "NaN", "Infinity", "-Infinity", which JSON lacks."""
+    return json.dumps({key: _json_value(value) for key, value in fields.items()}, allow_nan=False)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, (str, int, float, bool, type(None))) else printable(str(value))

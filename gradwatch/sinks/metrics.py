@@ -1,0 +1,256 @@
+"""The catalogue: every metric gradwatch exports, once. HELP, manual, dashboards and tests come from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MetricKind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric family.
+
+    `name` in full (`_total` included); `help` one sentence; `source` where the value comes from; `labels` in
+    order, without `optimizer`, which `per_optimizer` families get where a run has more than one; `buckets`
+    upper bounds of a histogram, without +Inf.
+    """
+
+    name: str
+    kind: MetricKind
+    help: str
+    source: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    per_optimizer: bool = True
+
+
+NORM_BUCKETS = tuple(float(f"1e{exponent}") for exponent in range(-8, 5))
+OBSERVE_BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 1.0)
+STEP_BUCKETS = (1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "gradwatch_build_info",
+        "gauge",
+        "Versions of gradwatch, Python and torch; the value is always 1.",
+        "RunInfo.versions",
+        ("version", "python", "torch"),
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_run_info",
+        "gauge",
+        "Identity of the run this process belongs to; the value is always 1.",
+        "RunInfo",
+        ("run_id", "rank", "world_size", "attempt", "host", "script", "rules_digest"),
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_run_start_timestamp_seconds",
+        "gauge",
+        "Unix time at which this attempt of the run was attached.",
+        "RunInfo.start_time",
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_steps_total",
+        "counter",
+        "Optimizer steps observed, skipped ones included.",
+        "number of Records",
+    ),
+    Metric(
+        "gradwatch_last_step_timestamp_seconds",
+        "gauge",
+        "Unix time of the last optimizer step observed.",
+        "Record.wall_time",
+    ),
+    Metric(
+        "gradwatch_grad_norm",
+        "gauge",
+        "L2 norm of all gradients at the last step, before any clipping, loss scale removed.",
+        "Snapshot.total_norm",
+    ),
+    Metric(
+        "gradwatch_grad_norm_applied",
+        "gauge",
+        "L2 norm of all gradients as the optimizer got them at the last step, after clipping.",
+        "Snapshot.total_norm_applied",
+    ),
+    Metric(
+        "gradwatch_grad_norm_recent_max",
+        "gauge",
+        "Largest gradient norm in the 60 seconds up to the last step; NaN steps do not count.",
+        "maximum of Snapshot.total_norm",
+    ),
+    Metric(
+        "gradwatch_group_grad_norm",
+        "gauge",
+        "L2 norm of the gradients of one group of the rule file at the last step, before any clipping.",
+        "root sum of squares of Snapshot.norm by Sites.groups",
+        ("group",),
+    ),
+    Metric(
+        "gradwatch_step_grad_norm",
+        "histogram",
+        "Gradient norm before clipping, over steps; steps with a non-finite norm are left out.",
+        "Snapshot.total_norm",
+        buckets=NORM_BUCKETS,
+    ),
+    Metric(
+        "gradwatch_nonfinite_steps_total",
+        "counter",
+        "Steps with a NaN or Inf in any gradient, those a GradScaler rejected itself included.",
+        "Snapshot.columns['nonfinite'], else Snapshot.total_norm",
+    ),
+    Metric(
+        "gradwatch_nonfinite_elements_total",
+        "counter",
+        "NaN and Inf elements in gradients; a lower bound where they were not counted one by one.",
+        "Snapshot.columns['nonfinite'], else Snapshot.norm",
+    ),
+    Metric(
+        "gradwatch_rule_firings_total",
+        "counter",
+        "Times a rule began to fire, re-fires within its cooldown included.",
+        "Verdict.events of kind firing",
+        ("rule", "kind", "severity"),
+    ),
+    Metric(
+        "gradwatch_rule_active",
+        "gauge",
+        "Whether a rule was firing at the last step (1) or not (0).",
+        "Verdict.firing",
+        ("rule",),
+    ),
+    Metric(
+        "gradwatch_actions_total",
+        "counter",
+        "Times an action was carried out for a rule.",
+        "Decision.orders",
+        ("rule", "action"),
+    ),
+    Metric(
+        "gradwatch_shadow_actions_total",
+        "counter",
+        "Times a rule in shadow mode would have acted.",
+        "Decision.orders with shadow",
+        ("rule", "action"),
+    ),
+    Metric(
+        "gradwatch_clipped_steps_total",
+        "counter",
+        "Steps at which the gradients got smaller between backward and optimizer, whoever clipped them.",
+        "Snapshot.total_norm_applied below Snapshot.total_norm",
+    ),
+    Metric(
+        "gradwatch_skipped_steps_total",
+        "counter",
+        "Optimizer steps skipped by gradwatch: parameters and optimizer state left as they were.",
+        "Decision.skip",
+    ),
+    Metric(
+        "gradwatch_provisional_steps_total",
+        "counter",
+        "Steps measured before the loop was learned: the norms may be post-clip, no baseline uses them.",
+        "Snapshot.provisional",
+    ),
+    Metric(
+        "gradwatch_loss_scale",
+        "gauge",
+        "Loss scale of the GradScaler at the last step; absent without one.",
+        "Snapshot.loss_scale",
+    ),
+    Metric(
+        "gradwatch_step_duration_seconds",
+        "histogram",
+        "Time from one optimizer step to the next.",
+        "Record.step_seconds",
+        buckets=STEP_BUCKETS,
+    ),
+    Metric(
+        "gradwatch_observe_duration_seconds",
+        "histogram",
+        "Time gradwatch itself took per step: capture, rules, sinks.",
+        "Record.overhead_seconds",
+        buckets=OBSERVE_BUCKETS,
+    ),
+    Metric(
+        "gradwatch_overhead_ratio",
+        "gauge",
+        "Share of the time of recent steps (half-life 100) that gradwatch itself took.",
+        "Record.overhead_seconds / Record.step_seconds",
+    ),
+    Metric(
+        "gradwatch_stall_threshold_seconds",
+        "gauge",
+        "Time without a step after which the run counts as stalled: 20 average steps, at least 300.",
+        "Record.step_seconds",
+    ),
+    Metric(
+        "gradwatch_coverage_ratio",
+        "gauge",
+        "Share of the expected parameters that gradwatch can measure; below 1 it is partly blind.",
+        "Snapshot.coverage",
+    ),
+    Metric(
+        "gradwatch_params",
+        "gauge",
+        "Parameters watched.",
+        "Sites of kind param",
+    ),
+    Metric(
+        "gradwatch_params_exported",
+        "gauge",
+        "Parameters that have a gradwatch_param_grad_norm series of their own.",
+        "params, top_k and max_series of the sink",
+    ),
+    Metric(
+        "gradwatch_series_dropped",
+        "gauge",
+        "Parameters that should have a series and have none, because max_series is reached.",
+        "max_series of the sink",
+    ),
+    Metric(
+        "gradwatch_param_grad_norm",
+        "gauge",
+        "L2 norm of one parameter's gradient at the last step, before any clipping; absent without one.",
+        "Snapshot.norm",
+        ("param", "group"),
+    ),
+    Metric(
+        "gradwatch_internal_errors_total",
+        "counter",
+        "Faults of gradwatch itself, kept out of training.",
+        "Health.errors",
+        ("component",),
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_component_up",
+        "gauge",
+        "Whether a part of gradwatch works (1) or is switched off after repeated faults (0).",
+        "Health.up",
+        ("component",),
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_config_last_reload_successful",
+        "gauge",
+        "Whether the last attempt to load the rule file succeeded (1) or not (0).",
+        "the rule file in use",
+        per_optimizer=False,
+    ),
+)
+
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def documentation() -> str:
+    """The catalogue as a Markdown table, for the manual."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
+        rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,250 @@
+"""The nouns: what was measured, what was judged, what was decided. No torch, no behaviour beyond derivation.
+
+Axes: S sites (parameters, then tapped modules). Every array here is immutable by convention: whoever builds
+one of these objects hands it over and never writes to it again, so a sink may keep it without copying.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating[Any]]
+BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.integer[Any]]
+Severity = Literal["info", "warning", "critical"]
+
+SCALAR_COLUMNS = ("loss", "lr", "loss_scale", "total_norm")
+"""Columns with one value per step rather than one per site."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sites:
+    """Where gradients are measured: S parameters and tapped modules of one optimizer.
+
+    Fields, all of length S: `names` torch FQN without wrapper prefixes; `kinds` "param" or "module"; `numels`
+    elements; `ndims` dimensions of the tensor (0 for a module); `depths` order of registration counted from
+    the input (0 first); `groups` the label group each site was given by a rule file ("" before).
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    numels: NDArray[np.int64]
+    ndims: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    groups: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def select(self, glob: str) -> BoolArray:
+        """bool[S]: the sites whose name matches a case-sensitive shell glob (`*` crosses dots)."""
+        matches = re.compile(fnmatch.translate(glob)).match
+        return np.fromiter((matches(name) is not None for name in self.names), bool, len(self.names))
+
+    def labelled(self, groups: tuple[str, ...]) -> Sites:
+        """The same sites carrying the label groups of a rule file."""
+        return replace(self, groups=groups)
+
+
+class Column(NamedTuple):
+    """One measured quantity over the sites: `values[S]`, and `present[S]` (False = not measured this step)."""
+
+    values: FloatArray
+    present: BoolArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Everything measured about one `optimizer.step()`.
+
+    `norm[S]` float32 is the L2 norm of the gradient the optimizer is about to get, before anybody's clipping;
+    it means something only where `calls[S] > 0` (how many times a gradient arrived; 0 = none this step). NaN
+    and Inf there always mean "this gradient is not finite" (or its true norm exceeds float32).
+    `coef[S]` is the smallest multiplier applied between `norm` and the optimizer (1 = untouched).
+    `total_norm` is the root sum of squares over all parameters; `total_norm_applied` the same after clipping.
+    `columns` holds only what rules asked for, and `nonfinite` (elements) / `norm_overflow` on suspicion.
+    `scalars` holds the one-per-step values (`loss`, `lr`). `provisional`: the numbers may be post-clip because
+    the loop was not learned yet; exported, never learned. `coverage` is parameters measurable / expected, 0..1.
+    """
+
+    optimizer: int
+    step: int
+    sites: Sites
+    norm: NDArray[np.float32]
+    calls: NDArray[np.int32]
+    coef: NDArray[np.float32]
+    total_norm: float
+    total_norm_applied: float
+    loss_scale: float | None = None
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    micro: int = 1
+    provisional: bool = False
+    coverage: float = 1.0
+
+    def column(self, name: str) -> Column | None:
+        """The named per-site column, derived where it can be; None when it was not measured this step."""
+        found = self.columns.get(name)
+        if found is not None:
+            return found
+        present = self.calls > 0
+        if name == "norm":
+            return Column(self.norm, present)
+        if name == "rms":
+            sizes = np.sqrt(np.maximum(self.sites.numels, 1).astype(np.float32))
+            return Column(self.norm / sizes, present)
+        if name == "norm_applied":
+            return Column(self.norm * self.coef, present)
+        if name == "coef":
+            return Column(self.coef, present)
+        if name == "calls":
+            return Column(self.calls.astype(np.float32), np.ones(len(self.sites), bool))
+        if name in ("nonfinite", "norm_overflow"):
+            # Absent columns mean that no norm was suspicious: every element is finite.
+            return Column(np.zeros(len(self.sites), np.float32), present)
+        return None
+
+    def scalar(self, name: str) -> float | None:
+        """A one-per-step value (`loss`, `lr`, `loss_scale`, `total_norm`); None when not observed."""
+        if name == "total_norm":
+            return self.total_norm
+        if name == "loss_scale":
+            return self.loss_scale
+        return self.scalars.get(name)
+
+
+EventKind = Literal["pending", "firing", "resolved", "repeat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A transition of one rule: pending, firing, resolved; `repeat` = acted again while already firing.
+
+    One per rule and transition, however many sites are involved: `sites` names the worst five (largest score
+    first), `count` says how many there are, `first_cause` is the first of them in backward order (the
+    deepest). `value` and `score` belong to `sites[0]`; `threshold` is what `score` was compared with.
+    `incident` identifies the firing period (same id from firing to resolved, also over a re-fire within
+    `cooldown`); `notify` is False where that re-fire must not alert again.
+    """
+
+    kind: EventKind
+    rule: str
+    detector: str
+    severity: Severity
+    optimizer: int
+    step: int
+    incident: str
+    sites: tuple[str, ...] = ()
+    count: int = 0
+    first_cause: str = ""
+    value: float = 0.0
+    score: float = 0.0
+    threshold: float = 0.0
+    actions: tuple[str, ...] = ()
+    notify: bool = True
+    summary: str = ""
+    description: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One action a rule asked for: `action` as spelled in `do:`; `shadow` = say so but do nothing."""
+
+    rule: str
+    action: str
+    shadow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One-off orders at one step boundary; a join-semilattice under `|`, so rule order can never matter.
+
+    `skip` leaves parameters and optimizer state bit-identical; `stop` raises `TrainingStopped`; `max_norm` is
+    the strictest bound on the total norm (None = none). `orders` says which rules asked for what.
+    """
+
+    skip: bool = False
+    stop: bool = False
+    max_norm: float | None = None
+    orders: frozenset[Order] = frozenset()
+
+    def __or__(self, other: Decision) -> Decision:
+        bounds = [bound for bound in (self.max_norm, other.max_norm) if bound is not None]
+        return Decision(
+            skip=self.skip or other.skip,
+            stop=self.stop or other.stop,
+            max_norm=min(bounds) if bounds else None,
+            orders=self.orders | other.orders,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What the rules say of one Snapshot.
+
+    `firing` maps each rule that is firing now to bool[S] (all False for a rule over a scalar or a total);
+    `breaching` maps each rule whose condition held on this very step, likewise; `events` are transitions only.
+    `acting` are the rules whose `do:` is due on this step.
+    """
+
+    firing: Mapping[str, BoolArray] = field(default_factory=dict)
+    breaching: Mapping[str, BoolArray] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    acting: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One step as every sink sees it.
+
+    `overhead_seconds` is what gradwatch itself cost since the last Record; `step_seconds` the time since the
+    last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch.
+    """
+
+    snapshot: Snapshot
+    verdict: Verdict
+    decision: Decision
+    overhead_seconds: float
+    step_seconds: float | None
+    wall_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RuleInfo:
+    """What a sink may know of a rule: enough to create its series at 0 before anything happened.
+
+    `of` is the column the rule reads ("" = not said): the journal records it at every step the rule is firing.
+    """
+
+    id: str
+    kind: str
+    severity: Severity
+    actions: tuple[str, ...] = ()
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """Identity of a run, fixed at attach. `directory` is the run's own folder (it may not exist yet)."""
+
+    run_id: str
+    directory: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    attempt: int = 0
+    pid: int = 0
+    host: str = ""
+    start_time: float = 0.0
+    script: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rules: tuple[RuleInfo, ...] = ()
+    rules_digest: str = ""

@@ -1,0 +1,490 @@
+"""The composition root: the one place where capture, rules, actions and sinks meet and the loop closes."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.errors import AttachError, TrainingStopped
+from gradwatch.health import Health
+from gradwatch.hooks import sampling
+from gradwatch.hooks.assemble import Extras, assemble, with_modules
+from gradwatch.hooks.boundary import Boundary
+from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
+from gradwatch.hooks.modules import ModuleTaps
+from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.precision import LossScale
+from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.rulefile import load_rules
+from gradwatch.rules import RuleSet
+from gradwatch.settings import Settings, enabled, run_info, sink_specs
+from gradwatch.sinks import Sink, make_sink
+from gradwatch.sinks.breaker import Breaker
+from gradwatch.snapshot import Decision, Record, RunInfo, Sites
+
+FAILURES = 3  # faults of ours in a row before watching pauses
+PAUSE_SECONDS = 60.0
+REPORTED = ("capture", "boundary", "engine", "action", "modules", "norm_local")
+
+_live: list[weakref.ref[Watch]] = []
+
+
+def watch(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    rules: str | os.PathLike[str] | RuleSet | None = None,
+    sinks: Sequence[Sink] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    listen: str | None = None,
+    run_id: str | None = None,
+    strict: bool = False,
+    origin: str = "user",
+) -> Watch:
+    """Watch the gradients of a model (or several) until `close()`; use it as a context manager.
+
+    `optimizer` may be left out: every optimizer that owns a watched parameter is adopted at its first step.
+    `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
+    `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the
+    folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
+    With `GRADWATCH=0` nothing is attached at all.
+
+    Raises:
+        AttachError: not a module, no parameters that want a gradient, watched already, a rule that matches
+            nothing, an action that is not available; the message says what to do.
+        RuleFileError: the rule file was refused; all problems at once.
+    """
+    models = _models(model)
+    optimizers = _optimizers(optimizer)
+    settings = Settings.resolve(
+        rules=None if rules is None or isinstance(rules, RuleSet) else os.fspath(rules),
+        listen=listen,
+        run_dir=None if run_dir is None else os.fspath(run_dir),
+        run_id=run_id,
+        strict=strict,
+    )
+    if not enabled():
+        return Watch(models, [], RuleSet(), settings, (), origin, active=False)
+    ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
+    _make_room(models, origin)
+    return Watch(models, optimizers, ruleset, settings, sinks, origin)
+
+
+def covers(optimizer: Optimizer) -> bool:
+    """Whether some live Watch watches this optimizer's parameters."""
+    return any(one is not None and one.owns(optimizer) for one in (ref() for ref in _live))
+
+
+@dataclass(slots=True)
+class _Course:
+    """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
+
+    bound: BoundEngine
+    state: EngineState
+    sites: Sites
+    sampler: Sampler
+    local: LocalNorms | None
+    last_step: float | None = None
+    record: Record | None = field(default=None)
+
+
+class Watch:
+    """A live watch; see `watch`. Attributes: `run` (identity), `health` (our own faults), `ruleset`."""
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        ruleset: RuleSet,
+        settings: Settings,
+        sinks: Sequence[Sink] | None,
+        origin: str,
+        active: bool = True,
+    ) -> None:
+        self.ruleset = ruleset
+        self.origin = origin
+        self.health = Health(on_first=self._say_once)
+        self._strict = settings.strict
+        self._closed = not active
+        self._courses: dict[int, _Course] = {}
+        self._scalars: dict[str, Any] = {}
+        self._restored: Mapping[str, Any] = {}
+        self._failures = 0
+        self._paused_until = 0.0
+        self._engine = Engine(ruleset)
+        self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
+        self._sinks: list[Breaker] = []
+        if active:
+            self._attach(models, optimizers, settings, sinks)
+
+    def _attach(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        settings: Settings,
+        sinks: Sequence[Sink] | None,
+    ) -> None:
+        specs = sink_specs(self.ruleset, settings, self.run.rank)
+        chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
+        self._capture = Capture(models, self._backward_ended, self.failed)
+        try:
+            if not self._capture.marked:
+                raise AttachError(
+                    "no parameter of the model wants a gradient, so there is nothing to watch; "
+                    "attach after unfreezing it (requires_grad_), or after the first forward of lazy modules"
+                )
+            self._taps = self._module_taps(models)
+            self._engine.check(self._all_sites())
+        except BaseException:
+            self._capture.close()
+            raise
+        self._loss_scale = LossScale(self._scaler_stepped)
+        self._boundary = Boundary(self._capture, self)
+        self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
+        for component in REPORTED:
+            self.health.mark(component, True)
+        self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
+        for sink in self._sinks:
+            sink.open(self.run)
+        _live.append(weakref.ref(self))
+        self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+
+    # -- for users ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def observe(self, **scalars: float | torch.Tensor) -> None:
+        """Tell one-per-step values for the rules, e.g. `observe(loss=loss)`; changes and raises nothing.
+
+        Seen by the next `optimizer.step()` of every watched optimizer. A tensor is detached; one on a device
+        is read without waiting when the step is judged.
+        """
+        if self._closed:
+            return
+        for name, value in scalars.items():
+            try:
+                if not isinstance(value, torch.Tensor):
+                    self._scalars[name] = float(value)
+                elif value.device.type == "cpu":
+                    self._scalars[name] = float(value.detach())
+                else:
+                    self._scalars[name] = value.detach().to("cpu", non_blocking=True)
+            except Exception as error:
+                self.failed("observe", error)
+
+    @property
+    def url(self) -> str | None:
+        """Where /metrics is served, None without an endpoint."""
+        for breaker in self._sinks:
+            address = getattr(breaker.sink, "url", None)
+            if address:
+                return str(address)
+        return None
+
+    @property
+    def coverage(self) -> float:
+        """Parameters that can be measured over parameters that want a gradient, 0..1."""
+        if self._closed:
+            return 0.0
+        wanted = {id(p) for model in self._capture.models() for p in model.parameters() if p.requires_grad}
+        known = sum(1 for param in wanted if self._capture.covers_id(param))
+        return known / len(wanted) if wanted else 1.0
+
+    def status(self) -> dict[str, Any]:
+        """The present state, JSON-safe: run, steps, what is firing, our own errors."""
+        records = [course.record for course in self._courses.values() if course.record is not None]
+        return {
+            "run_id": self.run.run_id,
+            "directory": self.run.directory,
+            "url": self.url,
+            "active": not self._closed,
+            "steps": sum(record.snapshot.step + 1 for record in records),
+            "total_norm": [record.snapshot.total_norm for record in records],
+            "firing": sorted({rule for record in records for rule in record.verdict.firing}),
+            "coverage": self.coverage,
+            "internal_errors": self.health.errors(),
+            "components_up": self.health.up(),
+        }
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
+        if self._closed:
+            return True
+        self._boundary.settle_deferred()
+        deadline = time.monotonic() + timeout
+        done = [sink.flush(max(0.0, deadline - time.monotonic())) for sink in self._sinks]
+        return all(done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
+        lanes = {}
+        for lane in [] if self._closed else self._capture.lanes:
+            course = self._courses.get(lane.index)
+            if course is not None:
+                lanes[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+        return {"version": 1, "lanes": lanes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`; parameters that are new start afresh, by name."""
+        if state.get("version") != 1:
+            raise AttachError(
+                f"this state was saved by another version: {state.get('version')!r}, expected 1"
+            )
+        self._restored = dict(state["lanes"])
+        for lane in [] if self._closed else self._capture.lanes:
+            self._restore(lane)
+
+    def close(self) -> None:
+        """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
+        if self._closed:
+            return
+        self._boundary.close()
+        self._closed = True
+        self._loss_scale.close()
+        if self._taps is not None:
+            self._taps.close()
+        for course in self._courses.values():
+            if course.local is not None:
+                course.local.close()
+        self._capture.close()
+        self._finalizer()
+        _live[:] = [ref for ref in _live if ref() is not None and ref() is not self]
+
+    # -- for the boundary (hooks/boundary.py: Judge) -----------------------------------------------------
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
+        if self._closed or os.getpid() != self.run.pid or time.monotonic() < self._paused_until:
+            return False
+        if self._capture.lane_of(optimizer) is not None:
+            return True
+        if any(ref() is optimizer for ref in self._wanted):
+            return True
+        return any(self._capture.knows(p) for group in optimizer.param_groups for p in group["params"])
+
+    def bound(self, lane: Lane) -> None:
+        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
+        self._capture.drop_dead()
+        modules = () if self._taps is None or lane.index else self._taps.names
+        bound = self._engine.bind(with_modules(lane.sites, modules))
+        before = self._courses.get(lane.index)
+        state = bound.init() if before is None else bound.adopt(before.state, before.bound)
+        needs = bound.needs
+        if before is not None and before.local is not None:
+            before.local.close()
+        local = LocalNorms(lane.params, self.failed) if "norm_local" in needs.columns else None
+        sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
+        self._courses[lane.index] = _Course(bound, state, bound.sites, sampler, local)
+        self._restore(lane)
+
+    def needs_host(self, lane: Lane) -> bool:
+        """Whether some rule acts on this very step otherwise than by skipping a non-finite one."""
+        return self._engine.acts_on_host
+
+    def skips_nonfinite(self, lane: Lane) -> bool:
+        """Whether some rule skips non-finite steps."""
+        return self._engine.skips_nonfinite
+
+    def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
+        """Read the extra columns of this step; the result assembles, judges and publishes it."""
+        course = self._courses[lane.index]
+        optimizer = lane.optimizer() if lane.optimizer is not None else None
+        params: list[Sampled] = []
+        if course.sampler:
+            sampled = course.sampler.collect(window.step, lane.params, lane.grads())
+            params += [] if sampled is None else [sampled]
+        if course.local is not None:
+            params.append(course.local.collect(self._loss_scale.in_backward()))
+        modules = []
+        if self._taps is not None and lane.index == 0:
+            modules.append(self._taps.collect(window.step, self._loss_scale.in_backward()))
+        scalars = dict(self._scalars)
+        self._scalars.clear()
+        if optimizer is not None:
+            scalars["lr"] = optimizer.param_groups[0].get("lr", 0.0)
+        extras, scale, now = (
+            Extras(tuple(params), tuple(modules)),
+            self._loss_scale.current(),
+            time.perf_counter(),
+        )
+        return lambda: self._judge(lane, course, window, extras, scalars, scale, now)
+
+    def _judge(
+        self,
+        lane: Lane,
+        course: _Course,
+        window: Window,
+        extras: Extras,
+        scalars: Mapping[str, Any],
+        scale: float | None,
+        now: float,
+    ) -> Decision:
+        values = {name: float(value) for name, value in scalars.items()}
+        snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
+        verdict, state = course.bound.evaluate(course.state, snapshot)
+        decision, course.state = course.bound.decide(state, verdict)
+        if course.sampler:
+            moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
+            course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
+        step_seconds = None if course.last_step is None else now - course.last_step
+        course.last_step = now
+        course.record = record = Record(
+            snapshot, verdict, decision, self._spent(now), step_seconds, time.time()
+        )
+        for sink in self._sinks:
+            sink.write(record)
+        if decision.stop:
+            self.flush_sinks()
+        self._failures = 0
+        return decision
+
+    def finished(self, lane: Lane) -> None:
+        """Nothing is left to do once the optimizer has stepped."""
+
+    def failed(self, component: str, error: BaseException) -> None:
+        """Count a fault of ours; after three in a row, stop watching for a minute. Raises only if strict."""
+        if isinstance(error, TrainingStopped):
+            raise error
+        self.health.report(component, error)
+        self._failures += 1
+        if self._failures >= FAILURES:
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            self._failures = 0
+            self.health.mark(component, False)
+        if self._strict:
+            raise error
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def flush_sinks(self, timeout: float = 2.0) -> None:
+        """Make what was written durable, before training is stopped."""
+        deadline = time.monotonic() + timeout
+        for sink in self._sinks:
+            sink.flush(max(0.0, deadline - time.monotonic()))
+
+    def _backward_ended(self) -> None:
+        if self._closed or time.monotonic() < self._paused_until:
+            return
+        scale = self._loss_scale.in_backward()
+        with torch.no_grad():
+            for lane in self._capture.lanes:
+                if lane.backwards and lane.due():
+                    lane.read(scale)
+
+    def _scaler_stepped(self, optimizers: frozenset[int]) -> None:
+        """A window still open after `scaler.step` was rejected by the scaler: nothing is learned from it."""
+        for lane in [] if self._closed else self._capture.lanes:
+            optimizer = None if lane.optimizer is None else lane.optimizer()
+            if optimizer is not None and id(optimizer) in optimizers and lane.backwards:
+                lane.discard()
+
+    def _spent(self, now: float) -> float:
+        boundary, capture = self._boundary, self._capture
+        spent = boundary.spent_seconds + capture.spent_seconds
+        boundary.spent_seconds = capture.spent_seconds = 0.0
+        return spent + (time.perf_counter() - now)
+
+    def _coverage(self, lane: Lane) -> float:
+        return 1.0 if lane.thinned else self._capture.coverage(lane)
+
+    def _restore(self, lane: Lane) -> None:
+        saved = self._restored.get(str(lane.index))
+        course = self._courses.get(lane.index)
+        if saved is None or course is None:
+            return
+        course.state = EngineState.from_dict(saved["engine"], course.bound)
+        lane.step = int(saved["step"])
+        self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
+
+    def _module_taps(self, models: list[nn.Module]) -> ModuleTaps | None:
+        asked = self.ruleset.modules
+        wanted = self._engine.columns & MODULE_COLUMNS
+        if asked is None or not wanted:
+            return None
+        sites = _bare_sites(tuple(name for name, _ in named_modules(models)), "module")
+        chosen = np.zeros(len(sites), bool)
+        for glob in asked.names:
+            chosen |= sites.select(glob)
+        pairs = [pair for pair, keep in zip(named_modules(models), chosen, strict=True) if keep]
+        if not pairs:
+            raise AttachError(f"`modules.names` {list(asked.names)} matches no module of the model")
+        return ModuleTaps(pairs, asked.tap, wanted, self.failed)
+
+    def _all_sites(self) -> Sites:
+        return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)
+
+    def _say_once(self, component: str, error: BaseException) -> None:
+        for breaker in self._sinks:
+            say = getattr(breaker.sink, "internal_error", None)
+            if say is not None:
+                say(component, error)
+
+
+def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:
+    zeros = np.zeros(len(names), np.int64)
+    return Sites(names, (kind,) * len(names), zeros, zeros, np.arange(len(names)))
+
+
+def _close_sinks(sinks: list[Breaker], pid: int) -> None:
+    """Runs at `close`, when a Watch is collected, or at exit; never in a forked child."""
+    if os.getpid() == pid:
+        for sink in sinks:
+            sink.close()
+
+
+def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    for one in models:
+        if not isinstance(one, nn.Module):
+            raise AttachError(
+                f"watch() takes a torch.nn.Module or a list of them, not {type(one).__name__}; "
+                "for a wrapped model pass the wrapper or its .module"
+            )
+    if not models:
+        raise AttachError("watch() was given no model")
+    return models
+
+
+def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise AttachError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}; "
+                "leave it out and every optimizer is adopted at its first step"
+            )
+    return optimizers
+
+
+def _make_room(models: list[nn.Module], origin: str) -> None:
+    """One watch per parameter: the launcher's gives way to the script's own, anything else is an error."""
+    params = {id(param) for model in models for param in model.parameters()}
+    for other in [one for ref in _live if (one := ref()) is not None]:
+        if not any(other._capture.covers_id(param) for param in params):
+            continue
+        if other.origin == "launcher" and origin != "launcher":
+            other.close()
+            continue
+        raise AttachError(
+            "this model is watched already; close() the first watch, or use it: it is the object that "
+            "gradwatch.watch(...) returned"
+        )

@@ -1,0 +1,1 @@
+"""What gradwatch costs, measured beside what others cost: `python -m tests.benchmarks.overhead`."""

@@ -1,0 +1,148 @@
+"""What watching costs, beside what others cost: `python -m tests.benchmarks.overhead --markdown`.
+
+Two measurements, both interleaved (interleave.py). Handover: µs added a step, precise enough for the targets.
+Whole steps: the ratio to bare of everything, forward and backward included, as a check on the first, and the
+only one that is fair to contenders that work inside the backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tests.benchmarks.interleave import Comparison, Sample, Timings, Turns, compare, interleave, timed
+from tests.benchmarks.loops import Handover, training_step
+from tests.benchmarks.peers import CONTENDERS, Contender, present
+from tests.benchmarks.tables import machine, markdown
+from tests.benchmarks.targets import Target, targets
+from tests.benchmarks.workloads import WORKLOADS, Task, Workload
+
+Loop = Literal["handover", "steps"]
+
+WARMUP = 30  # past the 20 steps in which detectors only learn, and past learning the loop
+SLOW_WARMUP = 3
+
+
+@dataclass
+class Result:
+    """Everything measured on one workload."""
+
+    workload: str
+    handover: dict[str, Comparison] = field(default_factory=dict)
+    steps: dict[str, Comparison] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    complaints: dict[str, str] = field(default_factory=dict)
+
+
+def measure(
+    workload: Workload, contenders: list[Contender], loop: Loop, turns: Turns, warmup: int
+) -> tuple[Timings, dict[str, str]]:
+    """Attach every contender to a twin of its own and let them take turns; timings, and complaints."""
+    original = workload.task()
+    by_name = {contender.name: contender for contender in contenders}
+    with ExitStack() as attached:
+        samples = {
+            name: _attach(workload, original, contender, loop, attached)
+            for name, contender in by_name.items()
+        }
+        for name, sample in samples.items():
+            for _ in range(warmup):
+                sample()
+            by_name[name].drain()
+        # The collector stays on, as in training, but need not walk our models in somebody's turn.
+        gc.collect()
+        gc.freeze()
+        attached.callback(gc.unfreeze)
+        timings = interleave(
+            samples,
+            turns,
+            between=lambda name: by_name[name].drain(),
+            progress=partial(_progress, f"{workload.title}, {loop}", turns.rounds),
+        )
+        complaints = {name: said for name, c in by_name.items() if (said := c.complaint())}
+    return timings, complaints
+
+
+def _attach(
+    workload: Workload, original: Task, contender: Contender, loop: Loop, attached: ExitStack
+) -> Callable[[], Sample]:
+    task = workload.twin(original)
+    contender.attach(task)
+    attached.callback(contender.detach)
+    if loop == "steps":
+        return timed(lambda: training_step(task, contender))
+    handover = Handover(workload.carrier(original), task, contender)
+    attached.callback(handover.close)
+    return handover
+
+
+def _progress(what: str, rounds: int, done: int) -> None:
+    end = "\n" if done == rounds else ""
+    if end or sys.stderr.isatty():
+        print(f"\r{what}: round {done}/{rounds}", end=end, file=sys.stderr, flush=True)
+
+
+def run_workload(workload: Workload, names: list[str], rounds: int, clock: str) -> Result:
+    """Both measurements of one workload."""
+    result = Result(workload.name)
+    found, result.absent = present(names)
+    panels: list[tuple[Loop, Turns, int, list[str]]] = [
+        ("handover", Turns(rounds, settle=0, steps=1), WARMUP, [c.name for c in found if c.handover]),
+        ("steps", Turns(max(3, rounds // 8)), WARMUP, [c.name for c in found if not c.slow]),
+        ("steps", Turns(max(3, rounds // 30)), SLOW_WARMUP, ["bare", *(c.name for c in found if c.slow)]),
+    ]
+    for loop, turns, warmup, members in panels:
+        if len(members) < 2:
+            continue
+        timings, complaints = measure(workload, [CONTENDERS[name]() for name in members], loop, turns, warmup)
+        seconds = timings.wall if clock == "wall" else timings.cpu
+        compared = compare(seconds)
+        if loop == "handover":
+            result.handover = compared
+            result.targets = targets(workload, seconds)
+        else:
+            result.steps |= {name: c for name, c in compared.items() if name not in result.steps}
+        result.complaints |= complaints
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the tables; 0 even where a target is missed, since timing never decides a test."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead", description=__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=200, help="of the handover; whole steps take an eighth")
+    parser.add_argument("--threads", type=int, default=1, help="torch's intra-op threads")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: this process's, all threads; for a busy machine",
+    )
+    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    names = list(dict.fromkeys(["bare", *args.contenders]))
+    results = [run_workload(WORKLOADS[name], names, args.rounds, args.clock) for name in args.workloads]
+    circumstances = f"{machine(args.threads)}, {args.rounds} rounds, {args.clock} clock"
+    print(markdown(results, circumstances))
+    if args.json:
+        payload = {"machine": circumstances, "results": [asdict(result) for result in results]}
+        args.json.write_text(json.dumps(payload, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

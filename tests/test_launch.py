@@ -1,0 +1,61 @@
+"""`gradwatch run X` is `python X`: small scripts compared byte for byte, bare and watched (P38)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch_cases import CASES, Case
+
+ROOT = Path(__file__).resolve().parent.parent
+# Not by PYTHONPATH: the script must find gradwatch through the launcher alone, and a bare run not at all.
+GRADWATCH = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path[0] = {str(ROOT)!r}; import gradwatch.cli as c; sys.exit(c.main())",
+)
+
+
+def environment(case: Case, cwd: Path) -> dict[str, str]:
+    """The same environment for both runs, without what the test run itself was started with."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWATCH", "PYTHON"))}
+    extra = {name: value.format(cwd=cwd) for name, value in case.environ.items()}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **extra}
+
+
+def outcome(command: Sequence[str], case: Case, cwd: Path) -> tuple[int, bytes, bytes]:
+    """(exit status, stdout, stderr) of one run."""
+    done = subprocess.run(
+        list(command),
+        cwd=cwd,
+        env=environment(case, cwd),
+        input=case.stdin.encode(),
+        capture_output=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.soak] if case.soak else []) for case in CASES],
+)
+def test_a_watched_script_is_byte_identical_to_a_bare_one(case: Case, tmp_path: Path) -> None:
+    """Exit status, stdout and stderr are the same under `gradwatch run` as without it."""
+    cwd = tmp_path / "work"
+    for name, text in case.files.items():
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text(text)
+    cwd.mkdir(exist_ok=True)
+    command = [word.format(python=sys.executable) if "{python}" in word else word for word in case.command]
+    launcher = [*GRADWATCH, "run", "--dir", str(tmp_path / "runs"), "--listen", "127.0.0.1:0", "--"]
+    bare = outcome(command, case, cwd)
+    watched = outcome([*launcher, *command], case, cwd)
+    assert watched == bare
+    if case.name.startswith("train"):
+        assert list((tmp_path / "runs").glob("*/rank0-*.gwj")), "the training was not watched at all"
