@@ -7,6 +7,7 @@ never changes its meaning; `gradwatch rules explain CODE` prints its entry.
 from __future__ import annotations
 
 import difflib
+import textwrap
 from dataclasses import dataclass
 
 
@@ -217,11 +218,11 @@ _ENTRIES = (
     Code(
         "GW210",
         "placeholder that cannot be filled in",
-        "Annotations may hold {param}, {group}, {value}, {step}, {rank}, {nonfinite}, {numel},"
-        " {threshold} and {count}; anything else in braces is refused now, rather than when the incident"
-        " happens.",
+        "Annotations may hold {param}, {where} (the parameter, else the column), {group}, {kind}, {rule},"
+        " {value}, {score}, {threshold}, {step}, {rank}, {nonfinite}, {numel} and {count}; anything else in"
+        " braces is refused now, rather than printed as it stands when the incident happens.",
         'summary: "{parameter} exploded"',
-        "Use a known placeholder in single braces; double a brace that is meant literally.",
+        "Use a known placeholder in single braces, without a format; there are no literal braces.",
     ),
     Code(
         "GW211",
@@ -266,8 +267,10 @@ def explain(code: str) -> str:
     if entry is None:
         near = difflib.get_close_matches(code.upper(), CODES, 1)
         raise KeyError(f"no such code: {code!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    example = "\n".join(f"    {line}" for line in entry.example.splitlines())
-    return (
-        f"{entry.code} {entry.title}\n\n{entry.meaning}\n\n"
-        f"Example:\n\n{example}\n\nTo mend it: {entry.mend}\n"
+    paragraphs = (
+        f"{entry.code} {entry.title}",
+        textwrap.fill(entry.meaning, 88),
+        textwrap.indent(entry.example, "    "),
+        textwrap.fill(f"To mend it: {entry.mend}", 88),
     )
+    return "\n\n".join(paragraphs) + "\n"

@@ -12,7 +12,18 @@ import numpy as np
 
 from gradwatch.health import Health
 from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.snapshot import Column, Decision, Event, Order, Record, RuleInfo, RunInfo, Sites, Snapshot, Verdict
+from gradwatch.snapshot import (
+    Column,
+    Decision,
+    Event,
+    Order,
+    Record,
+    RuleInfo,
+    RunInfo,
+    Sites,
+    Snapshot,
+    Verdict,
+)
 
 RULES = (
     RuleInfo("non-finite", "nonfinite", "critical", ("skip_step",)),

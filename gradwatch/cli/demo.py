@@ -14,13 +14,13 @@ from gradwatch.cli.terminal import complain, paint
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
+    from gradwatch.cli.demo_screen import Screen
     from gradwatch.demo.faults import Finding
     from gradwatch.demo.play import Run, Seen
-    from gradwatch.cli.demo_screen import Screen
 
-DESCRIPTION = """Train a small character transformer on Python's own standard library, as an unmodified script under
-`gradwatch run`, while the script hurts itself three times: a layer's gradients vanish, a batch gives NaN, the
-learning rate explodes. Offline; about a minute on two cores. Exit status 1 if a fault was missed."""
+DESCRIPTION = """Train a small character transformer on Python's own standard library, as an unmodified script
+under `gradwatch run`, while the script hurts itself three times: a layer's gradients vanish, a batch gives NaN,
+the learning rate explodes. Offline; about a minute on two cores. Exit status 1 if a fault was missed."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,11 +32,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=60.0, metavar="N", help="how long, on two ordinary cores (default 60)")
+    add(
+        "--seconds", type=float, default=60.0, metavar="N", help="how long on two ordinary cores (default 60)"
+    )
     add("--hold", action="store_true", help="keep the process and its /metrics endpoint up at the end")
     add("--rules", default="default", metavar="FILE", help="rule file or pack (default: default)")
     add("--listen", default="127.0.0.1:29440", type=listen_address, metavar="HOST:PORT", help="of /metrics")
-    add("--dir", default="gradwatch-runs", metavar="DIR", help="where to write the run (default: gradwatch-runs)")
+    add("--dir", default="gradwatch-runs", metavar="DIR", help="where the run goes (default: gradwatch-runs)")
     add("--plain", action="store_true", help="no progress bar, even on a terminal")
     add("--json", action="store_true", help="only the verdict, for a machine")
     parser.set_defaults(handler=handle)
@@ -44,29 +46,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Run it; 1 where a fault was missed or the script failed."""
+    from gradwatch.cli.demo_screen import Screen
     from gradwatch.demo.faults import make_plan
     from gradwatch.demo.play import Run, fresh_directory
-    from gradwatch.cli.demo_screen import Screen
     from gradwatch.rulefile import load_rules
 
     load_rules(arguments.rules)
     try:
         directory = fresh_directory(Path(arguments.dir))
     except OSError as error:
-        raise GradwatchError(f"cannot write to {error.filename}: {error.strerror}; give another --dir") from None
+        raise GradwatchError(
+            f"cannot write to {error.filename}: {error.strerror}; give another --dir"
+        ) from None
     plan = make_plan(arguments.seconds)
     screen = None if arguments.json else Screen(plan, plain=arguments.plain)
     run_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     with Run(plan, arguments.rules, directory, run_id, arguments.listen, arguments.hold) as run:
         if screen is not None:
-            print(f"{plan.steps} steps of a character transformer on Python's standard library; three faults to come")
+            print(
+                f"{plan.steps} steps of a character transformer; {len(plan.faults)} faults to come",
+                flush=True,
+            )
         follow(run, screen)
         if not arguments.hold:
             return conclude(run, screen, run.wait())
         run.settle()
-        failed = conclude(run, screen, 0)
+        missed = conclude(run, screen, 0)
         hold(run)
-        return failed or run.wait()
+        return missed
 
 
 def follow(run: Run, screen: Screen | None) -> None:
@@ -95,7 +102,8 @@ def conclude(run: Run, screen: Screen | None, status: int) -> int:
     url = run.url()
     if screen is None:
         told = drawn.report(run.plan, findings, alarms, seen)
-        print(json.dumps(told | {"directory": str(run.directory), "url": url, "script_status": status}, indent=2))
+        told |= {"directory": str(run.directory), "url": url, "script_status": status}
+        print(json.dumps(told, indent=2), flush=True)
     else:
         screen.finish()
         print(f"\n{drawn.verdict(findings)}\n\n{_sum_up(findings, len(alarms), seen)}")
@@ -115,10 +123,9 @@ def _sum_up(findings: Sequence[Finding], alarms: int, seen: Seen) -> str:
 
 def hold(run: Run) -> None:
     """Keep the endpoint up until Ctrl-C."""
-    print(f"
-holding {run.url() or 'the process'} up; Ctrl-C ends it", flush=True)
+    print(f"\nholding {run.url() or 'the process'} up; Ctrl-C ends it", flush=True)
     try:
         while run.alive:
             time.sleep(0.2)
     except KeyboardInterrupt:
-        print()
+        print("\nended")

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar with a line of health, events as they come, the verdict, what to do next."""
+"""What the demo shows: a progress bar with a line of health, events as they come, the verdict, what is next."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from gradwatch.cli.terminal import paint, table, width
 from gradwatch.demo.faults import Fault, Finding, Plan
 from gradwatch.demo.play import Seen
 from gradwatch.snapshot import Event
-from gradwatch.cli.terminal import paint, table, width
 
 BAR = 24
 

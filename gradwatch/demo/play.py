@@ -1,4 +1,4 @@
-"""Start the demo's script under `gradwatch run` and follow it: its stdout for progress, its journal for health."""
+"""Start the demo's script under `gradwatch run` and follow it: stdout for progress, journal for health."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Run:
             text=True,
             encoding="utf-8",
             errors="replace",
+            start_new_session=True,  # Ctrl-C is for the demo, which then ends the script
         )
         readers = (
             (self._read_stdout, self._process.stdout),

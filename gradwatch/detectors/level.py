@@ -31,6 +31,9 @@ SIGMA_PER_MEAN_DEVIATION = 1.2533
 MEAN_PER_MEDIAN_DEVIATION = 1.4826 / SIGMA_PER_MEAN_DEVIATION
 """Mean over median absolute deviation of a normal distribution."""
 
+LARGEST_EXPONENT = 700.0
+"""e^700 is still a float64."""
+
 Array32 = NDArray[np.float32]
 HalfLife = Annotated[int, Field(ge=1)]
 Warmup = Annotated[int, Field(ge=1)]
@@ -81,19 +84,19 @@ def judged(state: LevelState, warmup: int) -> BoolArray:
 
 
 def log_of(sample: Sample) -> Array32:
-    """ln value as float32[K]; NaN where missing, not finite, or not positive."""
+    """ln value as float32[K]; not finite where missing, not finite, or not positive."""
     values = sample.values
-    if float(values.min()) > 0 and float(values.max()) < math.inf and bool(sample.present.all()):
+    if float(values.min()) > 0 and bool(sample.present.all()):
         return np.log(values).astype(np.float32, copy=False)
     usable = sample.present & (values > 0) & (values < math.inf)
     return np.log(np.where(usable, values, np.nan)).astype(np.float32, copy=False)
 
 
 def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:
-    """Learn x[K] (nats; NaN = nothing) by the recursion of `Spike`; samples are counted up to `enough`."""
-    known = ~np.isnan(x)
+    """Learn x[K] (nats; not finite = nothing) as `Spike` says; samples are counted up to `enough`."""
+    known = np.isfinite(x)
     settled = state.n >= SETTLED
-    d = np.where(known, x - state.m, np.float32(0))
+    d = np.where(known, x, state.m) - state.m
     d = np.where(settled, np.clip(d, -WINSOR * sigma, WINSOR * sigma), d)
     moving = known & (settled | ~state.held)
     a: Array32 = np.maximum(gain(half_life), 1.0 / (state.n + 1.0)).astype(np.float32)
@@ -135,6 +138,11 @@ def restart_level(state: LevelState, mask: BoolArray, warmup: int, keep_judging:
     return LevelState(n, m, s, held, ring)
 
 
+def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
+    """float32[K]: (x - m)/σ̂; NaN without a baseline or a finite x."""
+    return np.where(judged(state, warmup) & np.isfinite(x), (x - state.m) / sigma, np.float32(np.nan))
+
+
 class _Level(Detector):
     """The recursion shared by `spike` (x = ln value) and `loss_spike` (x = asinh value)."""
 
@@ -162,7 +170,7 @@ class _Level(Detector):
         return (self.kind, self.half_life, self.warmup)
 
     def scale(self, sample: Sample) -> Array32:
-        """x[K] in nats; NaN where there is nothing to judge or learn."""
+        """x[K] in nats; not finite where there is nothing to judge or learn."""
         raise NotImplementedError
 
     def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -176,8 +184,8 @@ class _Level(Detector):
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """z = (x - m)/σ̂; NaN while warming up, and for a missing or non-finite sample."""
         level = LevelState(*state)
-        z = (self.scale(sample) - level.m) / deviation(level)
-        return np.where(judged(level, self.warmup), z, np.nan).astype(np.float64)
+        x = self.scale(sample)
+        return _z(level, x, deviation(level), self.warmup).astype(np.float64)
 
     def learn(self, state: State, sample: Sample) -> LevelState:
         """Absorb the sample, winsorised once 20 are known."""
@@ -194,8 +202,8 @@ class _Level(Detector):
         enough = mature(self.half_life, self.warmup)
         worst = float(z.max())  # NaN if any is, and then not steady
         if not (worst < math.inf and int(level.n.min()) >= enough):
-            ready = judged(level, self.warmup)
-            return np.where(ready, z, np.float32(np.nan)), absorb(level, x, sigma, self.half_life, enough)
+            after = absorb(level, x, sigma, self.half_life, enough)
+            return _z(level, x, sigma, self.warmup), after
         if worst > WINSOR or float(z.min()) < -WINSOR:
             bound = WINSOR * sigma
             np.clip(d, -bound, bound, out=d)
@@ -206,7 +214,7 @@ class _Level(Detector):
         spread += level.s
         d *= a
         d += level.m
-        return z, LevelState(level.n, d, spread, level.held, level.ring[:0])
+        return (z if worst > self.above else None), LevelState(level.n, d, spread, level.held, level.ring[:0])
 
     def limit(self, state: State) -> NDArray[np.float64]:
         """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""

@@ -20,7 +20,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.level import Array32, HalfLife, Warmup, check_clear, gain, mature
+from gradwatch.detectors.level import LARGEST_EXPONENT, Array32, HalfLife, Warmup, check_clear, gain, mature
 from gradwatch.snapshot import BoolArray, FloatArray
 
 ZERO_NORM = 1e-30
@@ -86,7 +86,7 @@ class Drop(Detector):
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """exp(b - y); NaN while warming up, and for a missing or non-finite sample."""
         n, b = ShareState(*state)
-        fall = np.minimum(b.astype(np.float64) - share_of(sample), 700.0)
+        fall = np.minimum(b.astype(np.float64) - share_of(sample), LARGEST_EXPONENT)
         return np.where(n >= self.warmup, np.exp(fall), np.nan)
 
     def learn(self, state: State, sample: Sample) -> ShareState:
@@ -125,13 +125,14 @@ class Drop(Detector):
 
 def share_of(sample: Sample) -> Array32:
     """y[K] = ln norm_i - median_j ln norm_j in nats, float32; NaN where missing or not finite."""
-    usable = sample.present & (sample.values >= 0) & (sample.values < math.inf)
-    whole = bool(usable.all())
-    x = np.log(np.maximum(sample.values, ZERO_NORM)).astype(np.float32, copy=False)
-    if not whole and not usable.any():
-        return np.full(len(x), np.nan, np.float32)
-    y: Array32 = x - _median(x if whole else x[usable])
-    return y if whole else np.where(usable, y, np.float32(np.nan))
+    values = sample.values
+    if float(values.min()) > 0 and float(values.max()) < math.inf and bool(sample.present.all()):
+        x = np.log(values).astype(np.float32, copy=False)
+        return x - _median(x)
+    usable = sample.present & (values >= 0) & (values < math.inf)
+    x = np.log(np.maximum(values, ZERO_NORM)).astype(np.float32, copy=False)
+    middle = _median(x[usable]) if usable.any() else np.float32(np.nan)
+    return np.where(usable, x - middle, np.float32(np.nan))
 
 
 def _median(x: Array32) -> np.float32:
@@ -189,10 +190,10 @@ class DepthRatio(Detector):
 
         The last end must not be zero; with fewer than two ends' worth of sites there is no judgement.
         """
-        k, values = self.ends, sample.values.astype(np.float64)
-        ends = np.concatenate((values[:k], values[-k:]))
-        usable = len(values) >= 2 * k and bool(sample.present[:k].all() and sample.present[-k:].all())
-        if not (usable and bool(np.isfinite(ends).all())):
+        k = self.ends
+        if len(sample.values) < 2 * k or not (sample.present[:k].all() and sample.present[-k:].all()):
             return np.array([np.nan])
-        first, last = float(np.square(ends[:k]).sum()), float(np.square(ends[k:]).sum())
-        return np.array([math.sqrt(first / last) if last > 0 else np.nan])
+        first = math.fsum(value * value for value in sample.values[:k].tolist())
+        last = math.fsum(value * value for value in sample.values[-k:].tolist())
+        usable = math.isfinite(first) and 0 < last < math.inf
+        return np.array([math.sqrt(first / last) if usable else np.nan])

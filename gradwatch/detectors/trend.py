@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,16 +11,24 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.constant import Positive
 from gradwatch.detectors.detector import STRICT, Detector, NormColumn, Sample, State, register_detector
-from gradwatch.detectors.level import Array32, HalfLife, Warmup, check_clear, gain, log_of
-from gradwatch.snapshot import BoolArray
+from gradwatch.detectors.level import (
+    LARGEST_EXPONENT,
+    Array32,
+    HalfLife,
+    Warmup,
+    check_clear,
+    gain,
+    log_of,
+    mature,
+)
+from gradwatch.snapshot import BoolArray, FloatArray
 
 
 class TrendState(NamedTuple):
-    """`n` samples learned (int32, counted as far as it matters); `fast`, `slow`: EW means of ln value."""
+    """`n` samples learned (int32, counted as far as it matters); `means[2, K]`: fast, slow, of ln value."""
 
     n: NDArray[np.int32]
-    fast: Array32
-    slow: Array32
+    means: Array32
 
 
 @register_detector
@@ -63,46 +72,44 @@ class Drift(Detector):
 
     def init(self, size: int) -> TrendState:
         """No sample seen."""
-        zeros = np.zeros(size, np.float32)
-        return TrendState(np.zeros(size, np.int32), zeros, zeros)
+        return TrendState(np.zeros(size, np.int32), np.zeros((2, size), np.float32))
 
     def learn(self, state: State, sample: Sample) -> TrendState:
         """Move both means; the first samples are averaged plainly."""
-        n, fast, slow = TrendState(*state)
-        x = log_of(sample)
-        known = ~np.isnan(x)
-        start = 1.0 / (n + 1.0)
-        return TrendState(
-            np.minimum(n + known, max(self.warmup, round(2 * self.slow))).astype(np.int32),
-            _toward(fast, x, known, np.maximum(gain(self.fast), start)),
-            _toward(slow, x, known, np.maximum(gain(self.slow), start)),
-        )
+        return self._absorb(TrendState(*state), log_of(sample))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The factor, this sample included; NaN while warming up, and for a missing or non-finite sample."""
-        return self._factor(TrendState(*state), self.learn(state, sample), sample)
+        before, x = TrendState(*state), log_of(sample)
+        return self._factor(before, self._absorb(before, x), x)
 
-    def advance(self, state: State, sample: Sample) -> tuple[NDArray[np.float64], State]:
+    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`, learning once."""
-        after = self.learn(state, sample)
-        return self._factor(TrendState(*state), after, sample), after
+        before, x = TrendState(*state), log_of(sample)
+        after = self._absorb(before, x)
+        return self._factor(before, after, x), after
 
-    def _factor(self, before: TrendState, after: TrendState, sample: Sample) -> NDArray[np.float64]:
-        usable = sample.present & (sample.values > 0) & (sample.values < np.inf) & (before.n >= self.warmup)
-        growth = np.minimum(after.fast.astype(np.float64) - after.slow, 700.0)  # e^700 is still a float64
-        return np.where(usable, np.exp(growth), np.nan)
+    def _absorb(self, before: TrendState, x: Array32) -> TrendState:
+        n, means = before
+        gains = np.array([[gain(self.fast)], [gain(self.slow)]], np.float32)
+        enough = mature(self.slow, self.warmup)
+        if int(n.min()) < enough:
+            known = np.isfinite(x)
+            gains = np.maximum(gains, (1.0 / (n + 1.0)).astype(np.float32))
+            n = np.minimum(n + known, enough).astype(np.int32)
+        elif math.isfinite(float(x.sum())):
+            return TrendState(n, means + gains * (x - means))
+        moved: Array32 = means + gains * (np.where(np.isfinite(x), x, means) - means)
+        return TrendState(n, moved)
+
+    def _factor(self, before: TrendState, after: TrendState, x: Array32) -> NDArray[np.float64]:
+        growth = after.means[0].astype(np.float64) - after.means[1]
+        factor = np.exp(np.minimum(growth, LARGEST_EXPONENT))
+        return np.where((before.n >= self.warmup) & np.isfinite(x), factor, np.nan)
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> TrendState:
         """Start over; a trend across a change that keeps judging goes on."""
+        n, means = TrendState(*state)
         if keep_judging:
-            return TrendState(*state)
-        n, fast, slow = TrendState(*state)
-        zero = np.float32(0)
-        return TrendState(
-            np.where(mask, 0, n).astype(np.int32), np.where(mask, zero, fast), np.where(mask, zero, slow)
-        )
-
-
-def _toward(mean: Array32, x: Array32, known: BoolArray, a: NDArray[np.float64]) -> Array32:
-    moved: Array32 = np.where(known, mean + a.astype(np.float32) * (x - mean), mean)
-    return moved
+            return TrendState(n, means)
+        return TrendState(np.where(mask, 0, n).astype(np.int32), np.where(mask, np.float32(0), means))

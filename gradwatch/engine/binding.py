@@ -171,7 +171,7 @@ class BoundEngine:
 
 
 def _skips_on_device(rule: Rule) -> bool:
-    """Whether all that a rule does is to skip a non-finite gradient: `found_inf` does that without the host."""
+    """Whether a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
     skips = [action for action in rule.do if action.name == "skip_step"]
     forever = all(
         action.params.get("max_consecutive") is None or action.params.get("then") != "stop"

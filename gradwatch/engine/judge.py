@@ -57,7 +57,7 @@ class Step:
         self.plan: Plan = state.plan
         self.snapshot = snapshot
         self.rank = rank
-        self.reader = Reader(snapshot)
+        self.reader = Reader(snapshot, state.plan.roots)
         self.tracks = list(state.tracks)
         self._before = state.consecutive
         self.consecutive = list(state.consecutive)
@@ -88,21 +88,22 @@ class Step:
         one, track = self.plan.rules[number], self.tracks[number]
         if self.snapshot.step % one.rule.every:
             return
-        scored = self._scored(one, track)
+        idle = track.idle
+        scored = self._scored(one, idle)
         if scored is MISSING:
             return
         self.consecutive[number] = 0
-        if scored is not CALM and not (track.idle and not scored.breach.any()):
+        if scored is not CALM and not (idle and not scored.breach.any()):
             self._transit(number, scored)
 
-    def _scored(self, one: RulePlan, track: Track) -> Scored:
+    def _scored(self, one: RulePlan, idle: bool) -> Scored:
         """The scores of one rule; CALM when it is idle and a bound shows that nothing breaches."""
         detector = one.detector
         if one.bank == NO_BANK:
             bounds = self.reader.bounds(one.series)
             if bounds is None:
                 return MISSING
-            if track.idle and detector.calm(*bounds):
+            if idle and (detector.calm(*bounds) or self._calm(one)):
                 return CALM
             sample = self.reader.sample(one.series, detector.columns)
             assert sample is not None  # what has bounds was measured
@@ -112,11 +113,16 @@ class Step:
             heard = self.banks[one.bank]
             if heard is None:
                 return MISSING
-            if track.idle and (heard.score is None or not may_breach(detector, heard.score[one.part])):
+            if idle and (heard.score is None or not may_breach(detector, heard.score[one.part])):
                 return CALM
             whole = detector.score(heard.before, heard.sample) if heard.score is None else heard.score
             values, score = heard.sample.values[one.part], whole[one.part]
         return Scored(values, score, breaches(detector, score))
+
+    def _calm(self, one: RulePlan) -> bool:
+        """Whether the rule's own series are calm, though others of the same column are not."""
+        bounds = self.reader.own_bounds(one.series)
+        return bounds is not None and one.detector.calm(*bounds)
 
     def _transit(self, number: int, scored: Scored) -> None:
         """Count, and tell what changed."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample
-from gradwatch.engine.series import MODULE_COLUMNS, Reader, Series, series_of
+from gradwatch.engine.series import MODULE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.rules import Action, Rule, RuleSet
 from gradwatch.snapshot import SCALAR_COLUMNS, FloatArray, Sites
 
@@ -53,14 +53,10 @@ class Bank:
         samples = [reader.sample(segment) for segment in self.segments]
         if all(sample is None for sample in samples):
             return None
-        values = [
-            np.zeros(len(segment), np.float32) if sample is None else _narrow(sample.values)
-            for segment, sample in zip(self.segments, samples, strict=True)
-        ]
-        present = [
-            np.zeros(len(segment), np.bool_) if sample is None else sample.present
-            for segment, sample in zip(self.segments, samples, strict=True)
-        ]
+        values, present = [], []
+        for segment, sample in zip(self.segments, samples, strict=True):
+            values.append(np.zeros(len(segment), np.float32) if sample is None else _narrow(sample.values))
+            present.append(np.zeros(len(segment), np.bool_) if sample is None else sample.present)
         return Sample(np.concatenate(values), np.concatenate(present))
 
 
@@ -80,16 +76,11 @@ class RulePlan:
     """
 
     rule: Rule
+    detector: Detector
     series: Series
     shown: Series
     bank: int = NO_BANK
     part: slice = field(default_factory=lambda: slice(None))
-
-    @property
-    def detector(self) -> Detector:
-        """The rule's detector."""
-        found: Detector = self.rule.detect
-        return found
 
     @property
     def skip(self) -> Action | None:
@@ -112,6 +103,7 @@ class Plan:
     banks: tuple[Bank, ...]
     inactive: Mapping[str, str]
     needs: Needs
+    roots: FloatArray
 
 
 def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
@@ -131,10 +123,18 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         for segment, part in zip(bank.segments, bank.parts, strict=True)
     }
     rules = tuple(
-        RulePlan(rule, series, _shown(rule, series), *home.get((_bank_key(rule, series), series.key), ()))
+        RulePlan(
+            rule,
+            rule.detect,
+            series,
+            _shown(rule, series),
+            *home.get((_bank_key(rule, series), series.key), ()),
+        )
         for rule, series in found
     )
-    return Plan(sites, rules, banks, MappingProxyType(inactive), _needs([rule for rule, _ in found]))
+    return Plan(
+        sites, rules, banks, MappingProxyType(inactive), _needs([rule for rule, _ in found]), roots_of(sites)
+    )
 
 
 def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:

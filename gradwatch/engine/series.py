@@ -34,6 +34,9 @@ LARGEST = frozenset({"max_abs", "update_ratio"})
 AVERAGED = frozenset({"zero_fraction", "activation_mean", "activation_std", "activation_near_zero"})
 """How a group or a total is made of sites; columns in none of these sets are norms: root sum of squares."""
 
+DERIVED = frozenset({"norm_applied", "coef"})
+"""Columns that `Snapshot.column` makes from the norms."""
+
 HERE: BoolArray = np.ones(1, np.bool_)
 HERE.flags.writeable = False
 
@@ -182,17 +185,24 @@ def _aggregate(
     )
 
 
+def roots_of(sites: Sites) -> NDArray[np.float32]:
+    """float32[S]: sqrt of the number of elements, by which a norm becomes a root mean square."""
+    return np.sqrt(np.maximum(sites.numels, 1)).astype(np.float32)
+
+
 class Reader:
     """Reads samples of series from one Snapshot; each column and each bound is computed once.
 
-    Bounds come first: `bounds(series)` are the smallest and largest values present (NaN if any is; +inf, -inf
-    if none), and most rules need no more than that on a healthy step.
+    Bounds come first: the smallest and largest values present (NaN if any is; +inf, -inf if none); most rules
+    need no more than that on a healthy step. `roots[S]` are those of `roots_of`, kept between steps.
     """
 
-    __slots__ = ("_bounds", "_columns", "_scalars", "called", "everywhere", "snapshot")
+    __slots__ = ("_bounds", "_columns", "_everyone", "_roots", "_scalars", "called", "everywhere", "snapshot")
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, roots: FloatArray | None = None) -> None:
         self.snapshot = snapshot
+        self._roots = roots_of(snapshot.sites) if roots is None else roots
+        self._everyone = np.ones(len(snapshot.calls), np.bool_)
         self.called: BoolArray = snapshot.calls > 0
         self.everywhere = bool(self.called.all())
         self._columns: dict[str, tuple[Any, BoolArray, bool] | None] = {}
@@ -213,19 +223,24 @@ class Reader:
         return self._columns[name]
 
     def _read(self, name: str) -> tuple[Any, BoolArray, bool] | None:
-        if name == "norm" and name not in self.snapshot.columns:
-            return self.snapshot.norm, self.called, self.everywhere
+        snapshot = self.snapshot
+        found = snapshot.columns.get(name)
+        if found is not None:
+            return found.values, found.present, bool(found.present.all())
+        if name == "norm":
+            return snapshot.norm, self.called, self.everywhere
+        if name == "rms":
+            return snapshot.norm / self._roots, self.called, self.everywhere
+        if name == "calls":
+            return snapshot.calls, self._everyone, True
         if name in COUNT_COLUMNS:
             return self._count(name)
-        found = self.snapshot.column(name)
-        return None if found is None else (found.values, found.present, bool(found.present.all()))
+        derived = snapshot.column(name) if name in DERIVED else None
+        return None if derived is None else (derived.values, derived.present, self.everywhere)
 
     def _count(self, name: str) -> tuple[Any, BoolArray, bool]:
         """Counts of elements; where the capture gave none, what the norm itself tells."""
         columns, norm = self.snapshot.columns, self.snapshot.norm
-        found = columns.get(name)
-        if found is not None:
-            return found.values, found.present, bool(found.present.all())
         if name == "norm_overflow":
             return np.zeros(len(norm), np.float32), self.called, self.everywhere
         nonfinite = columns.get("nonfinite")
@@ -245,15 +260,20 @@ class Reader:
         return bounds is not None and not bounds[1] < math.inf
 
     def bounds(self, series: Series) -> tuple[float, float] | None:
-        """Smallest and largest value present; None when nothing was measured this step."""
+        """Bounds on the values of the whole column of a series; None when it was not measured this step."""
         if series.scope == "scalar":
             value = self.scalar(series.column)
             return None if value is None else (value, value)
         if series.column in COUNT_COLUMNS and not self.suspicious():
             return 0.0, 0.0
-        whole = self._column_bounds(series.column)
-        if whole is None or (series.index is None and series.owners is None):
-            return whole
+        if series.owners is not None:
+            return self.own_bounds(series)
+        return self._column_bounds(series.column)
+
+    def own_bounds(self, series: Series) -> tuple[float, float] | None:
+        """Smallest and largest value of the series itself; as `bounds`, but tight."""
+        if series.scope == "scalar" or (series.index is None and series.owners is None):
+            return self.bounds(series)
         if series.key not in self._bounds:
             sample = self.sample(series)
             self._bounds[series.key] = None if sample is None else _bounds(sample.values, sample.present)

@@ -35,7 +35,9 @@ class EngineState:
     lr: float | None = None
 
     def __repr__(self) -> str:
-        firing = [one.rule.id for one, track in zip(self.plan.rules, self.tracks, strict=True) if not track.idle]
+        firing = [
+            one.rule.id for one, track in zip(self.plan.rules, self.tracks, strict=True) if not track.idle
+        ]
         return f"EngineState({len(self.plan.rules)} rules, {len(self.plan.sites)} sites, not idle: {firing})"
 
     def to_dict(self) -> dict[str, Any]:

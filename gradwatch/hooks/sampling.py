@@ -65,8 +65,9 @@ class Sampler:
         """Whether a column is measured at this step."""
         if column not in self._wanted:
             return False
-        every = self._every.get(column, PERIOD)
-        burst = min(BURST, every)
+        every = self._every.get(column, 1)
+        # A rule that says `every` wants single samples; otherwise bursts, so that `for: 3` can be met.
+        every, burst = (every, 1) if every > 1 else (PERIOD, BURST)
         lag = 1 if column == "update_ratio" else 0  # the update of step s is seen at the boundary of s + 1
         return (step - lag) >= 0 and (step - lag) % every < burst
 

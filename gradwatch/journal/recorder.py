@@ -78,7 +78,7 @@ class Recorder:
 
     `report(error)` hears of every failure, and of None at the first success after one; `acknowledge(events)`
     is called once their fdatasync has returned; `pause()` between pieces of work, so that no other thread
-    waits long for the interpreter. `losses` counts every time something was given up.
+    waits long for the interpreter. `failures` counts what `report` heard.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class Recorder:
     ) -> None:
         self.retention = Retention(max_bytes, pause)
         self.files = JournalFiles(run.directory, run.rank, run.attempt, self.retention, self._preamble)
-        self.losses = 0
         self._run = RunEntry(run, params=params, max_bytes=max_bytes)
         self._report = report
         self._acknowledge = acknowledge
@@ -105,7 +104,7 @@ class Recorder:
         self._rows_since = self._synced_at = time.monotonic()
         self._backoff, self._events_backoff = _Backoff(), _Backoff()
         self._failing = False
-        self._failures = self._rows = self._records = self._numbers = self._sites = self._rotated = 0
+        self.failures = self._rows = self._records = self._numbers = self._sites = self._rotated = 0
 
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
@@ -120,20 +119,21 @@ class Recorder:
     def lose(self, lost: LostEntry) -> None:
         """Count what will not be written."""
         self._lost |= lost
-        self.losses += bool(lost)
 
     def commit(self, durable: bool) -> bool:
-        """Write what is due, or everything and sync it where `durable`; whether nothing is left waiting."""
-        now, failures = time.monotonic(), self._failures
+        """Write what is due, or everything and sync it where `durable`; whether that left nothing waiting."""
+        now, failures = time.monotonic(), self.failures
         if durable:
             self._backoff.reset()
             self._events_backoff.reset()
         if durable or now - self._rows_since >= _ROWS_SECONDS:
             self._write_rows()
+        if durable and self._lost:
+            self._write([])
         if durable or now - self._synced_at >= _SYNC_SECONDS:
             self._settle_events()
         self._keep_within_cap()
-        return not self._waiting and self._failures == failures
+        return not self._waiting and self.failures == failures
 
     def close(self) -> None:
         """Write everything, say that this is the end, cut the reserve off."""
@@ -300,7 +300,7 @@ class Recorder:
 
     def _failed(self, error: BaseException) -> None:
         self._failing = True
-        self._failures += 1
+        self.failures += 1
         self._report(error)
 
     def _works(self) -> None:

@@ -5,12 +5,26 @@ starts.
 from __future__ import annotations
 
 import re
-from string import Formatter
 
 from gradwatch.rulefile.nodes import Map, Node, Problems, Scalar, quoted
 
-PLACEHOLDERS = ("param", "group", "value", "step", "rank", "nonfinite", "numel", "threshold", "count")
+PLACEHOLDERS = (
+    "param",
+    "where",
+    "group",
+    "kind",
+    "rule",
+    "value",
+    "score",
+    "threshold",
+    "step",
+    "rank",
+    "nonfinite",
+    "numel",
+    "count",
+)
 """What an annotation may hold in single braces; everything is filled in as text."""
+_FILLED = frozenset(f"{{{name}}}" for name in PLACEHOLDERS)
 RESERVED_LABELS = frozenset(
     {"alertname", "incident", "instance", "job", "kind", "rank", "rule", "run_id", "severity"}
 )
@@ -18,29 +32,24 @@ RESERVED_LABELS = frozenset(
 
 
 def check_annotations(node: Node | None, problems: Problems) -> None:
-    """Report every placeholder that would not be filled in."""
+    """Report every brace that is not part of a placeholder that will be filled in."""
     for text in _texts(node):
-        doubled = re.search(r"\{\{\s*\$?\.?(\w+)\s*\}\}", text.text)
-        if doubled and doubled.group(1) in PLACEHOLDERS:
-            message = f"{doubled.group()} would be written as it stands"
-            problems.add(text.mark, "GW210", message, f"single braces: {{{doubled.group(1)}}}")
-        try:
-            parts = list(Formatter().parse(text.text))
-        except ValueError as error:
-            hint = "double a brace that is meant literally: {{ or }}"
-            problems.add(text.mark, "GW210", f"broken placeholder: {error}", hint)
-            continue
-        for _, name, form, conversion in parts:
-            if name is not None:
-                _placeholder(text, name, form or "", conversion or "", problems)
+        # Template languages double their braces; the word inside is what was meant.
+        for found in re.finditer(r"\{\{?\s*[$.]{0,2}([^{}]*?)\s*\}\}?|[{}]", text.text):
+            if found.group() not in _FILLED:
+                _refuse(text, found.group(), (found.group(1) or "").strip(), problems)
 
 
-def _placeholder(text: Scalar, name: str, form: str, conversion: str, problems: Problems) -> None:
-    if name not in PLACEHOLDERS:
-        message = f"unknown placeholder {quoted('{' + name + '}')}{problems.meant(name, PLACEHOLDERS)}"
-        problems.add(text.mark, "GW210", message, f"known: {', '.join(PLACEHOLDERS)}")
-    elif form or conversion:
-        problems.add(text.mark, "GW210", f"the placeholder {{{name}}} takes no format", f"write {{{name}}}")
+def _refuse(text: Scalar, written: str, name: str, problems: Problems) -> None:
+    word = name.split(":")[0].split("!")[0].strip()
+    if word in PLACEHOLDERS:
+        message, hint = f"{quoted(written)} is not filled in", f"write {{{word}}}, without anything else"
+    elif name:
+        message = f"unknown placeholder {quoted(written)}{problems.meant(word, PLACEHOLDERS)}"
+        hint = f"known: {', '.join(PLACEHOLDERS)}"
+    else:
+        message, hint = f"a brace that belongs to no placeholder: {quoted(written)}", "braces cannot be escaped"
+    problems.add(text.mark, "GW210", message, hint)
 
 
 def check_labels(node: Node | None, problems: Problems) -> None:

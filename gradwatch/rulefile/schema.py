@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -33,7 +32,8 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 Names = Annotated[list[str], Field(min_length=1)]
 Words = dict[Annotated[str, Field(pattern=LABEL)], Text]
 
-CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+# Built when first used: a file that clips nothing should not pay for ten clipping methods.
+CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class Model(BaseModel):
@@ -337,12 +337,21 @@ SINKS: Mapping[str, type[Model]] = {
 # --- detectors ---------------------------------------------------------------------------------------------
 
 
-@cache
+_DETECTOR_MODELS: dict[type, type[BaseModel]] = {}
+
+
 def detector_model(cls: type[Detector]) -> type[BaseModel]:
     """The keys of `detect:` for a kind, less `kind`: its dataclass fields but those that the rule sets.
 
     Works for any frozen dataclass, so a third-party kind is validated by being registered.
     """
+    model = _DETECTOR_MODELS.get(cls)
+    if model is None:
+        model = _DETECTOR_MODELS[cls] = _detector_model(cls)
+    return model
+
+
+def _detector_model(cls: type[Detector]) -> type[BaseModel]:
     hints = get_type_hints(cls, include_extras=True)
     keys: dict[str, Any] = {}
     for each in fields(cls):  # type: ignore[arg-type]  # every registered kind is a dataclass

@@ -5,13 +5,17 @@ Nothing the training thread calls here waits for a disk: `write` takes a lock th
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
+from weakref import WeakSet
 
 from gradwatch.health import Health
+from gradwatch.journal.cadence import record_bytes
 from gradwatch.journal.entries import LostEntry
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.retention import Retention
@@ -30,11 +34,11 @@ _FULL = BufferError("the journal's queue is full: records are being dropped")
 
 
 class _Work(NamedTuple):
-    """What the writer takes from the queue at a time; `durable`: somebody waits in `flush`."""
+    """What the writer takes from the queue at a time; `flush`: the request this batch completes, or 0."""
 
     batch: list[Record]
     dropped: LostEntry
-    durable: bool
+    flush: int
     closing: bool
 
 
@@ -70,10 +74,10 @@ class JournalSink:
         self._condition = threading.Condition()
         self._queue: deque[Record] = deque()
         self._queued_bytes = 0
-        self._accepted = self._settled = 0
-        self._flushing = 0
-        self._urgent = self._closing = False
-        self._open = False
+        self._accepted = self._taken = 0
+        self._flush_asked = self._flush_answered = self._flush_target = 0
+        self._flush_safe = False
+        self._draining = self._closing = self._open = False
         self._unrecorded = LostEntry()
         self._thread: threading.Thread | None = None
         self._recorder: Recorder | None = None
@@ -88,6 +92,8 @@ class JournalSink:
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Start the writer. The disk is first touched in its thread, so a slow one delays nobody."""
+        if self._thread is not None:
+            raise RuntimeError("a JournalSink records one run")
         self._health = health
         self._recorder = Recorder(
             run, self.params, self.max_bytes, self._report, self._acknowledge, self._rest
@@ -107,8 +113,8 @@ class JournalSink:
                 self._queue.append(record)
                 self._queued_bytes += size
                 self._accepted += 1
-                self._urgent |= urgent
-                if urgent or len(self._queue) == _WAKE_AT:
+                if urgent or len(self._queue) >= _WAKE_AT:
+                    self._draining = True
                     self._condition.notify_all()
                 return
             step = record.snapshot.step
@@ -119,17 +125,22 @@ class JournalSink:
         self._health.report("journal-queue", _FULL)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was written so far is durable; False if it is not after `timeout` seconds."""
+        """Wait until all that was written so far is durable.
+
+        False if it is not after `timeout` seconds, or as soon as the disk refuses some of it.
+        """
         if not self._open:
             return True
         deadline = time.monotonic() + timeout
         with self._condition:
-            target, losses = self._accepted, self._losses()
-            while self._settled < target and (left := deadline - time.monotonic()) > 0:
-                self._flushing = max(self._flushing, target)
-                self._condition.notify_all()
+            failures = self._failures
+            self._flush_target = self._accepted
+            self._flush_asked += 1
+            asked = self._flush_asked
+            self._condition.notify_all()
+            while self._flush_answered < asked and (left := deadline - time.monotonic()) > 0:
                 self._condition.wait(left)
-            return self._settled >= target and self._losses() == losses
+            return self._flush_answered >= asked and self._flush_safe and self._failures == failures
 
     def close(self) -> None:
         """Write what is queued and end the journal; gives up after 1.5 s where the disk hangs."""
@@ -141,6 +152,8 @@ class JournalSink:
             self._closing = True
             self._condition.notify_all()
         thread.join(_CLOSE_SECONDS)
+        if thread.is_alive():
+            self._health.report(self.name, TimeoutError("the disk did not answer: the journal has no end"))
         self._health.mark(self.name, False)
 
     def _accepts(self, urgent: bool, size: int) -> bool:
@@ -148,26 +161,27 @@ class JournalSink:
         fits = not self._queue or self._queued_bytes + size <= _MAX_QUEUED_BYTES
         return len(self._queue) < room and (fits or urgent)
 
-    def _losses(self) -> int:
-        return self._recorder.losses if self._recorder else 0
+    @property
+    def _failures(self) -> int:
+        return self._recorder.failures if self._recorder else 0
 
     def _run(self) -> None:
         recorder = self._recorder
         assert recorder is not None
-        while True:
+        closing = False
+        while not closing:
             work = self._take()
+            closing, safe = work.closing, False
             try:
                 recorder.lose(work.dropped)
                 recorder.record(work.batch)
-                safe = recorder.commit(work.durable or work.closing)
-                if work.closing:
+                safe = recorder.commit(durable=work.flush > 0)
+                if closing:
                     recorder.close()
             except Exception as error:
-                safe = False
                 recorder.lose(LostEntry(scalars=len(work.batch)))
                 self._health.report(self.name, error)
-            if self._done(work, safe):
-                return
+            self._answer(work.flush, safe)
 
     def _take(self) -> _Work:
         """Up to 64 records, once there is a reason to work: an event, a flush, a long queue, or the time."""
@@ -175,19 +189,63 @@ class JournalSink:
             self._condition.wait_for(self._awake, _POLL_SECONDS)
             batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
             self._queued_bytes -= sum(map(record_bytes, batch))
-            drained = not self._queue
-            self._urgent &= not drained
+            self._taken += len(batch)
+            self._draining = bool(self._queue)
             dropped, self._unrecorded = self._unrecorded, LostEntry()
-            durable = self._flushing > self._settled and self._settled + len(batch) >= self._flushing
-            return _Work(batch, dropped, durable, self._closing and drained)
+            flush = self._flush_asked if self._flush_due and self._taken >= self._flush_target else 0
+            return _Work(batch, dropped, flush, self._closing and not self._queue)
+
+    @property
+    def _flush_due(self) -> bool:
+        return self._flush_asked > self._flush_answered
 
     def _awake(self) -> bool:
-        wanted = self._urgent or self._closing or self._flushing > self._settled
-        return wanted or len(self._queue) >= _WAKE_AT
+        return self._draining or self._closing or self._flush_due
 
-    def _done(self, work: _Work, safe: bool) -> bool:
-        with self._condition:
-            if work.closing or safe or not work.durable:
-                self._settled += len(work.batch)
-            self._condition.notify_all()
-            return work.closing
+    def _answer(self, flush: int, safe: bool) -> None:
+        if flush:
+            with self._condition:
+                self._flush_answered, self._flush_safe = flush, safe
+                self._condition.notify_all()
+
+    def _rest(self) -> None:
+        """Let other threads have the interpreter after 0.1 ms of work, unless the queue is running full."""
+        hurried = self._closing or self._flush_due or len(self._queue) >= MAX_QUEUE // 2
+        if not hurried and time.perf_counter() - self._piece_began > _PIECE_SECONDS:
+            time.sleep(_REST_SECONDS)
+            self._piece_began = time.perf_counter()
+
+    def _report(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._health.report(self.name, error)
+        self._health.mark(self.name, error is None)
+
+    def _acknowledge(self, events: tuple[Event, ...]) -> None:
+        self.acknowledged += len(events)
+        if self.on_acknowledged is None:
+            return
+        for event in events:
+            try:
+                self.on_acknowledged(event)
+            except Exception as error:
+                self._health.report(self.name, error)
+
+    def _forget(self) -> None:
+        """In a forked child: no thread, no file, no lock of the parent's."""
+        self._open = False
+        self._thread = None
+        self._condition = threading.Condition()
+        self._queue.clear()
+        if self._recorder is not None:
+            self._recorder.files.forget()
+
+
+_live: WeakSet[JournalSink] = WeakSet()
+
+
+def _forget_all() -> None:
+    for sink in list(_live):
+        sink._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

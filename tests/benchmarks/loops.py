@@ -4,8 +4,8 @@
 forward and backward vary by more than a monitor costs. `Handover` times only what a monitor can touch:
 gradients made by a real, untimed backward of a twin are handed to the watched parameters by autograd itself
 (AccumulateGrad, post-accumulate hooks, end-of-backward callbacks: all run), and the optimizer's own
-arithmetic is left out. What it cannot show: hooks that run one by one between the operations of a long backward find
-colder caches than hooks that run in a row.
+arithmetic is left out. What it cannot show: hooks that run one by one between the operations of a
+long backward find colder caches than hooks that run in a row.
 """
 
 from __future__ import annotations

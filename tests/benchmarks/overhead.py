@@ -23,7 +23,7 @@ import torch
 from tests.benchmarks.interleave import Comparison, Sample, Timings, Turns, compare, interleave, timed
 from tests.benchmarks.loops import Handover, training_step
 from tests.benchmarks.peers import CONTENDERS, Contender, present
-from tests.benchmarks.tables import machine, markdown
+from tests.benchmarks.tables import machine, report
 from tests.benchmarks.targets import Target, targets
 from tests.benchmarks.workloads import WORKLOADS, Task, Workload
 
@@ -131,13 +131,13 @@ def main(argv: list[str] | None = None) -> int:
         help="cpu: this process's, all threads; for a busy machine",
     )
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown, for the README")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     names = list(dict.fromkeys(["bare", *args.contenders]))
     results = [run_workload(WORKLOADS[name], names, args.rounds, args.clock) for name in args.workloads]
     circumstances = f"{machine(args.threads)}, {args.rounds} rounds, {args.clock} clock"
-    print(markdown(results, circumstances))
+    print(report(results, circumstances, args.markdown))
     if args.json:
         payload = {"machine": circumstances, "results": [asdict(result) for result in results]}
         args.json.write_text(json.dumps(payload, indent=1))

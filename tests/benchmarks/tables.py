@@ -1,10 +1,10 @@
-"""What was measured, as Markdown ready to paste into the README."""
+"""What was measured, as tables: text for a terminal, or Markdown ready to paste into the README."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +16,19 @@ from tests.benchmarks.workloads import WORKLOADS
 if TYPE_CHECKING:
     from tests.benchmarks.overhead import Result
 
+Rows = list[list[str]]  # the first is the header
+
 ABSENT = "–"
 _CONTROLS = ("bare", "bare-again")
 
 
-def markdown(results: Sequence[Result], circumstances: str) -> str:
+def report(results: Sequence[Result], circumstances: str, markdown: bool) -> str:
     """Step-time ratios, µs added, targets, and whatever was missing or went wrong."""
+    render = _markdown if markdown else _text
     tables = {
-        "Step time ÷ bare:": _ratios(results),
-        "Added to a step, µs (median, and its 95 % interval):": _added(results),
-        "Targets:": _targets(results),
+        "Step time ÷ bare:": render(_ratios(results)),
+        "Added to a step, µs (median, and its 95 % interval):": render(_added(results)),
+        "Targets:": render(_targets(results)),
         "Not measured, or not as claimed:": _remarks(results),
     }
     sections = [f"{heading}\n\n{table}" for heading, table in tables.items() if table]
@@ -49,16 +52,23 @@ def _processor() -> str:
     return found or platform.machine()
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+def _markdown(rows: Rows) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
+
+
+def _text(rows: Rows) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _columns(results: Sequence[Result]) -> list[str]:
     return [WORKLOADS[result.workload].title for result in results]
 
 
-def _ratios(results: Sequence[Result]) -> str:
+def _ratios(results: Sequence[Result]) -> Rows:
     """Where the handover was measured, 1 + added / bare step; elsewhere whole steps compared directly."""
     names = [
         n for n in CONTENDERS if n not in _CONTROLS and any(n in r.handover or n in r.steps for r in results)
@@ -73,7 +83,7 @@ def _ratios(results: Sequence[Result]) -> str:
         if any(name in result.steps for result in results)
     ]
     steps = ["bare step, ms", *(_bare_ms(result) for result in results)]
-    return _table(["", *_columns(results)], [*rows, *checks, steps])
+    return [["", *_columns(results)], *rows, *checks, steps]
 
 
 def _ratio(result: Result, name: str) -> str:
@@ -91,7 +101,7 @@ def _bare_ms(result: Result) -> str:
     return f"{result.steps['bare'].median_ms:.1f}" if "bare" in result.steps else ABSENT
 
 
-def _added(results: Sequence[Result]) -> str:
+def _added(results: Sequence[Result]) -> Rows:
     names = [n for n in CONTENDERS if n != "bare" and any(n in r.handover for r in results)]
     rows = [
         [CONTENDERS[name].title, *(_microseconds(result.handover.get(name)) for result in results)]
@@ -102,7 +112,7 @@ def _added(results: Sequence[Result]) -> str:
         for name in ("floor", "gradwatch")
         if name in names
     ]
-    return _table(["", *_columns(results)], [*rows, *means])
+    return [["", *_columns(results)], *rows, *means] if rows else []
 
 
 def _microseconds(compared: Comparison | None) -> str:
@@ -118,7 +128,7 @@ def _mean(compared: Comparison | None) -> str:
     return f"{mean.value:,.0f} ({mean.low:,.0f} to {mean.high:,.0f})"
 
 
-def _targets(results: Sequence[Result]) -> str:
+def _targets(results: Sequence[Result]) -> Rows:
     rows = [
         [
             target.what,
@@ -130,9 +140,8 @@ def _targets(results: Sequence[Result]) -> str:
         for result in results
         for target in result.targets
     ]
-    if not rows:
-        return ""
-    return _table(["added", "workload", "target", "measured", ""], sorted(rows, key=lambda row: row[0]))
+    header = ["added", "workload", "target", "measured", ""]
+    return [header, *sorted(rows, key=lambda row: row[0])] if rows else []
 
 
 def _remarks(results: Sequence[Result]) -> str:

@@ -167,7 +167,8 @@ class _TransformerBlock(nn.Module):
         )
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.out(functional.gelu(self.fc(self.norm2(x))))
+        mixed: Tensor = x + self.out(functional.gelu(self.fc(self.norm2(x))))
+        return mixed
 
 
 class _GPT(nn.Module):

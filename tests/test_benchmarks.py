@@ -1,0 +1,284 @@
+"""The benchmark itself: it times what it says, computes what it says, and leaves nothing behind.
+
+No test here decides anything by a time it measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from tests.benchmarks import memory, overhead
+from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
+from tests.benchmarks.loops import Handover, training_step
+from tests.benchmarks.peers import CONTENDERS, Contender, Floor
+from tests.benchmarks.tables import report
+from tests.benchmarks.targets import targets
+from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
+
+QUICK = [name for name, contender in CONTENDERS.items() if contender.library == "torch"]
+MILLISECOND = 1e-3
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 3))
+
+
+def _batch(rows: int) -> Batch:
+    return torch.randn(rows, 6), torch.randint(0, 3, (rows,))
+
+
+SMALL = Workload(
+    "mlp", "small", True, _model, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), _batch, rows=8, few=4
+)
+
+
+def _hooks(task: Task) -> int:
+    """How many hooks hang on a task, its modules, and torch's optimizers at large."""
+    owners: list[object] = [*task.model.modules(), *task.model.parameters(), task.optimizer]
+    names = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_post_accumulate_grad_hooks",
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+    )
+    local = sum(len(getattr(owner, name, None) or ()) for owner in owners for name in names)
+    everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    return local + sum(len(hooks) for hooks in everywhere)
+
+
+@pytest.fixture
+def task() -> Iterator[Task]:
+    """A small task, and a check that torch's global switches were put back."""
+    yield SMALL.task()
+    assert not torch.is_anomaly_enabled()
+
+
+def _weights(task: Task) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in task.parameters]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_contender_leaves_no_hooks(name: str, task: Task) -> None:
+    """After detach the model, the optimizer and torch carry as many hooks as before."""
+    before = _hooks(task)
+    contender = CONTENDERS[name]()
+    contender.attach(task)
+    for _ in range(3):
+        training_step(task, contender)
+    contender.detach()
+    assert _hooks(task) == before
+
+
+def test_hooks_are_counted(task: Task) -> None:
+    """The count behind the test above sees a contender that does hook."""
+    before = _hooks(task)
+    contender = CONTENDERS["item-hooks"]()
+    contender.attach(task)
+    assert _hooks(task) == before + len(task.parameters)
+    contender.detach()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_contender_leaves_training_as_it_is(name: str) -> None:
+    """A loop watched by a contender ends in the very weights of a bare one."""
+    watched, bare, contender = SMALL.task(), SMALL.task(), CONTENDERS[name]()
+    contender.attach(watched)
+    for _ in range(5):
+        training_step(watched, contender)
+        bare.step()
+    contender.detach()
+    assert all(map(torch.equal, _weights(watched), _weights(bare)))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_twins_share_memory_and_nothing_else(workload: Workload) -> None:
+    """A twin has Parameters of its own over the same storage, optimizer state included."""
+    task = workload.task()
+    twin = workload.twin(task)
+    for mine, theirs in zip(twin.parameters, task.parameters, strict=True):
+        assert mine is not theirs
+        assert mine.data_ptr() == theirs.data_ptr()
+        states = twin.optimizer.state[mine], task.optimizer.state[theirs]
+        assert states[0] is not states[1]
+        assert all(states[0][key] is states[1][key] for key in states[1])
+
+
+def test_workloads_are_what_their_names_say() -> None:
+    """10 to 30 million parameters for the GPT, 2,000 tiny tensors, one tensor of 16 million elements."""
+    sizes = {
+        name: [p.numel() for p in WORKLOADS[name].model().parameters()]
+        for name in ("gpt", "tiny", "embedding")
+    }
+    assert 10e6 <= sum(sizes["gpt"]) <= 30e6
+    assert len(sizes["tiny"]) >= 2000
+    assert max(sizes["tiny"]) <= 256
+    assert max(sizes["embedding"]) == 16_000_000
+
+
+def test_handover_delivers_the_gradients_of_the_backward(task: Task) -> None:
+    """The watched parameters get the carrier's very gradients, uncopied, and the optimizer applies them."""
+    seen: list[list[tuple[int, int]]] = []
+    carrier = SMALL.carrier(task)
+
+    class Look(Contender):
+        def after_backward(self, task: Task) -> None:
+            made, got = carrier.gradients(), task.gradients()
+            seen.append([(g.data_ptr(), m.data_ptr()) for g, m in zip(got, made, strict=True)])
+
+    watched = SMALL.twin(task)
+    handover = Handover(carrier, watched, Look())
+    before = _weights(task)
+    sample = handover()
+    handover.close()
+    assert len(seen[0]) == len(task.parameters)
+    assert all(got == made for got, made in seen[0])
+    # A bias in front of a BatchNorm has no gradient to speak of; matrices have.
+    assert not any(torch.equal(b, a) for b, a in zip(before, _weights(task), strict=True) if b.ndim == 2)
+    assert sample.wall > 0
+    assert watched.gradients() == []
+    assert _hooks(watched) == 0
+
+
+def test_handover_leaves_out_the_optimizers_arithmetic(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes inside the optimizer's own step is not counted; time in a contender is."""
+    clock = [0.0]
+    monkeypatch.setattr("tests.benchmarks.loops._now", lambda: Sample(clock[0], clock[0]))
+
+    class Slow(Contender):
+        def after_backward(self, task: Task) -> None:
+            clock[0] += 5.0
+
+        def after_step(self, task: Task) -> None:
+            clock[0] += 2.0
+
+    class SlowSGD(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            clock[0] += 100.0
+
+    watched = SMALL.twin(task)
+    watched.optimizer = SlowSGD(watched.parameters, lr=0.1)
+    assert Handover(SMALL.carrier(task), watched, Slow())() == Sample(7.0, 7.0)
+
+
+def test_floor_reads_every_gradient_once(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elements reduced, stacked or one by one, are as many as the model has."""
+    floor = Floor()
+    floor.attach(task)
+    floor._read = torch.sum
+    read: list[int] = []
+    real = torch.Tensor.sum
+    monkeypatch.setattr(torch.Tensor, "sum", lambda t: read.append(t.numel()) or real(t))  # type: ignore[func-returns-value]
+    floor._read = lambda g: read.append(g.numel()) or real(g)  # type: ignore[func-returns-value]
+    task.forward().backward()
+    floor.after_backward(task)
+    assert sum(read) == sum(p.numel() for p in task.parameters)
+
+
+def test_everyone_takes_equal_turns_in_changing_order() -> None:
+    """Each contender gets settle + steps calls a round; only the last are recorded; orders differ."""
+    calls: list[str] = []
+    counts = dict.fromkeys("abc", 0)
+
+    def contender(name: str) -> Sample:
+        calls.append(name)
+        counts[name] += 1
+        return Sample(float(counts[name]), 0.0)
+
+    timings = interleave(
+        {name: (lambda name=name: contender(name)) for name in "abc"},  # type: ignore[misc]
+        Turns(rounds=8, settle=1, steps=2),
+    )
+    assert counts == dict.fromkeys("abc", 24)
+    assert timings.wall["a"].tolist() == [[3.0 * n + 2, 3.0 * n + 3] for n in range(8)]
+    assert len({"".join(calls[start : start + 9]) for start in range(0, 72, 9)}) > 1
+
+
+def test_added_time_survives_a_machine_that_slows_down() -> None:
+    """Bare steps drifting from 10 to 30 ms do not hide the 100 µs added in every round."""
+    bare = np.linspace(10, 30, 60)[:, None] * MILLISECOND + np.zeros((60, 3))
+    compared = compare({"bare": bare, "watched": bare + 0.1 * MILLISECOND})["watched"]
+    assert compared.added.value == pytest.approx(100)
+    assert compared.added.low == pytest.approx(100)
+    assert compared.ratio == pytest.approx(20.1 / 20)
+
+
+def test_mean_sees_what_the_median_does_not() -> None:
+    """A cost of 1 ms every hundredth step adds nothing to the median and 10 µs to the mean."""
+    bare = np.full((100, 2), 10 * MILLISECOND)
+    sampled = bare.copy()
+    sampled[[7, 93], 0] += MILLISECOND
+    compared = compare({"bare": bare, "sampled": sampled})["sampled"]
+    assert compared.added.value == pytest.approx(0, abs=1e-9)
+    assert compared.added_mean.value == pytest.approx(10)
+
+
+def test_interval_covers_the_truth() -> None:
+    """The 95 % interval of an added 50 µs in noise holds the true value in about 95 of 100 repetitions."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(100):
+        bare, watched = rng.normal(10e-3, 100e-6, (2, 80, 1))
+        added = compare({"bare": bare, "watched": watched + 50e-6})["watched"].added
+        held += added.low <= 50 <= added.high
+    assert 88 <= held <= 100
+
+
+def test_ratios_of_added_time() -> None:
+    """Ratios compare what is added, not whole steps, and can use a baseline of their own."""
+    bare = np.full((10, 1), 10 * MILLISECOND)
+    seconds = {"bare": bare, "floor": bare + 2e-3, "watch": bare + 3e-3, "clip": bare + 1e-3}
+    assert added_ratio(seconds, "watch", "floor").value == pytest.approx(1.5)
+    assert added_ratio(seconds, "watch", "floor", above_baseline="clip").value == pytest.approx(1.0)
+
+
+def test_targets_pass_and_fail() -> None:
+    """A target is reached at its limit and not above; where a contender is missing there is no verdict."""
+    bare = np.full((10, 1), 10 * MILLISECOND)
+    names = ("floor", "clip_grad_norm", "get_total_norm", "gradwatch", "gradwatch-user-clip")
+    seconds = {
+        name: bare + added * 1e-6 for name, added in zip(names, (1000, 2000, 1200, 1340, 4400), strict=True)
+    }
+    verdicts = {t.what: (t.reached, t.clear) for t in targets(WORKLOADS["mlp"], seconds | {"bare": bare})}
+    assert verdicts == {
+        "gradwatch ÷ floor": (True, True),
+        "gradwatch ÷ get_total_norm": (False, True),
+        "what gradwatch adds to a clipping loop ÷ floor": (False, True),
+    }
+    assert targets(WORKLOADS["mlp"], {"bare": bare, "floor": bare}) == []
+
+
+def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer whose library cannot be imported stands in the report with the reason."""
+    monkeypatch.setattr(CONTENDERS["wandb"], "library", "no_such_library")
+    result = overhead.run_workload(SMALL, ["bare", "floor", "wandb"], rounds=3, clock="wall")
+    assert "no_such_library not installed" in report([result], "here", markdown=True)
+
+
+def test_growth_is_between_medians() -> None:
+    """One stray reading is not growth; a steady rise is."""
+    assert memory.growth([100] * 20 + [900] + [100] * 19) == 0
+    assert memory.growth(list(range(40))) == 35
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1200)
+def test_overhead_end_to_end(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command measures every contender on every workload and prints a table that names each."""
+    assert overhead.main(["--rounds", "9", "--markdown"]) == 0
+    printed = capsys.readouterr().out
+    assert all(contender.title in printed for name, contender in CONTENDERS.items() if name != "bare")
+
+
+@pytest.mark.bench
+def test_memory_end_to_end() -> None:
+    """The default watch does not grow over 20,000 steps of a tiny model."""
+    assert memory.main(["--steps", "20000"]) == 0

@@ -1,0 +1,199 @@
+"""What is done at the step boundary is exact: a skipped step never happened, a clip is torch's clip."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradwatch.errors import TrainingStopped
+from gradwatch.snapshot import Decision, Order, Snapshot
+from tests.recorder import Recorder
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+MODES: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}, {"momentum": 0.9, "weight_decay": 0.1}]
+
+
+def cases() -> list[Any]:
+    """Every torch.optim class × default, foreach, fused, momentum where it has them."""
+    found = []
+    for name, kind in sorted(vars(torch.optim).items()):
+        if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+            continue
+        if kind in (torch.optim.Optimizer, torch.optim.LBFGS):
+            continue
+        accepted = inspect.signature(kind.__init__).parameters
+        for mode in MODES:
+            if all(key in accepted for key in mode):
+                found.append(pytest.param(kind, mode, id="-".join([name, *mode])))
+    return found
+
+
+def build(kind: Callable[..., torch.optim.Optimizer], mode: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    if kind is torch.optim.SparseAdam:
+        model: nn.Module = nn.Embedding(5, 2, sparse=True)
+        return model, kind(model.parameters(), lr=0.1), lambda: model(torch.tensor([1, 2])).pow(2).sum()
+    model = nn.Linear(3, 2, bias=kind.__name__ != "Muon")
+    return model, kind(model.parameters(), lr=0.1, **mode), lambda: model(X).pow(2).sum()
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Deep equality of optimizer states, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(("kind", "mode"), cases())
+def test_skip_is_exact(kind: Callable[..., torch.optim.Optimizer], mode: dict[str, Any]) -> None:
+    """A skipped step leaves parameters and optimizer state bit-identical, gives the gradients back, then goes on."""
+    model, optimizer, loss = build(kind, mode)
+    with Recorder(model) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        recorder.decide = lambda snapshot: Decision(skip=True)
+        optimizer.zero_grad()
+        loss().backward()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        state = copy.deepcopy(optimizer.state_dict())
+        grads = [parameter.grad for parameter in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert equal(state, optimizer.state_dict())
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+        recorder.decide = lambda snapshot: Decision()
+        optimizer.step()
+        assert not all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_skip_makes_no_scheduler_warn() -> None:
+    """The LR scheduler sees a called step, so it neither warns nor loses count (warnings are errors here)."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    with Recorder(model) as recorder:
+        recorder.decide = lambda snapshot: Decision(skip=True)
+        for _ in range(3):
+            model(X).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert scheduler.last_epoch == 3
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_skip_inside_a_closure(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """A step whose backward runs in a closure is skipped as exactly as any other."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(X).pow(2).sum()
+        loss.backward()
+        return loss.item()
+
+    with Recorder(model) as recorder:
+        optimizer.step(closure)
+        recorder.decide = lambda snapshot: Decision(skip=True)
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.step(closure)
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_optimizer_that_cannot_take_none_loses_no_gradient() -> None:
+    """A naive optimizer crashes on a skipped step as on any None gradient; the next step is right again."""
+
+    class Naive(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad * group["lr"])
+
+    model = nn.Linear(3, 2)
+    optimizer = Naive(model.parameters())
+    with Recorder(model) as recorder:
+        recorder.decide = lambda snapshot: Decision(skip=True)
+        model(X).sum().backward()
+        with pytest.raises(TypeError):
+            optimizer.step()
+        recorder.decide = lambda snapshot: Decision()
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1.0, 1e9])
+def test_clip_is_bit_equal_to_torch(max_norm: float) -> None:
+    """`clip: {total: {method: norm}}` gives the weights that clip_grad_norm_ gives, given the same norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    reference = torch.optim.SGD(twin.parameters(), 0.1)
+    with Recorder(model) as recorder:
+        recorder.decide = lambda snapshot: Decision(max_norm=max_norm)
+        for _ in range(5):
+            for each, net in ((optimizer, model), (reference, twin)):
+                each.zero_grad()
+                net(X).pow(2).sum().backward()
+            optimizer.step()
+            # torch's own arithmetic, fed with the norm gradwatch read (its own norm differs in the last digits).
+            norm = torch.tensor(recorder.snapshots[-1].total_norm)
+            torch.nn.utils.clip_grads_with_norm_(twin.parameters(), max_norm, norm)
+            reference.step()
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        end_to_end = float(torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()]))
+        assert end_to_end <= max_norm * (1 + 1e-5)
+
+
+def test_stop_raises_out_of_the_users_step() -> None:
+    """A rule that says stop raises TrainingStopped naming it; the weights have not moved."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(model) as recorder:
+        model(X).sum().backward()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        orders = frozenset({Order("loss-lost", "stop")})
+        recorder.decide = lambda snapshot: Decision(stop=True, orders=orders)
+        with pytest.raises(TrainingStopped, match="loss-lost"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_failing_judge_passes_the_gradient_unchanged() -> None:
+    """A fault of ours is counted; the step happens exactly as without us."""
+    model = nn.Linear(3, 2)
+    twin = copy.deepcopy(model)
+    optimizer, reference = (torch.optim.SGD(net.parameters(), 0.1) for net in (model, twin))
+    recorder = Recorder(model)
+
+    def broken(snapshot: Snapshot) -> Decision:
+        raise ValueError("broken judge")
+
+    recorder.decide = broken
+    for _ in range(3):
+        for each, net in ((optimizer, model), (reference, twin)):
+            each.zero_grad()
+            net(X).sum().backward()
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert [component for component, _ in recorder.errors] == ["boundary"] * 3
+    recorder.errors.clear()
+    recorder.close()

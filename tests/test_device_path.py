@@ -1,0 +1,127 @@
+"""The accelerator path, run on CPU tensors: right numbers one step late, and no operation that waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.recorder import Recorder, norms_of, seen
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique")
+
+
+class Operations(TorchDispatchMode):
+    """Notes the name of every ATen operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_observing_reads_one_step_late_and_right() -> None:
+    """Without a rule that acts, each Snapshot arrives at the next step, with the norms of its own."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    wants = []
+    with Recorder(model, on_device=True) as recorder:
+        recorder.wait = False
+        for step in range(5):
+            optimizer.zero_grad()
+            model(X).pow(2).sum().backward()
+            wants.append(norms_of(model.named_parameters()))
+            optimizer.step()
+            assert len(recorder.snapshots) == step
+        recorder.boundary.settle_deferred()
+        assert [snapshot.step for snapshot in recorder.snapshots] == [0, 1, 2, 3, 4]
+        for snapshot, want in zip(recorder.snapshots, wants, strict=True):
+            assert seen(snapshot) == pytest.approx(want, rel=1e-5)
+
+
+def test_no_operation_waits_for_the_device() -> None:
+    """The op list of backward, step and read holds nothing that copies a number to the host synchronously."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    with Recorder(model, on_device=True) as recorder:
+        recorder.wait = False
+        recorder.gate = True
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(X).pow(2).sum()
+            with Operations() as operations:
+                loss.backward()
+                optimizer.step()
+            if step > 1:
+                assert "_foreach_norm" in operations.names
+                assert not [name for name in operations.names if name in WAITING]
+
+
+def test_fused_optimizer_skips_on_the_device() -> None:
+    """`found_inf` makes a fused optimizer skip a non-finite step exactly, with the verdict still on the device."""
+    model, reference = net(), net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    twin = torch.optim.AdamW(reference.parameters(), 0.1, fused=True)
+    with Recorder(model, on_device=True) as recorder:
+        recorder.wait = False
+        recorder.gate = True
+        for step in range(6):
+            bad = step == 3
+            for each, model_ in ((optimizer, model), (twin, reference)):
+                each.zero_grad()
+                (model_(X).pow(2).sum() * (float("nan") if bad else 1.0)).backward()
+            optimizer.step()
+            if not bad:
+                twin.step()
+            assert not hasattr(optimizer, "found_inf")
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+        assert optimizer.state_dict()["state"][0]["step"] == twin.state_dict()["state"][0]["step"]
+
+
+def test_found_inf_of_a_grad_scaler_is_kept() -> None:
+    """Under a GradScaler its own found_inf is joined, restored and left to the scaler to delete."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with Recorder(model, on_device=True) as recorder:
+        recorder.wait = False
+        recorder.gate = True
+        for step in range(5):
+            optimizer.zero_grad()
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+            scaler.scale(model(X).pow(2).sum() * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            same = all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+            assert same == (step == 2)
+    assert scaler.get_scale() == 128.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_host_sync_on_a_gpu() -> None:
+    """On a real device torch itself watches for synchronisation."""
+    model = net().cuda()
+    x = X.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    with Recorder(model) as recorder:
+        recorder.wait = False
+        recorder.gate = True
+        for step in range(8):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(recorder.snapshots) >= 6

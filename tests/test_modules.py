@@ -1,0 +1,128 @@
+"""Module taps: right numbers, in-place models left alone, copies clean, and a preflight that says why."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from gradwatch.errors import AttachError
+from gradwatch.hooks.modules import COLUMNS, ModuleTaps, preflight
+from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.sampling import Sampled
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+
+
+def fail(component: str, error: BaseException) -> None:
+    raise AssertionError(component) from error
+
+
+def taps_on(model: nn.Module, kind: str) -> ModuleTaps:
+    return ModuleTaps(list(named_modules([model])), kind, COLUMNS, fail)  # type: ignore[arg-type]
+
+
+def values(sampled: Sampled, taps: ModuleTaps, column: str) -> dict[str, float]:
+    found = sampled.columns()[column]
+    return {n: v for n, v, p in zip(taps.names, found.values.tolist(), found.present, strict=True) if p}
+
+
+class Residual(nn.Module):
+    """In-place ReLU and an in-place residual: what `register_full_backward_hook` breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        out += x
+        return self.act(out)
+
+
+def test_output_tap_reads_activation_gradients() -> None:
+    """grad_output_norm is the norm of the gradient at a module's output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    hidden = model[0](X)
+    hidden.retain_grad()
+    out = model[2](model[1](hidden))
+    out.retain_grad()
+    out.pow(2).sum().backward()
+    taps = taps_on(model, "output")
+    model(X).pow(2).sum().backward()
+    got = values(taps.collect(0, 1.0), taps, "grad_output_norm")
+    assert got["0"] == pytest.approx(float(hidden.grad.norm()), rel=1e-5)
+    assert got["2"] == pytest.approx(float(out.grad.norm()), rel=1e-5)
+    taps.close()
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+
+
+def test_full_backward_tap_sees_inputs_too() -> None:
+    """grad_input_norm comes from register_full_backward_hook; both norms are right."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = X.clone().requires_grad_()
+    model(x).pow(2).sum().backward()
+    want = float(x.grad.norm())
+    taps = taps_on(model, "full_backward")
+    model(X.clone().requires_grad_()).pow(2).sum().backward()
+    sampled = taps.collect(0, 1.0)
+    assert values(sampled, taps, "grad_input_norm")["0"] == pytest.approx(want, rel=1e-5)
+    assert "2" in values(sampled, taps, "grad_output_norm")
+    taps.close()
+
+
+def test_output_tap_is_safe_with_in_place_models() -> None:
+    """The default tap changes neither outputs nor gradients of a model full of in-place operations."""
+    torch.manual_seed(0)
+    model = Residual()
+    twin = copy.deepcopy(model)
+    taps = taps_on(model, "output")
+    for net in (model, twin):
+        net(X).pow(2).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    taps.close()
+
+
+def test_preflight_names_what_full_backward_would_break() -> None:
+    """In-place modules and in-place statements are refused with the module, the line and the way out."""
+    with pytest.raises(AttachError) as caught:
+        preflight(named_modules([Residual()]))
+    message = str(caught.value)
+    assert "act: ReLU(inplace=True)" in message
+    assert "out += x" in message
+    assert "test_modules.py:" in message
+    assert "tap: output" in message
+    preflight(named_modules([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]))
+
+
+def test_activation_statistics() -> None:
+    """Mean, standard deviation and share of near-zero activations of a module's output."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    taps = taps_on(model, "output")
+    model(X)
+    sampled = taps.collect(0, 1.0)
+    out = model(X).detach()
+    assert values(sampled, taps, "activation_mean")["1"] == pytest.approx(float(out.mean()), rel=1e-5)
+    assert values(sampled, taps, "activation_std")["1"] == pytest.approx(float(out.std(correction=0)), rel=1e-5)
+    assert values(sampled, taps, "activation_near_zero")["1"] == pytest.approx(float((out == 0).float().mean()))
+    taps.close()
+
+
+def test_copies_and_pickles_carry_no_tap() -> None:
+    """deepcopy, AveragedModel and pickle of a tapped model give hooks that do nothing and name nobody."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    taps = taps_on(model, "output")
+    twin = copy.deepcopy(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    pickled = pickle.dumps(model)
+    assert b"gradwatch" not in pickled
+    for each in (twin, average, pickle.loads(pickled)):
+        each(X).pow(2).sum().backward()
+    assert not taps.collect(0, 1.0).columns()
+    taps.close()
