@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -33,11 +34,12 @@ from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, enabled, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Decision, Record, RunInfo, Sites
+from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdict
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
-REPORTED = ("capture", "boundary", "engine", "action", "modules", "norm_local")
+STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
+REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
 
 _live: list[weakref.ref[Watch]] = []
 
@@ -122,6 +124,7 @@ class Watch:
         self._courses: dict[int, _Course] = {}
         self._scalars: dict[str, Any] = {}
         self._restored: Mapping[str, Any] = {}
+        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
@@ -139,7 +142,8 @@ class Watch:
     ) -> None:
         specs = sink_specs(self.ruleset, settings, self.run.rank)
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
-        self._capture = Capture(models, self._backward_ended, self.failed)
+        self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         try:
             if not self._capture.marked:
                 raise AttachError(
@@ -151,9 +155,8 @@ class Watch:
         except BaseException:
             self._capture.close()
             raise
-        self._loss_scale = LossScale(self._scaler_stepped)
+        self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
-        self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -161,6 +164,10 @@ class Watch:
             sink.open(self.run)
         _live.append(weakref.ref(self))
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+        # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it
+        # is the end of its models.
+        for model in models:
+            weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
 
     # -- for users ---------------------------------------------------------------------------------------
 
@@ -216,12 +223,16 @@ class Watch:
             "url": self.url,
             "active": not self._closed,
             "steps": sum(record.snapshot.step + 1 for record in records),
-            "total_norm": [record.snapshot.total_norm for record in records],
+            "total_norm": [json_safe(record.snapshot.total_norm) for record in records],
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
             "internal_errors": self.health.errors(),
             "components_up": self.health.up(),
         }
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive; the watch closes itself when there is none."""
+        return [] if self._closed else self._capture.models()
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
@@ -255,15 +266,15 @@ class Watch:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
-        self._boundary.close()
+        locals_ = [course.local for course in self._courses.values()]
+        parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
+        for part in parts:
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:  # the others must be given back all the same
+                self.health.report("close", error)
         self._closed = True
-        self._loss_scale.close()
-        if self._taps is not None:
-            self._taps.close()
-        for course in self._courses.values():
-            if course.local is not None:
-                course.local.close()
-        self._capture.close()
         self._finalizer()
         _live[:] = [ref for ref in _live if ref() is not None and ref() is not self]
 
@@ -275,7 +286,7 @@ class Watch:
             return False
         if self._capture.lane_of(optimizer) is not None:
             return True
-        if any(ref() is optimizer for ref in self._wanted):
+        if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
         return any(self._capture.knows(p) for group in optimizer.param_groups for p in group["params"])
 
@@ -308,7 +319,7 @@ class Watch:
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
-            sampled = course.sampler.collect(window.step, lane.params, lane.grads())
+            sampled = course.sampler.collect(window.step, lane.params, lane.grads)
             params += [] if sampled is None else [sampled]
         if course.local is not None:
             params.append(course.local.collect(self._loss_scale.in_backward()))
@@ -338,8 +349,7 @@ class Watch:
     ) -> Decision:
         values = {name: float(value) for name, value in scalars.items()}
         snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
-        verdict, state = course.bound.evaluate(course.state, snapshot)
-        decision, course.state = course.bound.decide(state, verdict)
+        verdict, decision = self._ask(course, snapshot)
         if course.sampler:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
@@ -352,18 +362,29 @@ class Watch:
             sink.write(record)
         if decision.stop:
             self.flush_sinks()
-        self._failures = 0
         return decision
+
+    def _ask(self, course: _Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
+        """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
+        try:
+            verdict, state = course.bound.evaluate(course.state, snapshot)
+            decision, course.state = course.bound.decide(state, verdict)
+        except Exception as error:
+            self.failed("engine", error)
+            return Verdict(), Decision()
+        self._failures = 0
+        return verdict, decision
 
     def finished(self, lane: Lane) -> None:
         """Nothing is left to do once the optimizer has stepped."""
 
     def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours; after three in a row, stop watching for a minute. Raises only if strict."""
+        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
         if isinstance(error, TrainingStopped):
             raise error
         self.health.report(component, error)
-        self._failures += 1
+        if component in STEP_PATH:
+            self._failures += 1
         if self._failures >= FAILURES:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             self._failures = 0
@@ -385,8 +406,19 @@ class Watch:
         scale = self._loss_scale.in_backward()
         with torch.no_grad():
             for lane in self._capture.lanes:
+                if lane.index not in self._courses:
+                    self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read(scale)
+
+    def _waiting(self) -> list[Optimizer]:
+        """Optimizers named at attach that have no lane yet."""
+        if not self._wanted:
+            return []
+        found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]
+        self._named.update(found)
+        self._wanted.clear()
+        return [optimizer for optimizer in found if self._capture.lane_of(optimizer) is None]
 
     def _scaler_stepped(self, optimizers: frozenset[int]) -> None:
         """A window still open after `scaler.step` was rejected by the scaler: nothing is learned from it."""
@@ -437,6 +469,13 @@ class Watch:
                 say(component, error)
 
 
+def json_safe(value: float) -> float | str:
+    """A number as JSON can hold it: NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
 def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:
     zeros = np.zeros(len(names), np.int64)
     return Sites(names, (kind,) * len(names), zeros, zeros, np.arange(len(names)))
@@ -447,6 +486,12 @@ def _close_sinks(sinks: list[Breaker], pid: int) -> None:
     if os.getpid() == pid:
         for sink in sinks:
             sink.close()
+
+
+def _model_gone(owner: weakref.ref[Watch]) -> None:
+    gw = owner()
+    if gw is not None and not gw.models():
+        gw.close()
 
 
 def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -28,7 +28,7 @@ class Recorder:
         self.on_device = on_device
         listed = [models] if isinstance(models, nn.Module) else list(models)
         self.capture = Capture(listed, self._backward_ended, self.failed)
-        self.scale = LossScale(self._scaler_stepped)
+        self.scale = LossScale(self._scaler_stepped, self.failed)
         self.boundary = Boundary(self.capture, self)
 
     def __enter__(self) -> Recorder:

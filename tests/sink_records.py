@@ -60,7 +60,7 @@ def make_record(
     wall_time: float = 1_700_000_000.0,
     **snapshot: Any,
 ) -> Record:
-    """One step; `norm` and `calls` are broadcast over the sites, the total follows from them times `applied`."""
+    """One step; `norm` and `calls` are broadcast over the sites, and the totals follow from them."""
     size = len(sites)
     norm_S = np.broadcast_to(np.asarray(norm, np.float32), size).copy()
     calls_S = np.broadcast_to(np.asarray(calls, np.int32), size).copy()

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.benchmarks import memory, overhead
 from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
-from tests.benchmarks.loops import Handover, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, Floor
+from tests.benchmarks.loops import GlobalHooks, Handover, training_step
+from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch
 from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
@@ -167,6 +168,32 @@ def test_handover_leaves_out_the_optimizers_arithmetic(task: Task, monkeypatch: 
     watched = SMALL.twin(task)
     watched.optimizer = SlowSGD(watched.parameters, lr=0.1)
     assert Handover(SMALL.carrier(task), watched, Slow())() == Sample(7.0, 7.0)
+
+
+def test_global_hooks_act_only_in_their_own_turn() -> None:
+    """A contender's hooks on all optimizers run for its own steps alone, and can still be removed."""
+    fired: list[str] = []
+    turns = {name: GlobalHooks() for name in "ab"}
+    handles = {}
+    for name, hooks in turns.items():
+        with hooks:
+            handles[name] = register_optimizer_step_pre_hook(lambda *_, name=name: fired.append(name))
+    task = SMALL.task()
+    assert fired == []
+    turns["a"].around(task.step)()
+    turns["b"].around(task.step)()
+    assert fired == ["a", "b"]
+    turns["a"].around(handles["a"].remove)()
+    turns["a"].around(task.step)()
+    assert fired == ["a", "b"]
+
+
+def test_only_one_gradwatch_is_alive_at_a_time() -> None:
+    """Every contender is measured, and no panel holds two watches."""
+    members = [panel.members for panel in overhead.panels([kind() for kind in CONTENDERS.values()], 100)]
+    watches = {name for name, kind in CONTENDERS.items() if issubclass(kind, Gradwatch)}
+    assert {name for names in members for name in names} == set(CONTENDERS)
+    assert all(len(watches & set(names)) <= 1 and "bare" in names for names in members)
 
 
 def test_floor_reads_every_gradient_once(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:

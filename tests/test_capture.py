@@ -45,7 +45,9 @@ def test_plain_loop_reports_raw_norms() -> None:
             snapshot = recorder.snapshots[-1]
             assert snapshot.step == step
             close(seen(snapshot), want)
-            assert snapshot.provisional == (step == 0)  # no lane before the first step: nothing was read early
+            assert snapshot.provisional == (
+                step == 0
+            )  # no lane before the first step: nothing was read early
 
 
 def test_user_clipping_is_seen_after_not_instead() -> None:
@@ -360,7 +362,9 @@ def test_thinned_marks_come_back_when_the_loop_changes(change: str) -> None:
             changed = step >= 12
             if not (changed and change == "keep_grads" and step % 2):
                 optimizer.zero_grad(set_to_none=not (changed and change == "in_place_zero"))
-            layers = [layer for i, layer in enumerate(model) if not (changed and change == "skip_layer" and i == 7)]
+            layers = [
+                layer for i, layer in enumerate(model) if not (changed and change == "skip_layer" and i == 7)
+            ]
             for _ in range(2 if changed and change == "accumulate" else 1):
                 loss_of(nn.Sequential(*layers), x).backward()
             want = norms_of(model.named_parameters())
@@ -394,7 +398,10 @@ def test_double_firing_step_is_one_step() -> None:
 def test_norm_overflow_underflow_and_zero_are_told_apart() -> None:
     """Finite 1e20 elements overflow only the fast norm; 1e-25 is not zero; counts name NaN and Inf."""
     model = nn.ParameterDict(
-        {name: nn.Parameter(torch.ones(1000)) for name in ("big", "huge", "small", "zero", "nan", "inf", "fine")}
+        {
+            name: nn.Parameter(torch.ones(1000))
+            for name in ("big", "huge", "small", "zero", "nan", "inf", "fine")
+        }
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with Recorder(model) as recorder:

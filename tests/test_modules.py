@@ -85,7 +85,9 @@ def test_output_tap_is_safe_with_in_place_models() -> None:
     taps = taps_on(model, "output")
     for net in (model, twin):
         net(X).pow(2).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
     taps.close()
 
 
@@ -109,8 +111,12 @@ def test_activation_statistics() -> None:
     sampled = taps.collect(0, 1.0)
     out = model(X).detach()
     assert values(sampled, taps, "activation_mean")["1"] == pytest.approx(float(out.mean()), rel=1e-5)
-    assert values(sampled, taps, "activation_std")["1"] == pytest.approx(float(out.std(correction=0)), rel=1e-5)
-    assert values(sampled, taps, "activation_near_zero")["1"] == pytest.approx(float((out == 0).float().mean()))
+    assert values(sampled, taps, "activation_std")["1"] == pytest.approx(
+        float(out.std(correction=0)), rel=1e-5
+    )
+    assert values(sampled, taps, "activation_near_zero")["1"] == pytest.approx(
+        float((out == 0).float().mean())
+    )
     taps.close()
 
 

@@ -25,13 +25,13 @@ def test_due_in_bursts() -> None:
     assert fractions == [0, 1, 2, 100, 101, 102, 200, 201, 202]
     assert [step for step in range(110) if sampler.due("update_ratio", step)] == [1, 2, 3, 101, 102, 103]
     assert [step for step in range(9) if Sampler(COLUMNS, {"max_abs": 4}).due("max_abs", step)] == [0, 4, 8]
-    assert sampler.collect(50, parameters(), [None] * 6) is None
+    assert sampler.collect(50, parameters(), lambda: [None] * 6) is None
 
 
 def test_small_tensors_are_sampled_whole() -> None:
     """Up to 4,096 elements the statistics are exact; above, of a strided sample."""
     params = parameters()
-    sampled = Sampler(COLUMNS).collect(0, params, [param.grad for param in params])
+    sampled = Sampler(COLUMNS).collect(0, params, lambda: [param.grad for param in params])
     assert sampled is not None
     columns = sampled.columns()
     for k, param in enumerate(params):
@@ -54,19 +54,21 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
     sampler = Sampler(frozenset({"update_ratio"}))
     grads = [param.grad for param in params]
     moved = torch.ones(6, dtype=torch.bool).numpy()
-    sampler.collect(0, params, grads)
+    sampler.collect(0, params, lambda: grads)
     sampler.moved(moved)
     before = [param.detach().clone() for param in params]
     with torch.no_grad():
         for param in params:
             param.mul_(0.75)
-    sampled = sampler.collect(1, params, grads)
+    sampled = sampler.collect(1, params, lambda: grads)
     assert sampled is not None
     column = sampled.columns()["update_ratio"]
     for k, old in enumerate(before):
-        assert column.values[k] == pytest.approx(0.25 * float(old.norm()) / max(float(old.norm()), 0.1), rel=1e-4)
+        assert column.values[k] == pytest.approx(
+            0.25 * float(old.norm()) / max(float(old.norm()), 0.1), rel=1e-4
+        )
     sampler.moved(~moved)
-    later = sampler.collect(2, params, grads)
+    later = sampler.collect(2, params, lambda: grads)
     assert later is not None
     assert not later.columns()["update_ratio"].present.any()
 
@@ -75,6 +77,6 @@ def test_missing_gradients_are_absent() -> None:
     """A parameter without a gradient has no zero fraction."""
     params = parameters()
     grads = [None if k == 2 else param.grad for k, param in enumerate(params)]
-    sampled = Sampler(frozenset({"zero_fraction"})).collect(0, params, grads)
+    sampled = Sampler(frozenset({"zero_fraction"})).collect(0, params, lambda: grads)
     assert sampled is not None
     assert sampled.columns()["zero_fraction"].present.tolist() == [True, True, False, True, True, True]

@@ -146,7 +146,7 @@ def test_a_request_in_pieces() -> None:
 
 def test_a_large_body_to_a_slow_reader() -> None:
     """A body that fits no socket buffer arrives whole."""
-    large = os.urandom(8 << 20)
+    large = os.urandom(2 << 20)
     with endpoint(lambda hurried: Content("text/plain", large)) as served, connect(served) as peer:
         peer.sendall(GET)
         time.sleep(0.05)
@@ -166,6 +166,23 @@ def test_a_failing_route_is_a_500_and_is_reported() -> None:
     with endpoint(metrics, errors=errors) as served:
         assert [status(ask(served)) for _ in range(3)] == [500, 500, 200]
     assert [type(error) for error in errors] == [ValueError, MemoryError]
+
+
+def test_a_fault_in_the_thread_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in the middle of a turn: reported, and a second later scrapes are served again."""
+    errors: list[BaseException] = []
+    with endpoint(errors=errors) as served:
+        faults = [MemoryError()]
+        accept = served._accept
+
+        def failing(now: float) -> None:
+            if faults:
+                raise faults.pop()
+            accept(now)
+
+        monkeypatch.setattr(served, "_accept", failing)
+        assert body(ask(served)) == BODY
+    assert [type(error) for error in errors] == [MemoryError]
 
 
 # -- what peers cannot do --------------------------------------------------------------------------------
@@ -255,27 +272,39 @@ def _drip(peer: socket.socket) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("attack", [_flood, _reset, _malformed, _drip])
+def _reset_now_and_then(peer: socket.socket) -> None:
+    _reset(peer)
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize("attack", [_flood, _reset_now_and_then, _malformed, _drip])
 def test_an_honest_scrape_is_served_under_load(attack: Callable[[socket.socket], None]) -> None:
-    """Within 6 s (P13), by the one thread there is, whose CPU time stays within its share."""
-    with endpoint(limits=Limits(cpu_burst_seconds=0.01)) as served:
-        clock = time.pthread_getcpuclockid(served._thread.ident or 0)
-        with load(served, 12, attack) as count:
-            assert wait_until(lambda: count[0] > 12)
-            started, used = time.monotonic(), time.clock_gettime(clock)
-            for _ in range(3):
-                assert body(ask(served, timeout=6.0)) == BODY
-            time.sleep(0.5)
-            used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - started
+    """Within 6 s (P13), by the one thread there is."""
+    with endpoint() as served, load(served, 12, attack) as count:
+        assert wait_until(lambda: count[0] > 12)
+        for _ in range(3):
+            assert body(ask(served, timeout=6.0)) == BODY
         assert _endpoint_threads() == 1
-    # The share, the burst, one turn; tripled, because the clock of a busy machine is no ruler.
-    assert used < 3 * (0.03 * elapsed + 0.03)
+
+
+@pytest.mark.parametrize("attack", [_flood, _reset, _malformed, _drip])
+def test_load_takes_a_small_share_of_one_core(attack: Callable[[socket.socket], None]) -> None:
+    """Whatever peers do, even if they wait for nothing: the thread stays within its CPU share."""
+    with endpoint(limits=Limits(cpu_burst_seconds=0.01)) as served, load(served, 12, attack):
+        clock = time.pthread_getcpuclockid(served._thread.ident or 0)
+        time.sleep(0.1)
+        started, used = time.monotonic(), time.clock_gettime(clock)
+        time.sleep(1.0)
+        used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - started
+    # The share, the burst and one turn; tripled, because the clocks of a busy machine are no ruler. Without
+    # the allowance this is ten times as much.
+    assert used < 3 * (0.03 * elapsed + 0.02)
 
 
 @pytest.mark.parametrize(("sent", "large"), [(b"", False), (b"GET /metrics HT", False), (GET, True)])
 def test_an_honest_scrape_is_served_beside_500_that_hold_on(sent: bytes, large: bool) -> None:
     """Silent peers, slowloris, and readers that do not read: all are let in, none keeps the place."""
-    shown = b"x" * (4 << 20) if large else BODY
+    shown = b"x" * (1 << 20) if large else BODY  # 10,000 series
     before = sockets()
     with endpoint(lambda hurried: Content("text/plain", shown)) as served, ExitStack() as stack:
         for _ in range(500):
@@ -318,7 +347,7 @@ FEW_FILES = """
 
 
 def test_training_keeps_its_file_descriptors() -> None:
-    """At `ulimit -n 64` and 200 idle peers training can still open files; when none is left we wait, and recover."""
+    """At `ulimit -n 64` with 200 idle peers it can open files; when none is left we wait, and recover."""
     with script(FEW_FILES) as process, ExitStack() as stack:
         address = ("127.0.0.1", int(line(process)))
         for _ in range(200):
@@ -428,8 +457,8 @@ FORKING = """
     from gradwatch.sinks.listen import Address, listening_socket
     from gradwatch.sinks.server import Endpoint, Limits
     from tests.sink_records import sockets
-    limits = Limits(cpu_share=1.0, cpu_burst_seconds=10.0)
-    served = Endpoint(listening_socket(Address("127.0.0.1", 0)), {"/": lambda hurried: plain("ok")}, print, limits)
+    routes, limits = {"/": lambda hurried: plain("ok")}, Limits(cpu_share=1.0, cpu_burst_seconds=10.0)
+    served = Endpoint(listening_socket(Address("127.0.0.1", 0)), routes, print, limits)
     served.start()
     print(served.address.port, flush=True)
     for _ in range(60):
@@ -443,7 +472,7 @@ FORKING = """
 
 
 def test_a_forked_child_owns_nothing_and_the_parent_goes_on() -> None:
-    """Sixty forks amid a flood: no child has a thread, socket or selector of ours, no scrape is disturbed (P7)."""
+    """Sixty forks amid a flood: no child has a thread or socket of ours, no scrape is disturbed (P7)."""
     with script(FORKING) as process:
         address, failures, stop = ("127.0.0.1", int(line(process))), [], threading.Event()
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gradwatch.demo.play import Run, Seen
 
 DESCRIPTION = """Train a small character transformer on Python's own standard library, as an unmodified script
-under `gradwatch run`, while the script hurts itself three times: a layer's gradients vanish, a batch gives NaN,
-the learning rate explodes. Offline; about a minute on two cores. Exit status 1 if a fault was missed."""
+under `gradwatch run`, while the script hurts itself three times: a layer's gradients vanish, a batch gives
+NaN, the learning rate explodes. Offline; about a minute on two cores. Exit status 1 if a fault was missed."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar with a line of health, events as they come, the verdict, what is next."""
+"""What the demo shows: a progress bar with a line of health, events as they come, the verdict."""
 
 from __future__ import annotations
 

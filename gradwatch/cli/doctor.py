@@ -28,7 +28,7 @@ FLOORS = {"python": (3, 10), "torch": (2, 6), "numpy": (1, 26), "pydantic": (2, 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: `section` and `name` say what was tried, `detail` what was seen, `advice` how to mend it."""
+    """One finding: `section` and `name` say what was tried, `detail` what was seen, `advice` what to do."""
 
     section: str
     name: str
@@ -96,7 +96,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     yield check_switch()
     yield check_port(arguments.listen)
     yield check_directory(arguments.dir)
-    ruleset, *findings = check_rules(arguments.rules)
+    ruleset, findings = check_rules(arguments.rules)
     yield from findings
     taps = list(check_taps())
     yield from taps
@@ -167,7 +167,7 @@ def check_directory(path: str) -> Check:
     return Check("here", "run directory", "ok", f"{place} can be written, {free / 2**30:.1f} GiB free")
 
 
-def check_rules(source: str) -> tuple[RuleSet | None, *tuple[Check, ...]]:
+def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     """The rules, if the file is valid, and what there is to say about it."""
     from gradwatch.rulefile import load_rules
 
@@ -177,13 +177,13 @@ def check_rules(source: str) -> tuple[RuleSet | None, *tuple[Check, ...]]:
         first = error.problems[0]
         place = f"{first.path}:{first.line}:{first.column}"
         detail = f"{len(error.problems)} problems; the first: {first.code} {first.message} at {place}"
-        return None, Check("rules", source, "fail", detail, f"gradwatch rules check {source}")
+        return None, [Check("rules", source, "fail", detail, f"gradwatch rules check {source}")]
     enabled = sum(rule.enabled for rule in ruleset.rules)
     checks = [Check("rules", source, "ok", f"{enabled} rules, digest {ruleset.digest[:12]}")]
     checks += [
         Check("rules", rule, "note", f"inactive: {reason}") for rule, reason in ruleset.inactive.items()
     ]
-    return ruleset, *checks
+    return ruleset, checks
 
 
 def check_taps() -> Iterator[Check]:

@@ -58,7 +58,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.gain * self.mlp(self.norm2(x))
+        added: Tensor = self.mlp(self.norm2(x))
+        return x + self.gain * added
 
 
 class CharTransformer(nn.Module):
@@ -76,7 +77,8 @@ class CharTransformer(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def standard_library(limit: int = 2_000_000) -> Tensor:

@@ -128,7 +128,7 @@ class Detector:
         return (self.kind, *(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]
 
     def init(self, size: int) -> State:
-        """The state of `size` series that have seen nothing."""
+        """The state of `size` series that have seen nothing, in arrays that the caller may fill."""
         return ()
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,7 @@ class LevelState(NamedTuple):
     ring: Array32
 
 
+@cache
 def gain(half_life: float) -> float:
     """1 - 2^(-1/h): the weight of a new sample in an exponentially weighted mean of half-life h samples."""
     return float(-math.expm1(-math.log(2.0) / half_life))
@@ -61,11 +63,10 @@ def gain(half_life: float) -> float:
 
 def empty_level(size: int) -> LevelState:
     """`size` series that have seen nothing."""
-    zeros = np.zeros(size, np.float32)
     return LevelState(
         np.zeros(size, np.int32),
-        zeros,
-        zeros,
+        np.zeros(size, np.float32),
+        np.zeros(size, np.float32),
         np.zeros(size, np.bool_),
         np.zeros((SETTLED, size), np.float32),
     )
@@ -107,6 +108,7 @@ def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enou
     return _settle(LevelState(n, m, s, state.held, state.ring), state.n, x, known & ~settled)
 
 
+@cache
 def mature(half_life: float, warmup: int) -> int:
     """From this many samples on, 1/(n + 1) is below the gain and n need not be counted."""
     return max(SETTLED, warmup, math.ceil(1.0 / gain(half_life)))
@@ -115,7 +117,7 @@ def mature(half_life: float, warmup: int) -> int:
 def _settle(state: LevelState, before: NDArray[np.int32], x: Array32, filling: BoolArray) -> LevelState:
     """Keep the warm-up samples of the series still `filling`; restart those that just completed theirs."""
     if not filling.any():
-        return state._replace(ring=state.ring[:0]) if bool((before >= SETTLED).all()) else state
+        return state
     ring, m, s = state.ring.copy(), state.m, state.s
     columns = np.flatnonzero(filling)
     ring[before[columns], columns] = x[columns]
@@ -124,7 +126,8 @@ def _settle(state: LevelState, before: NDArray[np.int32], x: Array32, filling: B
         m, s = m.copy(), s.copy()
         m[done] = np.median(ring[:, done], axis=0)
         s[done] = np.median(np.abs(ring[:, done] - m[done]), axis=0) * np.float32(MEAN_PER_MEDIAN_DEVIATION)
-    return LevelState(state.n, m, s, state.held, ring)
+    finished = bool((state.n >= SETTLED).all())
+    return LevelState(state.n, m, s, state.held, ring[:0] if finished else ring)
 
 
 def restart_level(state: LevelState, mask: BoolArray, warmup: int, keep_judging: bool) -> LevelState:
@@ -183,19 +186,19 @@ class _Level(Detector):
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """z = (x - m)/σ̂; NaN while warming up, and for a missing or non-finite sample."""
-        level = LevelState(*state)
+        level = cast(LevelState, state)
         x = self.scale(sample)
         return _z(level, x, deviation(level), self.warmup).astype(np.float64)
 
     def learn(self, state: State, sample: Sample) -> LevelState:
         """Absorb the sample, winsorised once 20 are known."""
-        level = LevelState(*state)
+        level = cast(LevelState, state)
         enough = mature(self.half_life, self.warmup)
         return absorb(level, self.scale(sample), deviation(level), self.half_life, enough)
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`, in few passes when every series is present, finite and mature."""
-        level = LevelState(*state)
+        level = cast(LevelState, state)
         x, sigma = self.scale(sample), deviation(level)
         d = x - level.m
         z = d / sigma
@@ -218,14 +221,14 @@ class _Level(Detector):
 
     def limit(self, state: State) -> NDArray[np.float64]:
         """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
-        level = LevelState(*state)
+        level = cast(LevelState, state)
         x = level.m.astype(np.float64) + self.above * deviation(level).astype(np.float64)
         with np.errstate(over="ignore"):
             return np.where(judged(level, self.warmup), self.value(x), np.inf)
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> LevelState:
         """Warm up again."""
-        return restart_level(LevelState(*state), mask, self.warmup, keep_judging)
+        return restart_level(cast(LevelState, state), mask, self.warmup, keep_judging)
 
 
 @register_detector

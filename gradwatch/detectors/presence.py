@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,12 @@ class WaitState(NamedTuple):
     waited: NDArray[np.int32]
 
 
+def _counted(sample: Sample) -> BoolArray:
+    """bool[K]: where the number of calls is known."""
+    known: BoolArray = sample.present & np.isfinite(sample.values)
+    return known
+
+
 @register_detector
 @dataclass(frozen=True, slots=True)
 class Stale(Detector):
@@ -61,12 +67,12 @@ class Stale(Detector):
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """1.0 where a gradient is missing that used to come, 0.0 where it came, NaN where none ever did."""
         came = sample.values > 0
-        judged = sample.present & (SeenState(*state).seen | came)
+        judged = _counted(sample) & (cast(SeenState, state).seen | came)
         return np.where(judged, (~came).astype(np.float64), np.nan)
 
     def learn(self, state: State, sample: Sample) -> SeenState:
         """Remember who has had a gradient."""
-        return SeenState(SeenState(*state).seen | (sample.present & (sample.values > 0)))
+        return SeenState(cast(SeenState, state).seen | (_counted(sample) & (sample.values > 0)))
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; nothing to say while every gradient comes."""
@@ -107,16 +113,16 @@ class Never(Detector):
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """Steps without any gradient so far, this one included; 0 once one has arrived."""
-        waited = WaitState(*state).waited
+        waited = cast(WaitState, state).waited
         waiting = (waited >= 0) & ~(sample.values > 0)
-        return np.where(sample.present, np.where(waiting, waited + 1.0, 0.0), np.nan)
+        return np.where(_counted(sample), np.where(waiting, waited + 1.0, 0.0), np.nan)
 
     def learn(self, state: State, sample: Sample) -> WaitState:
         """Count the step; the count stops rising at 2^31 - 1 and is over once a gradient arrives."""
-        waited = WaitState(*state).waited
+        waited = cast(WaitState, state).waited
         longer = np.where(waited >= 0, np.minimum(waited, 2**31 - 2) + 1, waited)
         after = np.where(sample.values > 0, -1, longer)
-        return WaitState(np.where(sample.present, after, waited).astype(np.int32))
+        return WaitState(np.where(_counted(sample), after, waited).astype(np.int32))
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; nothing to say once everybody has had a gradient."""

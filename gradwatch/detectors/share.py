@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,17 +85,17 @@ class Drop(Detector):
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """exp(b - y); NaN while warming up, and for a missing or non-finite sample."""
-        n, b = ShareState(*state)
+        n, b = cast(ShareState, state)
         fall = np.minimum(b.astype(np.float64) - share_of(sample), LARGEST_EXPONENT)
         return np.where(n >= self.warmup, np.exp(fall), np.nan)
 
     def learn(self, state: State, sample: Sample) -> ShareState:
         """Move the usual share toward the present one, by at most 0.5 nats' worth after the warm-up."""
-        return self._absorb(ShareState(*state), share_of(sample))
+        return self._absorb(cast(ShareState, state), share_of(sample))
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; no exponentials while nothing is near the threshold."""
-        before, y = ShareState(*state), share_of(sample)
+        before, y = cast(ShareState, state), share_of(sample)
         after = self._absorb(before, y)
         fall = before.b - y
         if not float(np.fmax.reduce(fall)) >= math.log(self.above) - 1e-3:
@@ -117,7 +117,7 @@ class Drop(Detector):
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> ShareState:
         """Start over, unless it is to keep judging: a share hardly depends on changes of the whole."""
-        n, b = ShareState(*state)
+        n, b = cast(ShareState, state)
         if keep_judging:
             return ShareState(n, b)
         return ShareState(np.where(mask, 0, n).astype(np.int32), np.where(mask, np.float32(0), b))

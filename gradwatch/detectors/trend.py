@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,17 +76,21 @@ class Drift(Detector):
 
     def learn(self, state: State, sample: Sample) -> TrendState:
         """Move both means; the first samples are averaged plainly."""
-        return self._absorb(TrendState(*state), log_of(sample))
+        return self._absorb(cast(TrendState, state), log_of(sample))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The factor, this sample included; NaN while warming up, and for a missing or non-finite sample."""
-        before, x = TrendState(*state), log_of(sample)
+        before, x = cast(TrendState, state), log_of(sample)
         return self._factor(before, self._absorb(before, x), x)
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`, learning once."""
-        before, x = TrendState(*state), log_of(sample)
+        before, x = cast(TrendState, state), log_of(sample)
         after = self._absorb(before, x)
+        growth = after.means[0] - after.means[1]
+        # A margin covers the rounding of float32 and of exp.
+        if float(growth.max()) < math.log(self.above) - 1e-3:
+            return None, after
         return self._factor(before, after, x), after
 
     def _absorb(self, before: TrendState, x: Array32) -> TrendState:
@@ -99,8 +103,8 @@ class Drift(Detector):
             n = np.minimum(n + known, enough).astype(np.int32)
         elif math.isfinite(float(x.sum())):
             return TrendState(n, means + gains * (x - means))
-        moved: Array32 = means + gains * (np.where(np.isfinite(x), x, means) - means)
-        return TrendState(n, moved)
+        toward: Array32 = np.where(np.isfinite(x), x, means)
+        return TrendState(n, means + gains * (toward - means))
 
     def _factor(self, before: TrendState, after: TrendState, x: Array32) -> NDArray[np.float64]:
         growth = after.means[0].astype(np.float64) - after.means[1]
@@ -109,7 +113,7 @@ class Drift(Detector):
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> TrendState:
         """Start over; a trend across a change that keeps judging goes on."""
-        n, means = TrendState(*state)
+        n, means = cast(TrendState, state)
         if keep_judging:
             return TrendState(n, means)
         return TrendState(np.where(mask, 0, n).astype(np.int32), np.where(mask, np.float32(0), means))

@@ -224,6 +224,8 @@ class Reader:
 
     def _read(self, name: str) -> tuple[Any, BoolArray, bool] | None:
         snapshot = self.snapshot
+        if name in COUNT_COLUMNS:
+            return self._count(name)
         found = snapshot.columns.get(name)
         if found is not None:
             return found.values, found.present, bool(found.present.all())
@@ -233,23 +235,33 @@ class Reader:
             return snapshot.norm / self._roots, self.called, self.everywhere
         if name == "calls":
             return snapshot.calls, self._everyone, True
-        if name in COUNT_COLUMNS:
-            return self._count(name)
         derived = snapshot.column(name) if name in DERIVED else None
         return None if derived is None else (derived.values, derived.present, self.everywhere)
 
     def _count(self, name: str) -> tuple[Any, BoolArray, bool]:
-        """Counts of elements; where the capture gave none, what the norm itself tells."""
-        columns, norm = self.snapshot.columns, self.snapshot.norm
-        if name == "norm_overflow":
-            return np.zeros(len(norm), np.float32), self.called, self.everywhere
-        nonfinite = columns.get("nonfinite")
-        if nonfinite is not None:
-            return nonfinite.values, nonfinite.present, bool(nonfinite.present.all())
-        overflow = columns.get("norm_overflow")
-        infinite = np.isinf(norm) if overflow is None else np.isinf(norm) & ~(overflow.values > 0)
-        flags = {"nan_count": np.isnan(norm), "inf_count": infinite}.get(name, np.isnan(norm) | infinite)
-        return flags.astype(np.float32), self.called, self.everywhere
+        """Counts of elements; at sites where the capture gave none, 1 if the norm itself tells, else 0.
+
+        Counts that do not tell NaN from Inf stand for both.
+        """
+        columns = self.snapshot.columns
+        found = columns.get(name)
+        if found is None and name != "norm_overflow":
+            found = columns.get("nonfinite")
+        told = self._told_by_norm(name)
+        if found is None:
+            return told, self.called, self.everywhere
+        present = found.present | self.called
+        return np.where(found.present, found.values, told), present, bool(present.all())
+
+    def _told_by_norm(self, name: str) -> NDArray[np.float32]:
+        """float32[S]: 1 where the norm is NaN or infinite, and not because it overflowed."""
+        norm, overflow = self.snapshot.norm, self.snapshot.columns.get("norm_overflow")
+        nan, infinite = np.isnan(norm), np.isinf(norm)
+        if overflow is not None:
+            infinite &= ~(overflow.present & (overflow.values > 0))
+        nothing = np.zeros(len(norm), np.bool_)
+        by_name = {"nan_count": nan, "inf_count": infinite, "norm_overflow": nothing}
+        return by_name.get(name, nan | infinite).astype(np.float32)
 
     def suspicious(self) -> bool:
         """Whether any gradient may hold a NaN or Inf, or a norm beyond float32."""

@@ -130,10 +130,9 @@ def _fill(state: State, segment: Series, part: slice, rows: Mapping[str, Any]) -
     if not here:
         return
     for name, array in zip(state._fields, state, strict=True):  # type: ignore[attr-defined]
-        values = np.asarray(rows["fields"][name], array.dtype).reshape(-1, len(rows["names"]))
-        target = array[..., part].reshape(-1, len(segment)) if array.ndim > 1 else array[part][None]
-        if len(values) == len(target):  # a warm-up ring that had been dropped stays empty
-            target[:, here] = values[:, there]
+        values, target = np.asarray(rows["fields"][name], array.dtype), array[..., part]
+        if values.shape[:-1] == target.shape[:-1]:  # a warm-up ring that had been dropped stays empty
+            target[..., here] = values[..., there]
 
 
 def _track(series: Series, rows: Mapping[str, Any] | None) -> Track:

@@ -28,11 +28,7 @@ class Track(NamedTuple):
     quiet_since: NDArray[np.int64]
     incident: str = ""
     resolved_at: int = NEVER
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is pending or firing."""
-        return len(self.streak) == 0
+    idle: bool = True
 
 
 class Moved(NamedTuple):
@@ -60,6 +56,7 @@ def awake(track: Track, size: int) -> Track:
         streak=np.zeros(size, np.int32),
         firing=np.zeros(size, np.bool_),
         quiet_since=np.full(size, NEVER, np.int64),
+        idle=False,
     )
 
 

@@ -30,7 +30,8 @@ class Capture:
     """The slots of one Watch: every watched parameter, its mark, and the lanes (optimizers) they belong to.
 
     `ended` is called at the end of every backward that touched a watched parameter, before anything is read;
-    it runs inside autograd and must not raise. `scale` tells the loss scale still in the gradients.
+    it runs inside autograd and must not raise. `waiting` names optimizers that are known but have no lane yet:
+    they get one at the end of the first backward, when the order in which gradients arrive is known.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Capture:
         models: Iterable[nn.Module],
         ended: Callable[[], None],
         failed: Callable[[str, BaseException], None],
+        waiting: Callable[[], list[Optimizer]] = list,
     ) -> None:
+        self._waiting = waiting
         self._models = [weakref.ref(model) for model in models]
         self._ended = ended
         self._failed = failed
@@ -227,23 +230,24 @@ class Capture:
             self._failed("capture", error)
 
     def _backward_end(self) -> None:
-        started = time.perf_counter()
         try:
+            started = time.perf_counter()
             self._task[0] = -2
             touched, count = self._touched[:], len(self.params)
             self._touched.clear()
             if not self._arrival:
                 self._arrival = list(dict.fromkeys(touched))
+            for optimizer in self._waiting():
+                self.adopt(optimizer).born = False  # it hears this window from its first backward on
             counts = np.bincount(np.array(touched, np.intp), minlength=count)
             for lane in self.lanes:
                 mine = counts[lane.slots]
                 if mine.any():
                     lane.arrived(mine)
             self._ended()
+            self.spent_seconds += time.perf_counter() - started
         except Exception as error:
             self._failed("capture", error)
-        finally:
-            self.spent_seconds += time.perf_counter() - started
 
     def drain(self) -> None:
         """Count marks whose callback never ran (compiled autograd drops it) as one backward."""

@@ -100,7 +100,7 @@ class Lane:
         self._pattern: list[int] = []
         self._steady = 0
         self._blocked_until = 0
-        self._born = True
+        self.born = True  # made in the middle of a window, until a window has been closed
 
     def __len__(self) -> int:
         return len(self.params)
@@ -295,8 +295,8 @@ class Lane:
         return not (on_host and raw[k] == last[k])  # type: ignore[index]
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
-        if self._born:  # made in the middle of this window: what it heard is not the whole of it
-            self._born = False
+        if self.born:  # made in the middle of this window: what it heard is not the whole of it
+            self.born = False
             return
         if self._backwards == self._expected:
             self._equal += 1

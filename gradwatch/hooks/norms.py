@@ -8,6 +8,7 @@ float64, stay below 1e-6. Many small tensors cost one dispatch each, so equal sh
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class _Bucket:
     """Small float32 gradients of one shape: `indices` into the read, and the buffer they are stacked in."""
 
     indices: NDArray[np.intp]
-    members: list[int]
+    pick: operator.itemgetter[int]
     stacked: Tensor
     rows: Tensor
 
@@ -77,7 +78,7 @@ class CpuReader:
         return squares
 
     def _read_bucket(self, bucket: _Bucket, grads: Sequence[Tensor | None], squares: Squares) -> None:
-        members = [grads[index] for index in bucket.members]
+        members = bucket.pick(grads)
         try:
             # `stack` refuses unequal shapes itself, but would resize `out` if all had changed alike.
             if members[0] is None or members[0].shape != bucket.stacked.shape[1:]:
@@ -85,7 +86,7 @@ class CpuReader:
             torch.stack(members, out=bucket.stacked)  # type: ignore[arg-type]
         except (TypeError, RuntimeError):
             # Some are missing, sparse or of another shape this time: one by one is always right.
-            for index, grad in zip(bucket.members, members, strict=True):
+            for index, grad in zip(bucket.indices, members, strict=True):
                 squares[index] = 0.0 if grad is None else sum_of_squares(grad)
             return
         norms = torch.linalg.vector_norm(bucket.rows, dim=1).numpy()  # sync: CPU tensor
@@ -105,7 +106,9 @@ class CpuReader:
                 continue
             stacked = torch.empty((len(members), *shape))
             rows = stacked.view(len(members), -1)
-            self._buckets.append(_Bucket(np.array(members, np.intp), members, stacked, rows))
+            self._buckets.append(
+                _Bucket(np.array(members, np.intp), operator.itemgetter(*members), stacked, rows)
+            )
         self._planned = len(grads)
 
 

@@ -25,9 +25,12 @@ class LossScale:
     the class back as found.
     """
 
-    def __init__(self, stepped: Callable[[frozenset[int]], None]) -> None:
+    def __init__(
+        self, stepped: Callable[[frozenset[int]], None], failed: Callable[[str, BaseException], None]
+    ) -> None:
         self._scaler: Callable[[], GradScaler | None] = lambda: None
         self._stepped = stepped
+        self._failed = failed
         self._found: dict[str, Any] = {}
         for name in ("scale", "update"):
             self._wrap(name)
@@ -39,14 +42,21 @@ class LossScale:
         @functools.wraps(original)
         def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
             scale = owner()
-            if scale is not None and scaler.is_enabled():
-                scale._scaler = weakref.ref(scaler)
-                if name == "update":
-                    scale._stepped(frozenset(scaler._per_optimizer_states))
+            if scale is not None:
+                scale._notice(scaler, name)
             return original(scaler, *args, **kwargs)
 
         self._found[name] = (original, wrapped)
         setattr(GradScaler, name, wrapped)
+
+    def _notice(self, scaler: GradScaler, name: str) -> None:
+        try:
+            if scaler.is_enabled():
+                self._scaler = weakref.ref(scaler)
+                if name == "update":
+                    self._stepped(frozenset(scaler._per_optimizer_states))
+        except Exception as error:
+            self._failed("precision", error)
 
     def in_backward(self) -> float:
         """The factor in gradients as backward leaves them; 1 without an active scaler."""

@@ -7,7 +7,7 @@ sampled elements are stacked, so a burst costs a few operations however many par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,7 +71,9 @@ class Sampler:
         lag = 1 if column == "update_ratio" else 0  # the update of step s is seen at the boundary of s + 1
         return (step - lag) >= 0 and (step - lag) % every < burst
 
-    def collect(self, step: int, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Sampled | None:
+    def collect(
+        self, step: int, params: Sequence[Tensor], grads: Callable[[], Sequence[Tensor | None]]
+    ) -> Sampled | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is."""
         due = [name for name in self._wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
@@ -80,7 +82,7 @@ class Sampler:
             return None
         sampled = Sampled(len(params))
         if GRADIENT_COLUMNS.intersection(due):
-            self._gradients(sampled, due, grads)
+            self._gradients(sampled, due, grads())
         if WEIGHT_COLUMNS.intersection(due) or keep:
             self._weights(sampled, due, step, params)
         return sampled

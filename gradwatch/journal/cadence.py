@@ -25,20 +25,20 @@ class Cadence:
 
     The first 1,000 steps; 200 before and 200 after each incident; every step while a rule over sites is
     firing; all others once in `every` steps. The steps before an incident are held by reference in a ring,
-    at most `ring_bytes` of them; the first steps and those after an incident count as such until they have
-    taken `ring_bytes` too, then like any other. `full` chooses every step. `first` is how many first steps
-    are left: a change of sites does not begin them anew.
+    at most `ring_bytes` of memory; the first steps, and those after an incident, count as such until their
+    norms have taken `window_bytes` of the journal, then like any other. `full` chooses every step. `first` is
+    how many first steps are left: a change of sites does not begin them anew.
     """
 
-    def __init__(self, full: bool, ring_bytes: int, first: int = FIRST) -> None:
+    def __init__(self, full: bool, ring_bytes: int, window_bytes: float, first: int = FIRST) -> None:
         self._full = full
         self._ring_bytes = ring_bytes
         self._ring: deque[tuple[int, Record]] = deque()
         self._held = 0
         self.first = first
-        self._first_bytes = ring_bytes
+        self._first_bytes = self._window_bytes = window_bytes
         self._after = 0
-        self._after_bytes = 0
+        self._after_bytes = 0.0
 
     @staticmethod
     def base(sites: int) -> int:
@@ -52,20 +52,21 @@ class Cadence:
         how late norms can follow their step.
         """
         reason = self._reason(record, every)
-        if reason == "incident":
-            before = [Chosen(held, "incident") for since, held in self._ring if since > now - 2 * AROUND]
+        self._expire(record.snapshot.step, now)
+        if reason is None:
+            self._ring.append((now, record))
+            self._held += record_bytes(record)
+            return []
+        before = [Chosen(held, "incident") for _, held in self._ring] if reason == "incident" else []
+        if before:
             self._ring.clear()
             self._held = 0
-            return [*before, Chosen(record, reason)]
-        if reason is not None:
-            return [Chosen(record, reason)]
-        self._hold(record, now)
-        return []
+        return [*before, Chosen(record, reason)]
 
     def _reason(self, record: Record, every: int) -> Reason | None:
-        size = record_bytes(record)
+        size = record.snapshot.norm.nbytes
         if any(event.kind == "firing" for event in record.verdict.events):
-            self._after, self._after_bytes = AROUND, self._ring_bytes
+            self._after, self._after_bytes = AROUND, self._window_bytes
             return "incident"
         if self.first > 0 and self._first_bytes > 0:
             self.first, self._first_bytes = self.first - 1, self._first_bytes - size
@@ -79,13 +80,15 @@ class Cadence:
             return "firing"
         return "sample" if record.snapshot.step % every == 0 else None
 
-    def _hold(self, record: Record, now: int) -> None:
-        self._ring.append((now, record))
-        self._held += record_bytes(record)
-        while self._ring and (
-            len(self._ring) > AROUND or self._held > self._ring_bytes or self._ring[0][0] <= now - 2 * AROUND
-        ):
-            self._held -= record_bytes(self._ring.popleft()[1])
+    def _expire(self, step: int, now: int) -> None:
+        """Forget what is out of reach of an incident at `step`."""
+        while self._ring:
+            since, oldest = self._ring[0]
+            near = oldest.snapshot.step >= step - AROUND and since > now - 2 * AROUND
+            if near and self._held <= self._ring_bytes:
+                return
+            self._ring.popleft()
+            self._held -= record_bytes(oldest)
 
 
 def record_bytes(record: Record) -> int:

@@ -141,8 +141,9 @@ class FrameScanner:
             return self._skip(found, "garbage") if not live or self._confirmed(True) else None
         if live or self._zeros(self.offset, size):
             return None
-        tail = self._bytes(self.offset, len(MAGIC))
-        return self._skip(size, "torn" if MAGIC.startswith(tail) else "garbage")
+        tail = self._bytes(self.offset, HEADER_SIZE)
+        torn = len(tail) < HEADER_SIZE and MAGIC.startswith(tail[: len(MAGIC)])
+        return self._skip(size, "torn" if torn else "garbage")
 
     def _confirmed(self, followed: bool) -> bool:
         """Whether a live reader has found this very damage before, with good frames behind it."""

@@ -58,7 +58,7 @@ def encode_payload(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Ar
             (np.packbits(array) if code == "b" else array.astype(_CODES[code], copy=False)).tobytes()
         )
     document = {"kind": kind, **fields, "arrays": listing}
-    header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
+    header = _ENCODER.encode(document).encode("ascii")
     return b"".join([_LENGTH.pack(len(header)), header, *blobs])
 
 
@@ -73,7 +73,7 @@ def decode_payload(data: bytes) -> Payload:
     """The inverse of `encode_payload`; `ValueError` for anything that is not exactly such a payload."""
     try:
         (length,) = _LENGTH.unpack_from(data)
-        document = json.loads(data[4 : 4 + length].decode("ascii"), parse_constant=_refuse)
+        document = _DECODER.decode(data[4 : 4 + length].decode("ascii"))
         kind, listing = document.pop("kind"), document.pop("arrays")
         arrays, end = _split(data, 4 + length, listing)
     except (struct.error, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -98,3 +98,7 @@ def _split(data: bytes, start: int, listing: list[tuple[str, str, int]]) -> tupl
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"not a payload: bare {constant} in the JSON")
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -48,6 +48,7 @@ class _Waiting:
     payload: bytes
     events: tuple[Event, ...]
     generation: int = -1
+    safe: bool = False
 
 
 class _Backoff:
@@ -97,20 +98,19 @@ class Recorder:
         self._acknowledge = acknowledge
         self._pause = pause
         self._columns = {rule.id: rule.of for rule in run.rules}
-        self._ring_bytes = min(_RING_BYTES, max_bytes // 8) if max_bytes else _RING_BYTES
         self._tracks: dict[int, _Track] = {}
         self._waiting: deque[_Waiting] = deque()
         self._lost = LostEntry()
         self._rows_since = self._synced_at = time.monotonic()
         self._backoff, self._events_backoff = _Backoff(), _Backoff()
-        self._failing = False
+        self._urgent = self._failing = False
         self.failures = self._rows = self._records = self._numbers = self._sites = self._rotated = 0
 
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
         for record in batch:
             self._add_events(record)
-        if any(event.kind != "pending" for record in batch for event in record.verdict.events):
+        if self._urgent:
             self._settle_events()
         for record in batch:
             self._add_step(record)
@@ -130,7 +130,7 @@ class Recorder:
             self._write_rows()
         if durable and self._lost:
             self._write([])
-        if durable or now - self._synced_at >= _SYNC_SECONDS:
+        if durable or self._urgent or now - self._synced_at >= _SYNC_SECONDS:
             self._settle_events()
         self._keep_within_cap()
         return not self._waiting and self.failures == failures
@@ -151,6 +151,7 @@ class Recorder:
         entry = EventsEntry(self._numbers, snapshot.optimizer, snapshot.step, record.wall_time, events)
         self._numbers += 1
         self._waiting.append(_Waiting(entry.encode(), events))
+        self._urgent |= any(event.kind != "pending" for event in events)
         if len(self._waiting) > _MOST_WAITING:  # a dead disk: the first and the last are worth most
             given_up = self._waiting[_MOST_WAITING // 2]
             del self._waiting[_MOST_WAITING // 2]
@@ -163,17 +164,19 @@ class Recorder:
         try:
             if self._waiting:
                 self._open()
-            for waiting in self._waiting:
-                if waiting.generation != self.files.generation:
+            for waiting in list(self._waiting):
+                if not waiting.safe and waiting.generation != self.files.generation:
                     # One by one: the reserve of a full disk may hold some of them.
                     self.files.append([waiting.payload], essential=True)
                     waiting.generation = self.files.generation
+                    self._rotate_if_due()
             self._sync()
         except Exception as error:
             self._failed(error)
             self._events_backoff.failed()
             self._sync_what_fits()
         else:
+            self._urgent = False
             self._events_backoff.reset()
             if self._backoff.clear:
                 self._works()
@@ -188,7 +191,9 @@ class Recorder:
         self.files.sync()
         self._synced_at = time.monotonic()
         while self._waiting and self._waiting[0].generation == self.files.generation:
-            self._acknowledge(self._waiting.popleft().events)
+            waiting = self._waiting.popleft()
+            waiting.safe = True
+            self._acknowledge(waiting.events)
 
     def _add_step(self, record: Record) -> None:
         snapshot = record.snapshot
@@ -213,7 +218,8 @@ class Recorder:
         sites = snapshot.sites
         payload = encode_sites(self._sites, snapshot.optimizer, sites)
         first = track.cadence.first if track else FIRST
-        cadence = Cadence(self._run.params == "full", self._ring_bytes, first)
+        full = self._run.params == "full"
+        cadence = Cadence(full, _RING_BYTES, self.retention.window_bytes, first)
         track = _Track(self._sites, sites, payload, GroupNorms(sites), cadence)
         self._tracks[snapshot.optimizer] = track
         self.retention.bases[snapshot.optimizer] = Cadence.base(len(sites))
@@ -264,13 +270,14 @@ class Recorder:
             if track is not None and track.generation != self.files.generation:
                 ahead.append(track.payload)
             self.files.append([*ahead, *payloads], sampled=sampled)
+            if track is not None:
+                track.generation = self.files.generation
+            self._rotate_if_due()
         except Exception as error:
             self._failed(error)
             self._backoff.failed()
             return False
         self._lost = LostEntry()
-        if track is not None:
-            track.generation = self.files.generation
         self._works()
         return True
 
@@ -285,11 +292,15 @@ class Recorder:
         run = replace(self._run, run=replace(self._run.run, attempt=attempt), segment=segment)
         return [run.encode(), *(track.payload for track in self._tracks.values())]
 
+    def _rotate_if_due(self) -> None:
+        if self.files.due_for_rotation:
+            self._sync()
+            self.files.rotate()
+            self._open()
+
     def _keep_within_cap(self) -> None:
         try:
-            if self.files.due_for_rotation:
-                self._sync()
-                self.files.rotate()
+            self._rotate_if_due()
             working = self.retention.behind
             while working:
                 working = self.retention.relieve() and self.retention.over

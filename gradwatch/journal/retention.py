@@ -7,6 +7,7 @@ time, between the writer's other duties.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,10 +64,10 @@ class Retention:
         return self.max_bytes // 64 if 0 < self.max_bytes < 16 << 20 else 256 << 10
 
     def segment_bytes(self, segment: int) -> int:
-        """The size at which a file is sealed; the head is twice as long."""
+        """The size at which a file is sealed; the head is four times as long."""
         if not self.max_bytes:
             return _UNLIMITED_SEGMENT
-        return self.max_bytes // (16 if segment else 8)
+        return self.max_bytes // (16 if segment else 4)
 
     def every(self, optimizer: int) -> int:
         """The present cadence of sampled norms: 1 step in this many."""
@@ -75,6 +76,11 @@ class Retention:
     def seal(self, path: Path, size: int, sampled: int) -> None:
         """A file was finished, `sampled` of its `size` bytes being sampled norms; the first is the head."""
         self.segments.append(Segment(path, size, sampled, head=not any(each.head for each in self.segments)))
+
+    @property
+    def window_bytes(self) -> float:
+        """What the norms of the first steps may take, and those after one incident."""
+        return self.max_bytes / 4 if self.max_bytes else math.inf
 
     @property
     def behind(self) -> bool:
@@ -122,7 +128,7 @@ class Retention:
 
     def _samples_are_worth_it(self) -> bool:
         limit = self._limit or 0
-        return sum(each.sampled for each in self._middle) >= limit // 4
+        return sum(each.sampled for each in self._middle) >= limit // 16
 
     def _thin(self, segment: Segment, level: int) -> None:
         at = self.segments.index(segment)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,12 @@ class FirstStep:
 
 def attach(optimizer: Optimizer) -> Watch | None:
     """Watch the models that `optimizer` trains; None where a live Watch covers it already."""
-    # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
-    import gradwatch
-    from gradwatch.launch.discovery import LooseParameters, discover
-    from gradwatch.watching import covers
+    # Here, not at the top: pydantic, structlog and the sinks are for processes that train. And ruamel.yaml
+    # installs warning filters when imported: the script keeps its own.
+    with warnings.catch_warnings():
+        import gradwatch
+        from gradwatch.launch.discovery import LooseParameters, discover
+        from gradwatch.watching import covers
 
     if covers(optimizer):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from gradwatch.policies.policy import register_policy
 
+LARGEST = float(np.finfo(np.float32).max)
 EPSILON = np.float32(1e-6)
 """Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -38,7 +38,7 @@ def clip_coefficient(total_norm: float, max_norm: float) -> np.float32:
     torch computes `max_norm / tensor` as reciprocal times scalar, all in float32; so does this. A NaN or
     Inf norm gives 1, not NaN or 0: clipping must never spread one bad element over all parameters.
     """
-    norm = np.float32(total_norm) if abs(total_norm) <= np.finfo(np.float32).max else np.float32(np.inf)
-    if not math.isfinite(norm):
+    if not abs(total_norm) <= LARGEST:
         return np.float32(1)
+    norm = np.float32(total_norm)
     return min(np.float32(1), np.float32(1) / (norm + EPSILON) * np.float32(max_norm))

@@ -1,7 +1,7 @@
 """Rule files: YAML to `RuleSet`, or a `RuleFileError` that holds everything wrong, with places.
 
 `load_rules` takes the name of a shipped pack or a path, `parse_rules` a text. Neither raises anything but
-`RuleFileError`, however strange the input. Bounds per file: 32 KiB, 2,000 lines, 2,000 keys and values,
+`RuleFileError`, however strange the input. Bounds per file: 32 KiB, 1,500 lines, 1,500 keys and values,
 depth 32; a file may extend others, 16 in all. They keep the worst input within about 50 ms.
 """
 
@@ -19,6 +19,7 @@ from gradwatch.rulefile.jsonschema import json_schema
 from gradwatch.rulefile.merge import merge_documents
 from gradwatch.rulefile.nodes import Map, Node, Problems, Scalar, Seq, data
 from gradwatch.rulefile.resolve import Resolver, groups
+from gradwatch.rulefile.schema import MOST_OVERRIDES
 from gradwatch.rulefile.structure import structure
 from gradwatch.rules import Modules, RuleSet
 
@@ -74,7 +75,9 @@ def _merged(files: list[Map], run: str, problems: Problems) -> Map:
 
 def _overrides(file: Map) -> list[Map]:
     overrides = file.get("overrides")
-    return [item for item in overrides.items if isinstance(item, Map)] if isinstance(overrides, Seq) else []
+    if not isinstance(overrides, Seq):
+        return []
+    return [item for item in overrides.items if isinstance(item, Map)][:MOST_OVERRIDES]
 
 
 def _matches(item: Map, run: str) -> bool:

@@ -48,7 +48,10 @@ def _refuse(text: Scalar, written: str, name: str, problems: Problems) -> None:
         message = f"unknown placeholder {quoted(written)}{problems.meant(word, PLACEHOLDERS)}"
         hint = f"known: {', '.join(PLACEHOLDERS)}"
     else:
-        message, hint = f"a brace that belongs to no placeholder: {quoted(written)}", "braces cannot be escaped"
+        message, hint = (
+            f"a brace that belongs to no placeholder: {quoted(written)}",
+            "braces cannot be escaped",
+        )
     problems.add(text.mark, "GW210", message, hint)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from gradwatch.rules import Rule, RuleSet
 
 _NOT_CONTENT = ("digest", "origins")
+_NAMES: dict[type, tuple[str, ...]] = {}
 
 
 def canonical(ruleset: RuleSet) -> dict[str, Any]:
@@ -27,6 +28,8 @@ def digest(ruleset: RuleSet) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, Rule):
         detect = {"kind": value.kind, **_fields(value.detect)}
         return {**_fields(value), "detect": detect}
@@ -42,4 +45,10 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return {name: _plain(getattr(value, name)) for name in _names(type(value))}
+
+
+def _names(cls: type) -> tuple[str, ...]:
+    if cls not in _NAMES:  # dataclasses.fields is slow, and every rule asks
+        _NAMES[cls] = tuple(each.name for each in fields(cls))
+    return _NAMES[cls]

@@ -9,7 +9,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
+from gradwatch.rulefile.nodes import (
+    MAX_SUGGESTIONS,
+    Map,
+    Mark,
+    Node,
+    Problems,
+    Scalar,
+    Seq,
+    data,
+    quoted,
+    shown,
+)
 from gradwatch.rulefile.scalars import advice
 
 M = TypeVar("M", bound=BaseModel)
@@ -54,11 +65,16 @@ def check(
     `at` is where the map's own key stands (for a missing key), `where` names it in messages, `elsewhere` says
     for keys that exist in another map where they belong.
     """
+    known = problems.checked.get((id(node), model))
+    if known is not None:
+        return known[1]  # type: ignore[no-any-return]
     try:
-        return model.model_validate_json(json.dumps(data(node)))
+        result = model.model_validate_json(json.dumps(data(node)))
     except ValidationError as error:
         _Report(node, model, problems, at, where, elsewhere or {}).all(error.errors(include_url=False))
-        return None
+        result = None
+    problems.checked[id(node), model] = (node, result)
+    return result
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
@@ -89,8 +105,11 @@ class _Report:
         unknown = [
             str(place[-1]) for place, group in by_place.items() if group[0]["type"] == "extra_forbidden"
         ]
-        self.meant = {self.problems.closest(word, known) for word in unknown}
+        self.meant = {self.problems.closest(word, known) for word in unknown[:MAX_SUGGESTIONS]}
         for place, group in by_place.items():
+            if self.problems.full:
+                self.problems.omitted += 1
+                continue
             self._one(place, _apt(group, self._find(place)))
 
     def _place(self, loc: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import gradwatch
 from gradwatch.rulefile.nodes import Map, Mark, Problems, Scalar, Seq, Source, quoted
+from gradwatch.rulefile.schema import MOST_FILES
 from gradwatch.rulefile.text import MAX_BYTES, decode, parse
 
 SUFFIX = ".gradwatch.yaml"
-MAX_FILES = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -49,16 +49,25 @@ def read(path: str, at: Mark, problems: Problems) -> str | None:
         reason = "not found" if isinstance(error, FileNotFoundError) else _reason(error)
         problems.add(at, "GW001", f"cannot read {quoted(path)}: {reason}", _packs_hint(path, problems))
         return None
-    with open(descriptor, "rb") as file:
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                problems.add(at, "GW001", f"cannot read {quoted(path)}: not a regular file")
-                return None
-            content = file.read(MAX_BYTES + 4)
-        except OSError as error:
-            problems.add(at, "GW001", f"cannot read {quoted(path)}: {_reason(error)}")
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            problems.add(at, "GW001", f"cannot read {quoted(path)}: not a regular file")
             return None
+        content = _content(descriptor)
+    except OSError as error:
+        problems.add(at, "GW001", f"cannot read {quoted(path)}: {_reason(error)}")
+        return None
+    finally:
+        os.close(descriptor)
     return decode(content, path, problems)
+
+
+def _content(descriptor: int) -> bytes:
+    """Everything, or just more than is allowed (the decoder then says so)."""
+    content = b""
+    while len(content) <= MAX_BYTES + 4 and (piece := os.read(descriptor, MAX_BYTES)):
+        content += piece
+    return content
 
 
 def _reason(error: Exception) -> str:
@@ -91,7 +100,7 @@ class Collector:
             return
         extends = document.get("extends")
         if isinstance(extends, Seq):
-            for item in extends.items:
+            for item in extends.items[:MOST_FILES]:
                 if isinstance(item, Scalar) and isinstance(item.value, str) and item.value:
                     self._extend(item, path, (*chain, here))
         self.files.append(document)
@@ -106,8 +115,8 @@ class Collector:
             )
         elif here in self._seen:
             return
-        elif len(self._seen) >= MAX_FILES:
-            self.problems.add(item.mark, "GW213", f"more than {MAX_FILES} files", "extend fewer files")
+        elif len(self._seen) >= MOST_FILES:
+            self.problems.add(item.mark, "GW213", f"more than {MOST_FILES} files", "extend fewer files")
         elif (text := read(path, item.mark, self.problems)) is not None:
             self.add(text, path, chain)
 

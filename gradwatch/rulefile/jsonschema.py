@@ -51,7 +51,10 @@ def json_schema() -> Schema:
     _sections(schema)
     schema["properties"]["overrides"]["items"] = _ref("Override")
     # A rule of a file that extends nothing has nobody else to say what it detects.
-    complete = {"rules": {"additionalProperties": {"required": ["detect"]}}}
+    complete = {
+        "rules": {"additionalProperties": {"required": ["detect"]}},
+        "groups": {"additionalProperties": {"required": ["params"]}},
+    }
     schema["if"] = {"not": {"required": ["extends"]}}
     schema["then"] = {"properties": complete}
     head = {"$schema": DIALECT, "title": "gradwatch rule file, version 1"}
@@ -129,5 +132,20 @@ def _of(model: type[BaseModel]) -> Schema:
         each.pop("title", None)
         if each.get("default", 0) is None:
             del each["default"]
+        _draft7(each)
     schema.pop("title", None)
     return schema
+
+
+def _draft7(schema: Any) -> None:
+    """What draft 7 says otherwise than the draft pydantic writes: tuples, and keys that must fit a pattern."""
+    if isinstance(schema, dict):
+        if "prefixItems" in schema:
+            schema["items"], schema["additionalItems"] = schema.pop("prefixItems"), False
+        if "patternProperties" in schema:
+            schema["additionalProperties"] = False
+        for each in schema.values():
+            _draft7(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            _draft7(each)

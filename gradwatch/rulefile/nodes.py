@@ -11,6 +11,7 @@ from gradwatch.codes import CODES
 from gradwatch.errors import Problem, RuleFileError
 
 MAX_PROBLEMS = 100
+MAX_SUGGESTIONS = 20
 MAX_SHOWN = 60
 MAX_SOURCE_COLUMNS = 400
 SYNONYMS = {
@@ -154,10 +155,18 @@ class Problems:
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, int, str, str], Problem] = {}
         self._files: dict[str, int] = {}
+        # What was validated already, by identity of the node (kept alive here), and what became of it.
+        self.checked: dict[tuple[int, type], tuple[Node, Any]] = {}
+        self._suggestions = 0
         self.omitted = 0
 
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def full(self) -> bool:
+        """Whether further problems are only counted."""
+        return len(self._found) >= MAX_PROBLEMS
 
     def file(self, path: str) -> None:
         """Files are reported in the order in which they are announced here."""
@@ -171,7 +180,7 @@ class Problems:
         key = (path, mark.line, mark.column, code, message)
         if key in self._found:
             return
-        if len(self._found) >= MAX_PROBLEMS:
+        if self.full:
             self.omitted += 1
             return
         line = mark.source.lines[mark.line - 1] if mark.line <= len(mark.source.lines) else ""
@@ -184,8 +193,9 @@ class Problems:
         """The known word most like `word`, or "" (also when so much is wrong that nobody needs
         suggestions).
         """
-        if len(self._found) >= MAX_PROBLEMS // 2 or len(word) > MAX_SHOWN:
+        if self._suggestions >= 2 * MAX_SUGGESTIONS or len(word) > MAX_SHOWN:
             return ""
+        self._suggestions += 1
         options = list(known)
         if SYNONYMS.get(word.lower()) in options:
             return SYNONYMS[word.lower()]

@@ -17,6 +17,8 @@ from gradwatch.detectors.detector import Detector
 from gradwatch.rules import ClipAt, Mode, OnError, Scope, Tap
 from gradwatch.snapshot import Severity
 
+MOST_FILES = 16
+MOST_OVERRIDES = 32
 MOST_STEPS = 1_000_000_000
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 LABEL = r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$"
@@ -52,7 +54,8 @@ class Document(Model):
 
     version: Annotated[int, Field(ge=1, le=1)] = Field(description="Version of the rule language.")
     extends: list[Annotated[str, Field(min_length=1, max_length=1_000)]] = unset(
-        "Shipped packs by name, or paths relative to this file; later wins, merged by rule id."
+        max_length=MOST_FILES,
+        description="Shipped packs by name, or paths relative to this file; later wins, merged by rule id.",
     )
     defaults: dict[str, Any] = unset("Applies to every rule that does not say otherwise.")
     groups: dict[str, Any] = unset(
@@ -62,7 +65,9 @@ class Document(Model):
     clip: dict[str, Any] = unset("Standing clipping policies; the strictest wins, applied once.")
     modules: dict[str, Any] = unset("Opt-in taps on modules.")
     sinks: list[Any] = unset("Where results go.")
-    overrides: list[dict[str, Any]] = unset("Changes for some runs, in order, on top of everything else.")
+    overrides: list[dict[str, Any]] = unset(
+        "Changes for some runs, in order, on top of everything else.", max_length=MOST_OVERRIDES
+    )
 
 
 class Override(Model):

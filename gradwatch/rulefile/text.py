@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import re
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -24,15 +25,16 @@ from ruamel.yaml.events import (
     ScalarEvent,
     SequenceEndEvent,
 )
+from ruamel.yaml.parser import Parser
 from ruamel.yaml.reader import Reader
 from ruamel.yaml.scanner import Scanner, ScannerError
 
-from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, Source, shown
+from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, Source, quoted, shown
 from gradwatch.rulefile.scalars import resolve
 
 MAX_BYTES = 32 * 1024
-MAX_LINES = 2_000
-MAX_NODES = 2_000
+MAX_LINES = 1_500
+MAX_NODES = 1_500
 MAX_DEPTH = 32
 
 # What YAML calls a line break in some version, or what an editor shows as nothing: never meant in a rule
@@ -68,6 +70,15 @@ class _Reader(Reader):
 class _Scanner(Scanner):
     """ruamel's scanner, refusing what would cost unbounded work: 16,384 '[' take it 45 seconds otherwise."""
 
+    @cached_property
+    def reader(self) -> Any:  # a property of ruamel's, looked up for every character
+        return self.loader.reader
+
+    def need_more_tokens(self) -> bool:
+        if self.tokens and not self.possible_simple_keys:
+            return False  # what ruamel's finds out by two walks over an empty dict
+        return bool(super().need_more_tokens())
+
     def save_possible_simple_key(self) -> None:
         if self.flow_level > MAX_DEPTH:
             raise ScannerError(None, None, f"nested deeper than {MAX_DEPTH}", self.reader.get_mark())
@@ -75,6 +86,14 @@ class _Scanner(Scanner):
 
     def fetch_directive(self) -> None:
         raise ScannerError(None, None, "a rule file takes no % directives", self.reader.get_mark())
+
+
+class _Parser(Parser):
+    """ruamel's parser with its scanner looked up once."""
+
+    @cached_property
+    def scanner(self) -> Any:
+        return self.loader.scanner
 
 
 def decode(data: bytes, path: str, problems: Problems) -> str | None:
@@ -86,7 +105,7 @@ def decode(data: bytes, path: str, problems: Problems) -> str | None:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8-sig", "replace")
-        source = Source(path, before)
+        source = Source(path, data.decode("utf-8-sig", "replace"))
         line = before.count("\n") + 1
         mark = Mark(source, line, len(before) - (before.rfind("\n") + 1) + 1)
         problems.add(mark, "GW002", f"not UTF-8 text: {error.reason}", "save the file as UTF-8")
@@ -101,7 +120,7 @@ def parse(text: str, path: str, problems: Problems) -> Map | None:
         return None
     builder = _Builder(source, problems)
     yaml = YAML(typ="safe", pure=True)
-    yaml.Reader, yaml.Scanner = _Reader, _Scanner
+    yaml.Reader, yaml.Scanner, yaml.Parser = _Reader, _Scanner, _Parser
     try:
         complete = all(builder.feed(event) for event in yaml.parse(text))
     except MarkedYAMLError as error:
@@ -283,7 +302,7 @@ class _Builder:
             self.problems.add(key.mark, "GW007", "merge key <<; use `extends:` or `defaults:`", "")
         elif key.text in parent.entries:
             first = parent.entries[key.text].key.line
-            message = f"duplicate key {shown(key)}; first on line {first}"
+            message = f"duplicate key {quoted(key.text)}; first on line {first}"
             self.problems.add(key.mark, "GW008", message, "keep one of them")
         else:
             parent.set(key.text, key.mark, node)

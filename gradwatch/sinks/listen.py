@@ -20,6 +20,7 @@ from gradwatch.snapshot import RunInfo
 DEFAULT_LISTEN = "127.0.0.1:29440"
 _BACKLOG = 1024
 """A queue in the kernel costs training nothing; it holds a flood while honest scrapes wait their turn."""
+_SEND_BUFFER_BYTES = 1 << 15
 _PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
@@ -123,6 +124,8 @@ def _bound(address: Address) -> socket.socket:
     try:
         # Without it a restart would find the port in TIME_WAIT; two listeners on one port stay impossible.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by every connection: a peer that does not read ties up this much kernel memory, no more.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind((address.host, address.port))
         listener.listen(_BACKLOG)
         listener.setblocking(False)

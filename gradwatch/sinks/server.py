@@ -34,6 +34,7 @@ THREAD_NAME = "gradwatch-endpoint"
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPTS_PER_TURN = 32
 _DRAIN_BYTES = 65536
+_LONGEST_PAUSE_SECONDS = 300.0
 
 Route = Callable[[bool], Content]
 """Makes the answer for a path; called with True when CPU is short and a slightly old answer is preferred."""
@@ -84,13 +85,14 @@ class _Connection:
     unsent: list[memoryview] = field(default_factory=list)
     answered: bool = False
     drained: int = 0
+    awaited: int = 0
 
 
 class Endpoint:
     """Serves `routes` (path to Route) on a listening socket until `close`; GET and HEAD only.
 
-    Faults of a route become a 500 and go to `on_error`, as does anything that ends the thread. After a fork
-    the child owns neither the thread nor a socket of it; the parent's connections are not disturbed.
+    Faults of a route become a 500 and go to `on_error`, as does anything else that goes wrong in the thread.
+    After a fork the child owns neither the thread nor a socket of it; the parent's connections live on.
     """
 
     def __init__(
@@ -140,20 +142,23 @@ class Endpoint:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        try:
-            while not self._stop.is_set():
+        pause = 1.0
+        while not self._stop.is_set():
+            started = time.thread_time()
+            try:
                 ready = self._selector.select(self._wait_seconds())
-                started = time.thread_time()
                 with self._turn:
                     self._take_turn(ready)
-                self._allowance.spend(time.thread_time() - started, time.monotonic())
-                # Peers wait in the kernel meanwhile, and what they send piles up into fewer, larger reads.
-                self._stop.wait(min(self._allowance.debt_seconds, 1.0))
-        except Exception as error:
-            self._on_error(error)
-        finally:
-            with self._turn:
-                self._release()
+            except Exception as error:
+                # Out of memory, or somebody closed our descriptors: report it, and try again ever more rarely.
+                self._on_error(error)
+                self._stop.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._allowance.spend(time.thread_time() - started, time.monotonic())
+            # Peers wait in the kernel meanwhile, and what they send piles up into fewer, larger reads.
+            self._stop.wait(min(self._allowance.debt_seconds, 1.0))
+        with self._turn:
+            self._release()
 
     def _take_turn(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         now = time.monotonic()
@@ -189,10 +194,9 @@ class Endpoint:
             if len(self._connections) >= self._most:
                 self._drop(self._oldest())
             accepted.setblocking(False)
-            connection = _Connection(accepted, now)
-            self._connections[accepted] = connection
-            self._selector.register(accepted, selectors.EVENT_READ, connection)
-            # Most requests are there already: answer at once, before anybody can evict an honest peer.
+            self._connections[accepted] = connection = _Connection(accepted, now)
+            # Most requests are there already, and most answers fit the kernel's buffer: then there is nothing
+            # to wait for, and nobody can evict an honest peer before it is served.
             self._advance(connection)
 
     def _oldest(self) -> _Connection:
@@ -213,8 +217,6 @@ class Endpoint:
                 self._send(connection)
             else:
                 self._receive(connection)
-        except BlockingIOError:
-            return
         except OSError:
             self._drop(connection)  # the peer has gone
         except Exception as error:
@@ -222,7 +224,11 @@ class Endpoint:
             self._drop(connection)
 
     def _receive(self, connection: _Connection) -> None:
-        data = connection.socket.recv(4096)
+        try:
+            data = connection.socket.recv(4096)
+        except BlockingIOError:
+            self._await(connection, selectors.EVENT_READ)
+            return
         if not data:
             self._drop(connection)
         elif connection.answered:
@@ -234,13 +240,15 @@ class Endpoint:
             if is_complete(connection.received) or is_hopeless(connection.received):
                 connection.unsent, connection.answered = self._answer(bytes(connection.received)), True
                 self._send(connection)
+            else:
+                self._await(connection, selectors.EVENT_READ)
 
     def _send(self, connection: _Connection) -> None:
         while connection.unsent:
             try:
                 sent = connection.socket.send(connection.unsent[0])
             except BlockingIOError:
-                self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
+                self._await(connection, selectors.EVENT_WRITE)
                 return
             connection.unsent[0] = connection.unsent[0][sent:]
             if not connection.unsent[0]:
@@ -250,7 +258,7 @@ class Endpoint:
             return
         # Closing with unread input would reset the connection and may destroy the answer on its way.
         connection.socket.shutdown(socket.SHUT_WR)
-        self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+        self._await(connection, selectors.EVENT_READ)
 
     def _answer(self, received: bytes) -> list[memoryview]:
         try:
@@ -270,9 +278,17 @@ class Endpoint:
             return respond(500, plain("gradwatch failed to answer; training is not affected."))
         return respond(200, content, head_only=request.method == "HEAD")
 
+    def _await(self, connection: _Connection, events: int) -> None:
+        if not connection.awaited:
+            self._selector.register(connection.socket, events, connection)
+        elif connection.awaited != events:
+            self._selector.modify(connection.socket, events, connection)
+        connection.awaited = events
+
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.socket, None) is not None:
-            self._selector.unregister(connection.socket)
+            if connection.awaited:
+                self._selector.unregister(connection.socket)
             connection.socket.close()
 
     def _release(self) -> None:

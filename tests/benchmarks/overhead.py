@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 
 from tests.benchmarks.interleave import Comparison, Sample, Timings, Turns, compare, interleave, timed
-from tests.benchmarks.loops import Handover, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, present
+from tests.benchmarks.loops import GlobalHooks, Handover, training_step
+from tests.benchmarks.peers import CONTENDERS, Contender, Gradwatch, present
 from tests.benchmarks.tables import machine, report
 from tests.benchmarks.targets import Target, targets
 from tests.benchmarks.workloads import WORKLOADS, Task, Workload
@@ -43,6 +43,36 @@ class Result:
     targets: list[Target] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     complaints: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Contenders that take turns with each other."""
+
+    loop: Loop
+    turns: Turns
+    warmup: int
+    members: list[str]
+
+
+def panels(found: list[Contender], rounds: int) -> list[Panel]:
+    """Who is measured with whom.
+
+    Watches of gradwatch share one hook on all optimizers, so each is measured while no other is alive, beside
+    the yardsticks its targets need. Recorders come last and apart: their own processes slow the neighbours.
+    """
+    quick = [c.name for c in found if c.handover and not isinstance(c, Gradwatch)]
+    watches = [c.name for c in found if isinstance(c, Gradwatch)]
+    yardsticks = [name for name in ("bare", "floor", "clip_grad_norm") if name in quick]
+    first, *more = [[*quick, *watches[:1]], *([*yardsticks, name] for name in watches[1:])]
+    whole = [name for name in ("bare", "bare-again", *watches[:1]) if name in (*quick, *watches)]
+    slow = ["bare", *(c.name for c in found if c.slow)]
+    planned = [
+        *(Panel("handover", Turns(rounds, settle=0, steps=1), WARMUP, members) for members in (first, *more)),
+        Panel("steps", Turns(max(3, rounds // 4)), WARMUP, whole),
+        Panel("steps", Turns(max(3, rounds // 20)), SLOW_WARMUP, slow),
+    ]
+    return [panel for panel in planned if len(panel.members) > 1]
 
 
 def measure(
@@ -78,13 +108,15 @@ def _attach(
     workload: Workload, original: Task, contender: Contender, loop: Loop, attached: ExitStack
 ) -> Callable[[], Sample]:
     task = workload.twin(original)
-    contender.attach(task)
-    attached.callback(contender.detach)
+    hooks = GlobalHooks()
+    with hooks:
+        contender.attach(task)
+    attached.callback(hooks.around(contender.detach))
     if loop == "steps":
-        return timed(lambda: training_step(task, contender))
+        return hooks.around(timed(lambda: training_step(task, contender)))
     handover = Handover(workload.carrier(original), task, contender)
     attached.callback(handover.close)
-    return handover
+    return hooks.around(handover)
 
 
 def _progress(what: str, rounds: int, done: int) -> None:
@@ -97,22 +129,14 @@ def run_workload(workload: Workload, names: list[str], rounds: int, clock: str) 
     """Both measurements of one workload."""
     result = Result(workload.name)
     found, result.absent = present(names)
-    panels: list[tuple[Loop, Turns, int, list[str]]] = [
-        ("handover", Turns(rounds, settle=0, steps=1), WARMUP, [c.name for c in found if c.handover]),
-        ("steps", Turns(max(3, rounds // 8)), WARMUP, [c.name for c in found if not c.slow]),
-        ("steps", Turns(max(3, rounds // 30)), SLOW_WARMUP, ["bare", *(c.name for c in found if c.slow)]),
-    ]
-    for loop, turns, warmup, members in panels:
-        if len(members) < 2:
-            continue
-        timings, complaints = measure(workload, [CONTENDERS[name]() for name in members], loop, turns, warmup)
+    for panel in panels(found, rounds):
+        contenders = [CONTENDERS[name]() for name in panel.members]
+        timings, complaints = measure(workload, contenders, panel.loop, panel.turns, panel.warmup)
         seconds = timings.wall if clock == "wall" else timings.cpu
-        compared = compare(seconds)
-        if loop == "handover":
-            result.handover = compared
-            result.targets = targets(workload, seconds)
-        else:
-            result.steps |= {name: c for name, c in compared.items() if name not in result.steps}
+        into = result.handover if panel.loop == "handover" else result.steps
+        into.update({name: c for name, c in compare(seconds).items() if name not in into})
+        if panel.loop == "handover":
+            result.targets += targets(workload, seconds)
         result.complaints |= complaints
     return result
 
@@ -122,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=200, help="of the handover; whole steps take an eighth")
+    parser.add_argument("--rounds", type=int, default=200, help="of the handover; whole steps take a quarter")
     parser.add_argument("--threads", type=int, default=1, help="torch's intra-op threads")
     parser.add_argument(
         "--clock",

@@ -19,7 +19,7 @@ try:
 except Exception as error:
     sys.stderr.write("gradwatch: not watching this process: %r\n" % (error,))  # noqa: UP031
 
-sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _here]
+sys.path[:] = [entry for entry in sys.path if entry != _here]
 
 # The user's own sitecustomize: whatever it raises is reported by `site` exactly as without us.
 _ours = sys.modules.pop("sitecustomize", None)

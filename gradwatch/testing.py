@@ -1,0 +1,229 @@
+"""The laws every detector must pass, built in or third-party.
+
+    from gradwatch.testing import check_detector
+    check_detector(MyDetector())
+
+Each law raises `AssertionError` with its name and what it saw. Samples are drawn from a seeded generator, so
+a failure repeats.
+
+Axes: K series, T steps.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors import Detector, Sample, State, breaches
+from gradwatch.snapshot import BoolArray, FloatArray
+
+SERIES = 7
+STEPS = 60
+TOLERANCE = 1e-3
+"""Relative error of `score(limit(state))`: states may be float32, and x may be a logarithm."""
+
+Law = Callable[[Detector, int], None]
+
+
+def check_detector(detector: Detector, seed: int = 0) -> None:
+    """Run every law on one detector; the first that does not hold raises `AssertionError`."""
+    for law in LAWS:
+        law(detector, seed)
+
+
+def draw_samples(detector: Detector, seed: int, steps: int = STEPS, series: int = SERIES) -> list[Sample]:
+    """T healthy samples of K series: log-normal values, all present, in every column the detector reads."""
+    rng = np.random.default_rng(seed)
+    level = rng.normal(0.0, 1.0, series)
+
+    def column() -> FloatArray:
+        return np.exp(level + rng.normal(0.0, 0.1, series)).astype(np.float32)
+
+    return [
+        Sample(column(), np.ones(series, np.bool_), {name: column() for name in detector.columns[1:]})
+        for _ in range(steps)
+    ]
+
+
+def run(detector: Detector, samples: Iterable[Sample], state: State) -> State:
+    """The state after learning all samples."""
+    for sample in samples:
+        state = detector.learn(state, sample)
+    return state
+
+
+def law_pure(detector: Detector, seed: int) -> None:
+    """No method writes to its arguments, and the same arguments give the same result."""
+    state = _frozen(detector.init(SERIES))
+    for sample in draw_samples(detector, seed):
+        _frozen((sample.values, sample.present, *sample.aux.values()))
+        score = detector.score(state, sample)
+        assert _equal((score,), (detector.score(state, sample),)), "pure: two scores of one sample differ"
+        after = detector.learn(state, sample)
+        assert _equal(after, detector.learn(state, sample)), "pure: learning the same twice differs"
+        detector.advance(state, sample)
+        state = _frozen(after)
+
+
+def law_shape(detector: Detector, seed: int) -> None:
+    """A score is float64[K] (float64[1] for a kind that makes one series of all); states end in axis K."""
+    state = detector.init(SERIES)
+    apart = all(not np.shares_memory(a, b) for i, a in enumerate(state) for b in state[:i])
+    assert apart, "shape: two arrays of a fresh state are one, so a restored state would be wrong"
+    for sample in draw_samples(detector, seed):
+        score = detector.score(state, sample)
+        assert score.dtype == np.float64, f"shape: score is {score.dtype}"
+        assert score.shape == ((1,) if detector.in_depth_order else (SERIES,)), f"shape: score {score.shape}"
+        state = detector.learn(state, sample)
+        assert all(array.shape[-1] == SERIES for array in state), "shape: a state array does not end in K"
+
+
+def law_advance(detector: Detector, seed: int) -> None:
+    """`advance` is `score` and `learn` in one; a score of None stands for scores that do not breach."""
+    state = detector.init(SERIES)
+    for sample in _with_faults(detector, seed):
+        expected, after = detector.score(state, sample), detector.learn(state, sample)
+        score, state = detector.advance(state, sample)
+        assert _equal(state, after), "advance: its state is not what learn gives"
+        if score is None:
+            assert not breaches(detector, expected).any(), "advance: None, but a series breaches"
+        else:
+            assert _equal((score.astype(np.float64),), (expected,)), "advance: its score is not score's"
+
+
+def law_pickle(detector: Detector, seed: int) -> None:
+    """A detector and its state survive pickling."""
+    state = run(detector, draw_samples(detector, seed), detector.init(SERIES))
+    copy, copied = pickle.loads(pickle.dumps((detector, state)))
+    assert copy == detector, "pickle: the detector came back different"
+    assert _equal(copied, state), "pickle: the state came back different"
+
+
+def law_resume(detector: Detector, seed: int) -> None:
+    """A state that went through plain lists goes on as if nothing had happened."""
+    samples = _with_faults(detector, seed)
+    for cut in (0, 1, 19, 20, 21, 45):
+        state = run(detector, samples[:cut], detector.init(SERIES))
+        restored = type(state)(
+            *(np.array(array.tolist(), array.dtype).reshape(array.shape) for array in state)
+        )
+        left, right = run(detector, samples[cut:], state), run(detector, samples[cut:], restored)
+        assert _equal(left, right), f"resume: differs after a cut at sample {cut}"
+
+
+def law_permutation(detector: Detector, seed: int) -> None:
+    """Permuting the series permutes states and scores; a kind in depth order is exempt."""
+    if detector.in_depth_order:
+        return
+    order = np.random.default_rng(seed).permutation(SERIES)
+    state = moved = detector.init(SERIES)
+    for sample in _with_faults(detector, seed):
+        there = _permuted(sample, order)
+        assert _equal((detector.score(state, sample)[order],), (detector.score(moved, there),)), "permutation"
+        state, moved = detector.learn(state, sample), detector.learn(moved, there)
+        assert _equal(tuple(array[..., order] for array in state), moved), "permutation: states differ"
+
+
+def law_limit(detector: Detector, seed: int) -> None:
+    """`score(limit(state)) == threshold` for an invertible kind, once it judges; no limit for the others."""
+    samples = draw_samples(detector, seed, steps=STEPS + 200)
+    state = run(detector, samples, detector.init(SERIES))
+    limit = detector.limit(state)
+    if not detector.invertible:
+        assert limit is None, "limit: not invertible, but has a limit"
+        return
+    assert limit is not None, "limit: invertible, but has none"
+    probe = samples[-1]._replace(values=np.broadcast_to(limit, (SERIES,)))
+    score = detector.score(state, probe)
+    error = np.abs(score - detector.fires_at) / abs(detector.fires_at)
+    assert bool((error < TOLERANCE).all()), f"limit: its score is {score}, not {detector.fires_at}"
+
+
+def law_missing(detector: Detector, seed: int) -> None:
+    """A missing sample changes nothing, whatever its values, and is not judged."""
+    samples = draw_samples(detector, seed)
+    for cut in (0, 5, 20, 50):
+        state = run(detector, samples[:cut], detector.init(SERIES))
+        gone = samples[cut]._replace(present=np.zeros(SERIES, np.bool_))
+        assert _equal(detector.learn(state, gone), state), f"missing: learned at sample {cut}"
+        assert bool(np.isnan(detector.score(state, gone)).all()), f"missing: judged at sample {cut}"
+
+
+def law_nonfinite(detector: Detector, seed: int) -> None:
+    """NaN and Inf are never learned: the state of that series stays as it was, at any age."""
+    samples = draw_samples(detector, seed)
+    for cut in (0, 5, 19, 20, 50):
+        state = run(detector, samples[:cut], detector.init(SERIES))
+        for poison in (np.nan, np.inf, -np.inf):
+            hit = _poisoned(samples[cut], 2, poison)
+            after = detector.learn(state, hit)
+            same = _equal(tuple(array[..., 2] for array in after), tuple(array[..., 2] for array in state))
+            assert same, f"nonfinite: {poison} was learned at sample {cut}"
+
+
+def law_not_poisoned(detector: Detector, seed: int) -> None:
+    """Non-finite samples now and then leave a series exactly where it would be had they been missing."""
+    rng = np.random.default_rng(seed + 1)
+    state = expected = detector.init(SERIES)
+    for sample in draw_samples(detector, seed, steps=3 * STEPS):
+        hit = rng.random(SERIES) < 0.2
+        values = np.where(hit, rng.choice([np.nan, np.inf, -np.inf], SERIES), sample.values).astype(
+            np.float32
+        )
+        state = detector.learn(state, sample._replace(values=values))
+        expected = detector.learn(expected, sample._replace(present=~hit))
+    assert all(bool(np.isfinite(array).all()) for array in state), "not poisoned: the state is not finite"
+    assert _equal(state, expected), "not poisoned: NaN is not the same as missing"
+
+
+LAWS: tuple[Law, ...] = (
+    law_pure,
+    law_shape,
+    law_advance,
+    law_pickle,
+    law_resume,
+    law_permutation,
+    law_limit,
+    law_missing,
+    law_nonfinite,
+    law_not_poisoned,
+)
+"""What `check_detector` runs, in this order."""
+
+
+def _with_faults(detector: Detector, seed: int) -> list[Sample]:
+    """Samples with spikes, zeros, NaN, Inf and gaps strewn in."""
+    rng = np.random.default_rng(seed + 2)
+    out = []
+    for sample in draw_samples(detector, seed):
+        odd = rng.choice([np.nan, np.inf, 0.0, 1e6, 1e-6], SERIES)
+        values = np.where(rng.random(SERIES) < 0.05, odd, sample.values).astype(np.float32)
+        out.append(sample._replace(values=values, present=rng.random(SERIES) < 0.95))
+    return out
+
+
+def _poisoned(sample: Sample, series: int, value: float) -> Sample:
+    values = sample.values.copy()
+    values[series] = value
+    return sample._replace(values=values)
+
+
+def _permuted(sample: Sample, order: NDArray[np.intp]) -> Sample:
+    aux = {name: values[order] for name, values in sample.aux.items()}
+    return Sample(sample.values[order], sample.present[order], aux)
+
+
+def _frozen(arrays: State) -> State:
+    """The same arrays, which from now on refuse to be written."""
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
+
+
+def _equal(left: Iterable[FloatArray | BoolArray], right: Iterable[FloatArray | BoolArray]) -> bool:
+    """Whether all arrays are equal to the bit, NaN to NaN."""
+    pairs = zip(left, right, strict=True)
+    return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)

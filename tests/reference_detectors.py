@@ -1,0 +1,150 @@
+"""Slow and plain: every detector for one site at a time, in Python floats, straight from its formula.
+
+Written from the formulas, not from the package; the differential tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+NAN = math.nan
+
+
+def gain(half_life: float) -> float:
+    """1 - 2^(-1/h)."""
+    return 1 - 2 ** (-1 / half_life)
+
+
+class Spike:
+    """z of ln value against a winsorised exponentially weighted level; `scale` may be asinh."""
+
+    def __init__(self, half_life: int = 100, warmup: int = 20, scale: Any = math.log) -> None:
+        self.a, self.warmup, self.scale = gain(half_life), warmup, scale
+        self.n, self.m, self.s, self.first = 0, 0.0, 0.0, []
+
+    def __call__(self, value: float | None) -> float:
+        """The score of the next sample (None = missing), which is then learned."""
+        if value is None or not math.isfinite(value) or (self.scale is math.log and value <= 0):
+            return NAN
+        x, sigma = self.scale(value), max(1.2533 * self.s, 0.10)
+        z = (x - self.m) / sigma if self.n >= self.warmup else NAN
+        d = x - self.m
+        if self.n >= 20:
+            d = max(-3 * sigma, min(3 * sigma, d))
+        a = max(self.a, 1 / (self.n + 1))
+        self.m += a * d
+        if self.n > 0:
+            self.s += a * (abs(d) - self.s)
+        self.n += 1
+        if self.n <= 20:
+            self.first.append(x)
+        if self.n == 20:
+            self.m = statistics.median(self.first)
+            self.s = statistics.median(abs(one - self.m) for one in self.first) * 1.4826 / 1.2533
+        return z
+
+
+class Drift:
+    """exp of the fast minus the slow exponentially weighted mean of ln value."""
+
+    def __init__(self, fast: int = 10, slow: int = 500, warmup: int = 20) -> None:
+        self.fast, self.slow, self.warmup = gain(fast), gain(slow), warmup
+        self.n, self.f, self.s = 0, 0.0, 0.0
+
+    def __call__(self, value: float | None) -> float:
+        """The factor, this sample included."""
+        if value is None or not math.isfinite(value) or value <= 0:
+            return NAN
+        x = math.log(value)
+        self.f += max(self.fast, 1 / (self.n + 1)) * (x - self.f)
+        self.s += max(self.slow, 1 / (self.n + 1)) * (x - self.s)
+        self.n += 1
+        return math.exp(self.f - self.s) if self.n > self.warmup else NAN
+
+
+class Drop:
+    """How far a site's share of the median fell below its usual share; takes all sites at once."""
+
+    def __init__(self, size: int, half_life: int = 100, warmup: int = 40) -> None:
+        self.a, self.warmup, self.n, self.b = gain(half_life), warmup, [0] * size, [0.0] * size
+
+    def __call__(self, values: Sequence[float | None]) -> list[float]:
+        """exp(b - y) for each site."""
+        known = {
+            i: math.log(max(v, 1e-30)) for i, v in enumerate(values) if v is not None and 0 <= v < math.inf
+        }
+        scores = [NAN] * len(values)
+        middle = statistics.median(known.values()) if known else NAN
+        for i, x in known.items():
+            y, d = x - middle, x - middle - self.b[i]
+            if self.n[i] >= self.warmup:
+                scores[i] = math.exp(self.b[i] - y)
+                d = max(-0.5, min(0.5, d))
+            self.b[i] += max(self.a, 1 / (self.n[i] + 1)) * d
+            self.n[i] += 1
+        return scores
+
+
+class Stale:
+    """1 when a gradient is missing that used to come."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, calls: int) -> float:
+        """0 when it came, NaN when it never did."""
+        self.seen = self.seen or calls > 0
+        return NAN if not self.seen else float(calls == 0)
+
+
+class Never:
+    """Steps without any gradient so far."""
+
+    def __init__(self) -> None:
+        self.waited, self.seen = 0, False
+
+    def __call__(self, calls: int) -> float:
+        """0 once one has come."""
+        self.seen = self.seen or calls > 0
+        self.waited += 1
+        return 0.0 if self.seen else float(self.waited)
+
+
+def all_zero(values: Sequence[float | None]) -> list[float]:
+    """1 for a zero norm while some other is not."""
+    others = any(v is not None and v > 0 for v in values)
+    return [NAN if v is None else float(v == 0 and others) for v in values]
+
+
+def depth_ratio(values: Sequence[float | None], ends: int = 1) -> float:
+    """First ends over last ends, root mean squares."""
+    chosen = [*values[:ends], *values[-ends:]]
+    if len(values) < 2 * ends or any(v is None or not math.isfinite(v) for v in chosen):
+        return NAN
+    first, last = sum(v * v for v in values[:ends]), sum(v * v for v in values[-ends:])
+    return math.sqrt(first / last) if last > 0 else NAN
+
+
+class Temporal:
+    """Pending, firing, resolved for one series; `state` after each sample is "", "pending" or "firing"."""
+
+    def __init__(self, for_: int, keep: int) -> None:
+        self.for_, self.keep = for_, keep
+        self.streak, self.firing, self.quiet = 0, False, None
+
+    def __call__(self, step: int, breach: bool, clear: bool, judged: bool) -> str:
+        """Where the series stands after this sample."""
+        if judged:
+            if breach:
+                self.streak, self.quiet = min(self.streak + 1, self.for_), None
+                self.firing = self.firing or self.streak == self.for_
+            else:
+                self.streak = 0
+                if self.firing and clear and self.quiet is None:
+                    self.quiet = step
+                if self.firing and self.quiet is not None and step - self.quiet >= self.keep:
+                    self.firing, self.quiet = False, None
+        return "firing" if self.firing else "pending" if self.streak else ""

@@ -1,0 +1,218 @@
+"""P2: no exception of ours reaches training; each is counted under its component, and training is unchanged."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch import watching
+from gradwatch.engine import BoundEngine
+from gradwatch.errors import TrainingStopped
+from gradwatch.health import Health
+from gradwatch.hooks import boundary, capture, lane, local, modules, precision, sampling
+from gradwatch.rulefile import parse_rules
+from gradwatch.sinks.journal import JournalSink
+from gradwatch.sinks.log import LogSink
+from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.snapshot import Record, RunInfo
+
+RULES = """
+version: 1
+modules: {tap: output, names: ["*"]}
+rules:
+  non-finite: {detect: {kind: nonfinite}, do: [{skip_step: {max_consecutive: 10}}]}
+  spike: {detect: {kind: spike, above: 10}}
+  local: {detect: {kind: above, of: norm_local, threshold: 1e6}}
+  tap: {detect: {kind: above, of: grad_output_norm, threshold: 1e6}}
+  dead: {detect: {kind: dead}}
+  stuck: {detect: {kind: stuck}}
+"""
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "ValueError": lambda: ValueError("broken"),
+    "ENOSPC": lambda: OSError(errno.ENOSPC, "no space left on device"),
+    "EMFILE": lambda: OSError(errno.EMFILE, "too many open files"),
+    "EIO": lambda: OSError(errno.EIO, "input/output error"),
+    "MemoryError": MemoryError,
+    "RecursionError": lambda: RecursionError("too deep"),
+    "UnicodeEncodeError": lambda: UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"),
+    "StopIteration": StopIteration,
+}
+# (owner, attribute, the component that must count it)
+SITES: dict[str, tuple[Any, str, str]] = {
+    "arrived": (lane.Lane, "arrived", "capture"),
+    "due": (lane.Lane, "due", "capture"),
+    "read": (lane.Lane, "read", "capture"),
+    "backward_clock": (capture.time, "perf_counter", "capture"),
+    "settle": (lane.Lane, "settle", "boundary"),
+    "drain": (capture.Capture, "drain", "boundary"),
+    "adopt": (boundary.Boundary, "_lane", "boundary"),
+    "measure": (watching.Watch, "measure", "boundary"),
+    "sample": (sampling.Sampler, "collect", "boundary"),
+    "local_collect": (local.LocalNorms, "collect", "boundary"),
+    "taps_collect": (modules.ModuleTaps, "collect", "boundary"),
+    "assemble": (watching, "assemble", "boundary"),
+    "at_step_scale": (precision, "at_step", "boundary"),
+    "evaluate": (BoundEngine, "evaluate", "engine"),
+    "decide": (BoundEngine, "decide", "engine"),
+    "skip": (boundary.Boundary, "_skip", "action"),
+    "advance": (lane.Lane, "advance", "boundary"),
+    "thinnable": (lane.Lane, "thinnable", "boundary"),
+    "norm_local": (local, "dense", "norm_local"),
+    "tap": (modules, "dense", "modules"),
+    "inspect": (lane, "inspect", "capture"),
+    "prometheus": (PrometheusSink, "write", "prometheus"),
+    "journal": (JournalSink, "write", "journal"),
+    "log": (LogSink, "write", "log"),
+}
+
+
+def data() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for step in range(6):
+        batch = torch.randn(4, 3, generator=generator)
+        if step == 4:
+            batch[0, 0] = float("nan")
+        yield batch
+
+
+def train(gw: Any, model: nn.Module, optimizer: torch.optim.Optimizer, skip_nan: bool) -> list[torch.Tensor]:
+    for batch in data():
+        optimizer.zero_grad()
+        model(batch).pow(2).sum().backward()
+        if not (skip_nan and batch.isnan().any()):
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("site", SITES)
+def test_a_fault_of_ours_is_counted_and_harmless(
+    site: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call site × every kind of error: training ends with the weights it has without us."""
+    owner, attribute, component = SITES[site]
+    model, optimizer = build()
+    gw = gradwatch.watch(model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, listen="127.0.0.1:0")
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ERRORS[error]()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, broken)
+        got = train(gw, model, optimizer, skip_nan=False)
+    errors = gw.health.errors()
+    gw.close()
+    assert errors.get(component, 0) >= 1, errors
+    # A broken sink changes nothing at all; a broken watch is an absent one.
+    acted = component in ("prometheus", "journal", "log", "norm_local", "modules")
+    bare, bare_optimizer = build()
+    want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "thinnable"))
+    if site not in ("inspect", "read", "arrived", "due", "backward_clock"):
+        assert all(torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("passing", [KeyboardInterrupt, SystemExit, TrainingStopped])
+def test_what_must_pass_passes(
+    passing: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, sys.exit and a rule's stop are never swallowed."""
+    model, optimizer = build()
+    with gradwatch.watch(model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, listen="127.0.0.1:0"):
+
+        def raises(*args: Any, **kwargs: Any) -> Any:
+            raise passing
+
+        monkeypatch.setattr(lane.Lane, "settle", raises)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(passing):
+            optimizer.step()
+
+
+def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three consecutive faults the step path is left alone for a minute, then tried again."""
+    model, optimizer = build()
+    with gradwatch.watch(
+        model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, listen="127.0.0.1:0"
+    ) as gw:
+        calls = []
+
+        def broken(*args: Any) -> Any:
+            calls.append(1)
+            raise ValueError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lane.Lane, "settle", broken)
+            train(gw, model, optimizer, skip_nan=False)
+        assert len(calls) == watching.FAILURES
+        assert gw.health.up()["boundary"] is False
+        monkeypatch.setattr(watching, "PAUSE_SECONDS", 0.0)
+        gw._paused_until = 0.0
+        train(gw, model, optimizer, skip_nan=False)
+        assert gw.status()["steps"] > 0
+
+
+def test_strict_lets_our_faults_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`strict=True` is for CI: a fault of ours fails the step."""
+    model, optimizer = build()
+    with gradwatch.watch(
+        model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, listen="127.0.0.1:0", strict=True
+    ):
+
+        def broken(*args: Any) -> Any:
+            raise ValueError("broken on purpose")
+
+        monkeypatch.setattr(lane.Lane, "settle", broken)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ValueError, match="broken on purpose"):
+            optimizer.step()
+
+
+def test_health_that_cannot_speak_still_counts() -> None:
+    """A logger that raises is itself counted, not raised."""
+
+    def speak(component: str, error: BaseException) -> None:
+        raise OSError("stderr is gone")
+
+    health = Health(on_first=speak)
+    for _ in range(3):
+        health.report("capture", ValueError())
+    assert health.errors() == {"capture": 3, "log": 1}
+
+
+def test_sink_that_cannot_open_leaves_training_alone(tmp_path: Path) -> None:
+    """A sink of the user's that raises everywhere is counted and switched off."""
+
+    class Broken:
+        name = "broken"
+
+        def open(self, run: RunInfo, health: Health) -> None:
+            raise OSError(errno.EROFS, "read-only file system")
+
+        def write(self, record: Record) -> None:
+            raise AssertionError("must not be reached")
+
+        def flush(self, timeout: float) -> bool:
+            raise OSError
+
+        def close(self) -> None:
+            raise OSError
+
+    model, optimizer = build()
+    with gradwatch.watch(model, optimizer, rules=parse_rules(RULES), sinks=[Broken()], run_dir=tmp_path) as gw:
+        train(gw, model, optimizer, skip_nan=False)
+        assert gw.health.errors() == {"broken": 1}
+        assert gw.health.up()["broken"] is False
+        assert gw.status()["steps"] == 6

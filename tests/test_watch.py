@@ -1,0 +1,339 @@
+"""`gradwatch.watch` as its users meet it: attach, observe, resume, close, and every way of getting it wrong."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.errors import AttachError, RuleFileError
+from gradwatch.health import Health
+from gradwatch.hooks import step_hooks
+from gradwatch.rulefile import parse_rules
+from gradwatch.snapshot import Record, RunInfo
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+
+
+class Collector:
+    """A sink that keeps every Record."""
+
+    name = "collector"
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        self.run = run
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def flush(self, timeout: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(X).pow(2).sum() * scale
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def watch(model: Any, optimizer: Any = None, **options: Any) -> tuple[Any, Collector]:
+    sink = Collector()
+    return gradwatch.watch(model, optimizer, sinks=[sink], strict=True, **options), sink
+
+
+def test_every_step_is_recorded(tmp_path: Path) -> None:
+    """One Record per optimizer step, with its cost, its time and the norms of every parameter."""
+    model, optimizer = build()
+    gw, sink = watch(model, optimizer, run_dir=tmp_path)
+    with gw:
+        for _ in range(5):
+            step(model, optimizer)
+    assert [record.snapshot.step for record in sink.records] == [0, 1, 2, 3, 4]
+    assert sink.records[0].step_seconds is None
+    assert all(record.overhead_seconds > 0 for record in sink.records)
+    assert sink.records[-1].snapshot.sites.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert sink.records[-1].snapshot.scalars["lr"] == 0.01
+    assert sink.closed
+
+
+def test_optimizer_may_be_left_out() -> None:
+    """Any optimizer that owns a watched parameter is adopted at its first step, also one made later."""
+    model, _ = build()
+    gw, sink = watch(model)
+    with gw:
+        late = torch.optim.SGD(model.parameters(), 0.1)
+        step(model, late)
+        other, other_optimizer = build()
+        step(other, other_optimizer)
+    assert len(sink.records) == 1
+
+
+def test_observed_loss_reaches_the_rules() -> None:
+    """`observe(loss=…)` feeds the loss rules, and a tensor with a graph is not kept alive."""
+    model, optimizer = build()
+    gw, sink = watch(model, optimizer, rules="observe-only")
+    with gw:
+        loss = step(model, optimizer)
+        gone = weakref.ref(loss)
+        gw.observe(loss=loss)
+        del loss
+        gc.collect()
+        assert gone() is None
+        step(model, optimizer)
+        gw.observe(loss=float("nan"))
+        step(model, optimizer)
+    assert sink.records[1].snapshot.scalars["loss"] > 0
+    assert "loss-non-finite" in sink.records[2].verdict.firing
+
+
+def test_nan_batch_is_skipped_and_training_goes_on() -> None:
+    """The default pack leaves weights and optimizer state untouched on a non-finite step, then goes on."""
+    model, optimizer = build()
+    gw, sink = watch(model, optimizer, rules="default")
+    with gw:
+        for _ in range(3):
+            step(model, optimizer)
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        step(model, optimizer, scale=float("nan"))
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert sink.records[-1].decision.skip
+        step(model, optimizer)
+        assert not sink.records[-1].decision.skip
+        assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_rule_that_says_stop_stops(tmp_path: Path) -> None:
+    """`do: [stop]` raises TrainingStopped from the user's own step, after the sinks were flushed."""
+    rules = parse_rules("version: 1\nrules: {lost: {detect: {kind: nonfinite}, do: [stop: {}]}}")
+    model, optimizer = build()
+    gw, sink = watch(model, optimizer, rules=rules)
+    with gw:
+        step(model, optimizer)
+        with pytest.raises(gradwatch.TrainingStopped, match="lost"):
+            step(model, optimizer, scale=float("inf"))
+    assert sink.records[-1].decision.stop
+
+
+def test_resume_equals_uninterrupted(tmp_path: Path) -> None:
+    """Events after a resume from state_dict are those of the run that was never interrupted."""
+    scales = [1.0] * 60 + [1e4] + [1.0] * 10
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        optimizer.zero_grad()
+        ((model(torch.randn(16, 3)) - torch.randn(16, 2)).pow(2).mean() * scale).backward()
+        optimizer.step()
+
+    def run(cut: int | None) -> list[tuple[str, str, int]]:
+        model, optimizer = build()
+        gw, sink = watch(model, optimizer, rules="default")
+        events = []
+        for i, scale in enumerate(scales):
+            if i == cut:
+                state = json.loads(json.dumps(gw.state_dict(), default=list))
+                gw.close()
+                events += sink.records
+                gw, sink = watch(model, optimizer, rules="default")
+                gw.load_state_dict(state)
+            step(model, optimizer, scale)
+        gw.close()
+        records = events + sink.records
+        return [(e.kind, e.rule, e.step) for record in records for e in record.verdict.events]
+
+    whole = run(None)
+    assert any(rule == "norm-spike" for _, rule, _ in whole)
+    # Learned loop counts are not state: the first window after a resume is provisional, so cut well before.
+    assert run(40) == whole
+
+
+def test_wrong_arguments_say_what_to_do() -> None:
+    """Not a module, no parameters, not an optimizer, nothing that wants a gradient, unknown pack."""
+    model, optimizer = build()
+    with pytest.raises(AttachError, match=r"torch\.nn\.Module"):
+        gradwatch.watch([1, 2])  # type: ignore[list-item]
+    with pytest.raises(AttachError, match="no model"):
+        gradwatch.watch([])
+    with pytest.raises(AttachError, match="nothing to watch"):
+        gradwatch.watch(nn.ReLU())
+    with pytest.raises(AttachError, match="adopted at its first step"):
+        gradwatch.watch(model, "adam")  # type: ignore[arg-type]
+    with pytest.raises(AttachError, match="unfreezing"):
+        gradwatch.watch(build()[0].requires_grad_(False))
+    with pytest.raises(RuleFileError, match="GW"):
+        gradwatch.watch(model, optimizer, rules="no-such-pack")
+
+
+def test_attaching_twice_is_an_error_but_the_launcher_gives_way() -> None:
+    """A model has one watch; the launcher's is replaced by the script's own."""
+    model, optimizer = build()
+    launched, _ = watch(model, optimizer, origin="launcher")
+    gw, sink = watch(model, optimizer)
+    assert launched.status()["active"] is False
+    with gw, pytest.raises(AttachError, match="watched already"):
+        watch(model, optimizer)
+    again, _ = watch(model, optimizer)
+    again.close()
+
+
+def test_rule_that_matches_nothing_is_refused_at_attach() -> None:
+    """A group or rule that selects no parameter is an error before training, unless optional; no hook remains."""
+    model, optimizer = build()
+    source = """
+version: 1
+groups: {{heads: {{params: ["*.head.*"]{optional}}}}}
+rules: {{big: {{detect: {{kind: above, of: norm, threshold: 5}}, groups: [heads]{optional}}}}}
+"""
+    with pytest.raises(AttachError, match="heads"):
+        watch(model, optimizer, rules=parse_rules(source.format(optional="")))
+    assert step_hooks.installed() == 0
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    gw, _ = watch(model, optimizer, rules=parse_rules(source.format(optional=", optional: true")))
+    gw.close()
+
+
+def test_action_not_built_is_refused_by_name() -> None:
+    """An action this version cannot carry out is refused at attach, never ignored."""
+    model, optimizer = build()
+    rules = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{localise: {by: replay}}]}}")
+    with pytest.raises(AttachError, match="localise"):
+        watch(model, optimizer, rules=rules)
+
+
+def test_standing_clip_policy() -> None:
+    """`clip: {total: {method: norm}}` bounds the norm the optimizer gets, and `norm` still says what it was."""
+    model, optimizer = build()
+    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 0.01}}")
+    gw, sink = watch(model, optimizer, rules=rules)
+    with gw:
+        for _ in range(3):
+            step(model, optimizer)
+            applied = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
+            assert float(applied) == pytest.approx(0.01, rel=1e-4)
+        assert sink.records[-1].snapshot.total_norm > 0.1
+
+
+def test_gradwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """P40: with GRADWATCH=0 there are no hooks, no threads, no files, and the script runs as it is."""
+    monkeypatch.setenv("GRADWATCH", "0")
+    threads = threading.active_count()
+    model, optimizer = build()
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path) as gw:
+        step(model, optimizer)
+        gw.observe(loss=1.0)
+        assert gw.flush()
+        assert gw.status()["active"] is False
+        assert gw.state_dict()["lanes"] == {}
+        assert step_hooks.installed() == 0
+        assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_forgotten_watch_does_not_keep_the_model_alive(tmp_path: Path) -> None:
+    """A watch nobody holds goes on with its model, and ends with it: hooks, sinks and memory."""
+    model, optimizer = build()
+    gw, sink = watch(model, optimizer, run_dir=tmp_path)
+    gone = weakref.ref(model), weakref.ref(gw)
+    del gw
+    gc.collect()
+    step(model, optimizer)
+    assert len(sink.records) == 1
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert step_hooks.installed() == 0
+    assert sink.closed
+
+
+def test_models_one_after_another_in_one_watch() -> None:
+    """A new optimizer on the same model goes on under its own lane; a dead one is forgotten."""
+    model, optimizer = build()
+    gw, sink = watch(model)
+    with gw:
+        step(model, optimizer)
+        del optimizer
+        gc.collect()
+        for _ in range(3):
+            step(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert len(sink.records) == 4
+
+
+def test_script_that_never_closes_exits_cleanly(tmp_path: Path) -> None:
+    """P8: a script that forgets close() ends by itself, with its own status and a readable journal."""
+    code = f"""
+import torch, gradwatch, sys
+model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+gw = gradwatch.watch(model, optimizer, run_dir={str(tmp_path)!r}, listen="127.0.0.1:0")
+for _ in range(5):
+    optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    journals = list(tmp_path.rglob("*.gwj"))
+    assert len(journals) == 1
+    assert journals[0].stat().st_mode & 0o777 == 0o600
+
+
+def test_forked_child_is_not_watched() -> None:
+    """P7 in small: a forked child that trains reports nothing and leaves the parent's sinks alone."""
+    model, optimizer = build()
+    gw, sink = watch(model, optimizer)
+    with gw:
+        step(model, optimizer)
+        pid = os.fork()
+        if pid == 0:
+            step(model, optimizer)
+            os._exit(0 if len(sink.records) == 1 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        step(model, optimizer)
+        assert len(sink.records) == 2
+
+
+def test_status_is_json_even_when_nothing_is_finite() -> None:
+    """NaN travels as a string, as everywhere in our JSON."""
+    model, optimizer = build()
+    gw, _ = watch(model, optimizer)
+    with gw:
+        step(model, optimizer, scale=float("nan"))
+        status = json.loads(json.dumps(gw.status(), allow_nan=False))
+    assert status["total_norm"] == ["NaN"]
+    assert "non-finite" in status["firing"]
+
+
+def test_coverage_counts_parameters_that_joined_unseen() -> None:
+    """A parameter that replaces a watched one lowers the coverage until its optimizer has stepped."""
+    model, optimizer = build()
+    gw, _ = watch(model, optimizer)
+    with gw:
+        step(model, optimizer)
+        assert gw.coverage == 1.0
+        model[0].weight = nn.Parameter(torch.randn(4, 3))  # type: ignore[index]
+        assert gw.coverage == pytest.approx(0.75)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step(model, optimizer)
+        assert gw.coverage == 1.0
