@@ -355,9 +355,7 @@ class Watch:
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
         step_seconds = None if course.last_step is None else now - course.last_step
         course.last_step = now
-        course.record = record = Record(
-            snapshot, verdict, decision, self._spent(now), step_seconds, time.time()
-        )
+        course.record = record = Record(snapshot, verdict, decision, self._spent(), step_seconds, time.time())
         for sink in self._sinks:
             sink.write(record)
         if decision.stop:
@@ -427,11 +425,12 @@ class Watch:
             if optimizer is not None and id(optimizer) in optimizers and lane.backwards:
                 lane.discard()
 
-    def _spent(self, now: float) -> float:
+    def _spent(self) -> float:
+        """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""
         boundary, capture = self._boundary, self._capture
         spent = boundary.spent_seconds + capture.spent_seconds
         boundary.spent_seconds = capture.spent_seconds = 0.0
-        return spent + (time.perf_counter() - now)
+        return spent
 
     def _coverage(self, lane: Lane) -> float:
         return 1.0 if lane.thinned else self._capture.coverage(lane)

@@ -22,7 +22,7 @@ from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
 
-QUICK = [name for name, contender in CONTENDERS.items() if contender.library == "torch"]
+QUICK = [name for name, contender in CONTENDERS.items() if contender.library in ("torch", "gradwatch")]
 MILLISECOND = 1e-3
 
 

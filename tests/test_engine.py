@@ -451,15 +451,7 @@ def test_state_survives_a_changed_parameter_set() -> None:
 def test_a_foreign_state_is_refused() -> None:
     """With an error of ours that says so, whatever it holds."""
     engine = bound([rule("s", Spike())])
-    for wrong in (
-        {},
-        {"format": 99},
-        {"format": 1},
-        {"format": 1, "lr": None, "rules": {}, "baselines": {"x": 1}},
-    ):
-        if wrong.get("baselines"):
-            assert isinstance(EngineState.from_dict(wrong, engine), EngineState)
-            continue
+    for wrong in ({}, {"format": 99}, {"format": 1}, {"format": 1, "lr": None, "rules": 3, "baselines": {}}):
         with pytest.raises(GradwatchError):
             EngineState.from_dict(wrong, engine)
     broken = engine.init().to_dict()

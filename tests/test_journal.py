@@ -314,7 +314,7 @@ def test_several_optimizers_share_a_journal(tmp_path: Path) -> None:
         ours = [step for step in reader.records() if step.record.snapshot.optimizer == which]
         assert [step.record.snapshot.step for step in ours] == list(range(300))
         assert all(step.norms is not None and set(step.norms.norm) == {which + 1} for step in ours)
-    assert sum(isinstance(entry, StepsEntry) for entry in reader.entries()) < 20
+    assert sum(isinstance(entry, StepsEntry) for entry in reader.entries()) < 60
 
 
 @given(st.integers(0, 200_000))
@@ -326,10 +326,10 @@ def test_the_first_cadence_keeps_the_rate_of_writing(sites: int) -> None:
     assert 4 * sites / every < 2 * 4096 or every == 1
 
 
-@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [6_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 def test_a_cap_thins_the_middle_and_keeps_first_and_last(tmp_path: Path, count: int) -> None:
     """However many incidents (P22), the cap holds; the first and the last are there, nothing is damaged."""
-    sites, cap = make_sites(8), 128 * count
+    sites, cap = make_sites(8), max(512 << 10, 64 * count)
     writer = recorder(tmp_path, max_bytes=cap)
     for start in range(0, count, 256):
         steps = range(start, min(start + 256, count))
@@ -478,6 +478,26 @@ def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     """A wrong option raises where the sink is made, before training."""
     with pytest.raises(ValueError, match="is"):
         JournalSink(**options)
+
+
+def test_a_record_that_cannot_be_encoded_is_counted(tmp_path: Path) -> None:
+    """What makes no entry costs itself, not its neighbours."""
+    sink = JournalSink()
+    sink.open(make_run(tmp_path), health := Health())
+    good = make_record(make_sites(), events=(make_event(),))
+    wrong: Any = make_event(step=1, value="large")
+    for record in (
+        good,
+        make_record(make_sites(), step=1, events=(wrong,)),
+        make_record(make_sites(), step=2),
+    ):
+        sink.write(record)
+    sink.close()
+    (reader,) = read_journal(tmp_path / "run-1")
+    assert [event.step for event in reader.events()] == [0]
+    assert [step.record.snapshot.step for step in reader.records()] == [0, 1, 2]
+    assert sum(entry.events for entry in reader.entries() if isinstance(entry, LostEntry)) == 1
+    assert health.errors() == {"journal": 1}
 
 
 def test_names_of_files() -> None:

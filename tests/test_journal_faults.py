@@ -313,7 +313,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
 
 
 def test_a_hung_disk_never_stalls_a_step(opened: Callable[..., Journal], hung: HungDisk) -> None:
-    """While fdatasync hangs every write returns; what the queue cannot take is counted, and recorded (P20)."""
+    """While fdatasync hangs every write returns; what the queue cannot take is counted and recorded (P20)."""
     journal = opened()
     first = journal.write(incident=True)
     assert hung.entered.wait(10.0)
@@ -357,7 +357,7 @@ def test_closing_does_not_wait_for_a_hung_disk(opened: Callable[..., Journal], h
 
 
 def test_incidents_without_a_disk_are_bounded(tmp_path: Path, opened: Callable[..., Journal]) -> None:
-    """With no disk, 1,024 incidents wait in memory, the first and the last among them; the rest is counted."""
+    """With no disk 1,024 incidents wait in memory, first and last among them; the rest is counted."""
     (tmp_path / "run-1").write_text("in the way")
     journal = opened()
     count = 3 * MAX_QUEUE
@@ -385,13 +385,13 @@ def test_ranks_and_restarts_never_share_a_file(tmp_path: Path) -> None:
         "[journal.write() for _ in range(100)]; journal.sink.close(); assert journal.health.errors() == {}"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) for _ in range(4)]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
     for child in children:
         assert child.stdin is not None
         child.stdin.close()
-    assert [child.wait(60) for child in children] == [0] * 4
+    assert [child.wait(60) for child in children] == [0] * 3
     readers = read_journal(tmp_path / "run-1")
-    assert [reader.attempt for reader in readers] == [0, 1, 2, 3]
+    assert [reader.attempt for reader in readers] == [0, 1, 2]
     for reader in readers:
         assert [step.record.snapshot.step for step in reader.records()] == list(range(100))
         assert (reader.damage, reader.complete) == ([], True)
@@ -436,7 +436,7 @@ def test_the_script_may_end_without_closing(tmp_path: Path) -> None:
     assert [event.step for event in reader.events()] == [0]
 
 
-@pytest.mark.parametrize("steps", [4_000, pytest.param(100_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("steps", [2_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_memory_does_not_grow(tmp_path: Path, steps: int) -> None:
     """Thousands of steps, an incident in every hundred, leave the process as large as it was (P11)."""
     code = """
@@ -450,7 +450,7 @@ def run(first, last):
     for step in range(first, last):
         events = (make_event(step=step),) if step % 100 == 0 else ()
         journal.sink.write(make_record(sites, step, step=step, events=events))
-        if step % 200 == 0: assert journal.sink.flush(30)
+        if step % 500 == 0: assert journal.sink.flush(30)
 run(0, 2_000)
 before = resident()
 run(2_000, 2_000 + int(sys.argv[2]))

@@ -171,7 +171,7 @@ for _ in range(3):
 
 
 def test_frozen_garbage_collector_falls_back_to_positions(tmp_path: Path) -> None:
-    """After gc.freeze() no module can be found; parameters are named by optimizer, group, position and shape."""
+    """After gc.freeze() no module is found; parameters are named by optimizer, group, place and shape."""
     done = run(tmp_path, TRAIN.replace("for _", "import gc; gc.freeze()\nfor _"))
     assert done.returncode == 0, done.stderr
     assert watched_names(tmp_path)[0] == "opt0.group0.0[8x4]"
@@ -186,7 +186,7 @@ def test_names_given_to_the_optimizer_are_used_where_no_module_is_found(tmp_path
 
 @pytest.mark.parametrize("flag", ["-E", "-I"])
 def test_python_that_ignores_pythonpath_is_watched_in_process(tmp_path: Path, flag: str) -> None:
-    """`python -E/-I x.py` is run through isolated.py, says so, and keeps argv, __main__ and the exit status."""
+    """`python -E/-I x.py` goes through isolated.py, says so, and keeps argv, __main__ and exit status."""
     script = (
         TRAIN + "import sys, pickle\nclass A: pass\npickle.dumps(A())\nprint(sys.argv, __name__)\nsys.exit(4)"
     )
@@ -198,7 +198,7 @@ def test_python_that_ignores_pythonpath_is_watched_in_process(tmp_path: Path, fl
 
 
 def test_torchrun_is_watched_on_every_rank(tmp_path: Path) -> None:
-    """`gradwatch run -- torchrun …`: both ranks share a run, each with its own journal, names without wrappers."""
+    """`gradwatch run -- torchrun …`: both ranks share a run, each has its journal, names lack wrappers."""
     script = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -256,7 +256,7 @@ def test_the_exit_is_not_held_up(tmp_path: Path) -> None:
     """A script that ends with a live watch, an open endpoint and a connected scraper ends (P8)."""
     script = TRAIN + (
         "import socket, sys\nfrom gradwatch.launch import agent\nfrom urllib.parse import urlsplit\n"
-        "at = urlsplit(agent._watches[0].url)\nopen_socket = socket.create_connection((at.hostname, at.port))\n"
+        "at = urlsplit(agent._watches[0].url)\nscraper = socket.create_connection((at.hostname, at.port))\n"
         "sys.exit(2)"
     )
     done = run(tmp_path, script)  # a hang would run into the timeout

@@ -424,7 +424,7 @@ FORKED = """
 
 
 def test_a_forked_child_neither_hangs_nor_takes_the_endpoint_away(tmp_path: Path) -> None:
-    """Forked while another thread holds the lock: the child can write and close, the parent's file stays (P7)."""
+    """Forked while another thread holds the lock: the child goes on, the parent keeps its file (P7)."""
     said = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKED), str(tmp_path)],
         capture_output=True,

@@ -90,11 +90,11 @@ def test_explain_says_what_is_near() -> None:
 
 def test_many_problems_are_cut_off() -> None:
     """A file with hundreds of problems lists the first hundred and says how many more there are."""
-    rules = "".join(f"  r{i:03}: {{detect: {{kind: nonfinite}}, x: 1}}\n" for i in range(150))
+    rules = "".join(f"  r{i:03}: {{detect: {{kind: nonfinite}}, x: 1}}\n" for i in range(125))
     error = problems_of("version: 1\nrules:\n" + rules)
     assert error is not None
     assert [p.code for p in error.problems] == ["GW101"] * 100 + ["GW009"]
-    assert "50 more" in error.problems[-1].message
+    assert "25 more" in error.problems[-1].message
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,30 @@ def test_many_problems_are_cut_off() -> None:
     ],
 )
 def test_numbers_are_what_was_written(written: str, value: float) -> None:
-    """Every spelling of a number in YAML 1.2 is that number; 1e-7 and 1e3 too, which YAML 1.1 takes for text."""
+    """Every spelling of a number in YAML 1.2 is that number, 1e-7 and 1e3 included."""
     text = f"version: 1\nrules: {{r: {{detect: {{kind: above, threshold: {written}}}}}}}\n"
     assert parse_rules(text).rule("r").detect.threshold == value
 
 
 @pytest.mark.parametrize(
     "written",
-    ["010", "1:30", "1_000", "0b11", "12e", "1e", "0x", "--1", "10 steps", "5%", "1,5", '"10"', "~", "", "yes"],
+    [
+        "010",
+        "1:30",
+        "1_000",
+        "0b11",
+        "12e",
+        "1e",
+        "0x",
+        "--1",
+        "10 steps",
+        "5%",
+        "1,5",
+        '"10"',
+        "~",
+        "",
+        "yes",
+    ],
 )
 def test_doubtful_numbers_are_refused_in_place(written: str) -> None:
     """What some YAML readers take for another number, or a person for a unit, is an error at its place."""

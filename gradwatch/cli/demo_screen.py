@@ -112,6 +112,7 @@ def _row(finding: Finding) -> tuple[str, ...]:
     late = event.step - fault.step
     when = f"step {event.step}" + (f" (+{late})" if late else " (same)")
     site = next((site for site in event.sites if site.startswith(fault.where)), event.first_cause or "all")
+    site += f" (+{event.count - 1} more)" if event.count > 1 else ""
     acted = "step skipped" if finding.skipped else "alert"
     return mark, fault.title, f"step {fault.step}", when, site, event.rule, acted
 

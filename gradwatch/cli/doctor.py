@@ -199,9 +199,11 @@ def check_taps() -> Iterator[Check]:
 
 def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[Check]:
     """What a step costs with and without; and which rules could never speak about this model."""
-    from gradwatch.launch.cost import measure_cost, own_model
+    from gradwatch.launch.cost import idle_rules, measure_cost, own_model
 
     factory = own_model if model is None else load_factory(model)
+    for rule, reason in idle_rules(factory, ruleset).items():
+        yield Check("rules on the model", rule, "note", f"inactive: {reason}")
     cost = measure_cost(factory, ruleset, seconds)
     added = 1e3 * (cost.watched_seconds - cost.bare_seconds)
     detail = (

@@ -65,6 +65,8 @@ def handle_check(arguments: argparse.Namespace) -> int:
             if not report["problems"]:
                 counted = plural(report["enabled"], "rule")
                 print(f"{paint('ok', 'green')}  {report['path']}: {counted}, digest {report['digest'][:12]}")
+            for note in report["notes"]:
+                print(f"{paint('note', 'yellow')}  {note}; gradwatch run refuses it")
         if wrong:
             codes = sorted({problem.code for problem in wrong})
             complain(
@@ -75,15 +77,24 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str) -> dict[str, Any]:
-    """What one file holds: its rules and digest, or its problems."""
+    """What one file holds: its rules and digest, or its problems; notes on what this version cannot do."""
+    from gradwatch.engine.admission import unbuilt
     from gradwatch.rulefile import load_rules
 
+    report: dict[str, Any] = {
+        "path": path,
+        "ok": True,
+        "enabled": 0,
+        "digest": "",
+        "notes": [],
+        "problems": [],
+    }
     try:
         ruleset = load_rules(path)
     except RuleFileError as error:
-        return {"path": path, "ok": False, "enabled": 0, "digest": "", "problems": list(error.problems)}
+        return report | {"ok": False, "problems": list(error.problems)}
     enabled = sum(rule.enabled for rule in ruleset.rules)
-    return {"path": path, "ok": True, "enabled": enabled, "digest": ruleset.digest, "problems": []}
+    return report | {"enabled": enabled, "digest": ruleset.digest, "notes": unbuilt(ruleset)}
 
 
 def framed(problem: Problem) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from gradwatch.cli.terminal import complain, paint
-from gradwatch.errors import GradwatchError, RuleFileError
+from gradwatch.errors import AttachError, GradwatchError, RuleFileError
 
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
@@ -59,7 +59,7 @@ def handle(arguments: argparse.Namespace) -> int:
     rules = arguments.rules or os.environ.get("GRADWATCH_RULES") or "default"
     try:
         check_rules(rules, settings(arguments).get("GRADWATCH_RUN_ID", ""))
-    except RuleFileError as error:
+    except (RuleFileError, AttachError) as error:
         complain(str(error))
         if arguments.on_config_error == "exit":
             return 2
@@ -74,10 +74,14 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def check_rules(source: str, run: str) -> None:
-    """Raise RuleFileError with everything wrong in the rule file, a missing file included."""
+    """Raise RuleFileError with everything wrong in the rule file, AttachError for what is not built yet."""
+    from gradwatch.engine.admission import unbuilt
     from gradwatch.rulefile import load_rules
 
-    load_rules(source, run=run)
+    missing = unbuilt(load_rules(source, run=run))
+    if missing:
+        listed = "\n".join(f"  - {each}" for each in missing)
+        raise AttachError(f"{source} asks for what this version does not have:\n{listed}")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:
@@ -85,7 +89,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
     given: dict[str, str] = {}
     rules = arguments.rules or os.environ.get("GRADWATCH_RULES")
     if rules:
-        given["GRADWATCH_RULES"] = os.path.abspath(rules) if os.path.exists(rules) else rules
+        given["GRADWATCH_RULES"] = anchored(rules)
     directory = arguments.dir or os.environ.get("GRADWATCH_DIR")
     if directory:
         given["GRADWATCH_DIR"] = os.path.abspath(directory)
@@ -96,6 +100,13 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.strict:
         given["GRADWATCH_STRICT"] = "1"
     return given
+
+
+def anchored(rules: str) -> str:
+    """The name of a shipped pack as it is, any other file by its absolute path."""
+    from gradwatch.rulefile import pack_names
+
+    return rules if rules in pack_names() else os.path.abspath(os.path.expanduser(rules))
 
 
 def become(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:

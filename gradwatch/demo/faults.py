@@ -54,7 +54,7 @@ class Finding:
 
 
 def make_plan(seconds: float) -> Plan:
-    """Faults spread over about `seconds` of training (never fewer than SHORTEST steps)."""
+    """Faults spread over about `seconds` of training; SHORTEST steps of a smaller model where that is short."""
     steps = max(SHORTEST, round(seconds * STEPS_PER_SECOND))
     vanish = max(60, round(0.25 * steps))
     restored = vanish + max(40, round(0.1 * steps))
@@ -91,6 +91,8 @@ def make_plan(seconds: float) -> Plan:
     )
     flags = {"--steps": steps, "--vanish-at": vanish, "--vanish-for": restored - vanish}
     flags |= {"--nan-batch-at": nan, "--explode-lr-at": explode}
+    if seconds * STEPS_PER_SECOND < SHORTEST:
+        flags |= {"--width": 64}
     return Plan(steps, faults, tuple(word for flag, value in flags.items() for word in (flag, str(value))))
 
 

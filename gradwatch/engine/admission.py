@@ -12,12 +12,13 @@ from gradwatch.snapshot import Sites
 
 def admit(ruleset: RuleSet, sites: Sites) -> None:
     """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
-    problems = [*_unbuilt(ruleset), *_unmatched(ruleset, sites.labelled(labels(ruleset.groups, sites)))]
+    problems = [*unbuilt(ruleset), *_unmatched(ruleset, sites.labelled(labels(ruleset.groups, sites)))]
     if problems:
         raise AttachError("the rules do not fit this model:\n" + "\n".join(f"  - {one}" for one in problems))
 
 
-def _unbuilt(ruleset: RuleSet) -> list[str]:
+def unbuilt(ruleset: RuleSet) -> list[str]:
+    """What the rules ask for that this version does not have, one sentence each; needs no model."""
     problems = []
     for rule in ruleset.rules:
         for action in rule.do if rule.enabled else ():

@@ -29,4 +29,5 @@ def flat(grad: Tensor) -> Tensor:
         return grad.view(-1)
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     permuted = grad.permute(order)
-    return permuted.view(-1) if permuted.is_contiguous() else grad.reshape(-1)
+    # `contiguous`, not `reshape`: a strided vector would stay one, and BLAS sums those one by one.
+    return (permuted if permuted.is_contiguous() else grad.contiguous()).view(-1)

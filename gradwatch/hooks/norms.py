@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class _Bucket:
     """Small float32 gradients of one shape: `indices` into the read, and the buffer they are stacked in."""
 
     indices: NDArray[np.intp]
-    pick: operator.itemgetter[int]
+    pick: operator.itemgetter[Any]
     stacked: Tensor
     rows: Tensor
 
@@ -83,7 +84,7 @@ class CpuReader:
             # `stack` refuses unequal shapes itself, but would resize `out` if all had changed alike.
             if members[0] is None or members[0].shape != bucket.stacked.shape[1:]:
                 raise TypeError
-            torch.stack(members, out=bucket.stacked)  # type: ignore[arg-type]
+            torch.stack(members, out=bucket.stacked)
         except (TypeError, RuntimeError):
             # Some are missing, sparse or of another shape this time: one by one is always right.
             for index, grad in zip(bucket.indices, members, strict=True):
@@ -119,12 +120,11 @@ def _stackable(grad: Tensor) -> bool:
 
 def _single(grad: Tensor) -> float:
     """`sum_of_squares` with the common case (contiguous float32, medium) kept to two calls."""
-    if grad.numel() < 2 * ROW and grad.dtype is torch.float32 and not grad.requires_grad:
-        try:
-            vector = grad.view(-1)
-            return torch.dot(vector, vector).item()  # sync: CPU tensor
-        except RuntimeError:  # not contiguous, sparse, or a tensor subclass
-            return sum_of_squares(grad)
+    plain = grad.layout is torch.strided and grad.dtype is torch.float32 and not grad.requires_grad
+    # BLAS sums a strided vector one by one, which loses three digits: contiguous only.
+    if plain and type(grad) is Tensor and grad.numel() < 2 * ROW and grad.is_contiguous():
+        vector = grad.view(-1)
+        return torch.dot(vector, vector).item()  # sync: CPU tensor
     return sum_of_squares(grad)
 
 

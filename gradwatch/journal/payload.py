@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.journal.frames import MAX_PAYLOAD
+
 Array = NDArray[Any]
 _LENGTH = struct.Struct("<I")
 _CODES = {code: np.dtype("<" + code) for code in ("f4", "f8", "i4", "i8", "u1")}
@@ -47,7 +49,8 @@ class Payload:
 def encode_payload(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> bytes:
     """The bytes of one payload; 1-D arrays only, bool or one of the five codes.
 
-    `ValueError` for a non-finite float in `fields` (spell it with `number`), `TypeError` for any other dtype.
+    `ValueError` for a non-finite float in `fields` (spell it with `number`) or more bytes than a frame takes,
+    `TypeError` for any other dtype.
     """
     listing: list[tuple[str, str, int]] = []
     blobs: list[bytes] = []
@@ -59,7 +62,10 @@ def encode_payload(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Ar
         )
     document = {"kind": kind, **fields, "arrays": listing}
     header = _ENCODER.encode(document).encode("ascii")
-    return b"".join([_LENGTH.pack(len(header)), header, *blobs])
+    payload = b"".join([_LENGTH.pack(len(header)), header, *blobs])
+    if len(payload) > MAX_PAYLOAD:
+        raise ValueError(f"an entry of {len(payload)} bytes is too large for a journal")
+    return payload
 
 
 def _code(array: Array) -> str:

@@ -20,7 +20,7 @@ from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import GroupNorms, StepRow, StepsEntry, step_row
 from gradwatch.snapshot import Event, Record, RunInfo, Sites, Snapshot
 
-_ROWS = 128
+_ROWS = 64
 _ROWS_SECONDS = 1.0
 _SYNC_SECONDS = 5.0
 _MOST_WAITING = 1024
@@ -109,12 +109,22 @@ class Recorder:
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
         for record in batch:
-            self._add_events(record)
+            self._guarded(self._add_events, record)
         if self._urgent:
             self._settle_events()
         for record in batch:
-            self._add_step(record)
+            self._guarded(self._add_step, record)
             self._pause()
+
+    def _guarded(self, take: Callable[[Record], None], record: Record) -> None:
+        """A Record that cannot be encoded must not take its neighbours with it."""
+        try:
+            take(record)
+        except Exception as error:
+            self._failed(error)
+            step = record.snapshot.step
+            events = len(record.verdict.events) if take == self._add_events else 0
+            self.lose(LostEntry(scalars=not events, events=events, first_step=step, last_step=step))
 
     def lose(self, lost: LostEntry) -> None:
         """Count what will not be written."""

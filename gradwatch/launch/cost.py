@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.engine import Engine
+from gradwatch.hooks.names import named_parameters
 from gradwatch.rules import RuleSet
+from gradwatch.sinks.journal import JournalSink
+from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.snapshot import Sites
 
 Loss = Callable[[nn.Module], Tensor]
 Factory = Callable[[], tuple[nn.Module, Loss]]
@@ -51,7 +57,9 @@ def measure_cost(factory: Factory, rules: RuleSet, seconds: float = 4.0) -> Cost
     with TemporaryDirectory(prefix="gradwatch-doctor-") as folder, _kept_random_state():
         bare_model, bare = _stepper(factory)
         watched_model, watched = _stepper(factory)
-        with gradwatch.watch(watched_model, rules=rules, run_dir=folder, listen="127.0.0.1:0"):
+        # The default sinks but the log: the probe's own training is no news.
+        sinks = (PrometheusSink(listen="127.0.0.1:0"), JournalSink())
+        with gradwatch.watch(watched_model, rules=rules, run_dir=folder, sinks=sinks):
             for _ in range(WARM_UP):
                 bare(), watched()
             pairs: list[tuple[float, float]] = []
@@ -69,6 +77,20 @@ def measure_cost(factory: Factory, rules: RuleSet, seconds: float = 4.0) -> Cost
         pairs=len(pairs),
         parameters=sum(parameter.numel() for parameter in bare_model.parameters()),
     )
+
+
+def idle_rules(factory: Factory, rules: RuleSet) -> Mapping[str, str]:
+    """Why a rule could never say anything about this model, by rule id."""
+    model, _ = factory()
+    named = list(named_parameters([model]))
+    sites = Sites(
+        names=tuple(name for name, _ in named),
+        kinds=("param",) * len(named),
+        numels=np.array([parameter.numel() for _, parameter in named], np.int64),
+        ndims=np.array([parameter.ndim for _, parameter in named], np.int64),
+        depths=np.arange(len(named)),
+    )
+    return Engine(rules).bind(sites).inactive
 
 
 def _stepper(factory: Factory) -> tuple[nn.Module, Callable[[], float]]:

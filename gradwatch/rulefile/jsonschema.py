@@ -138,7 +138,7 @@ def _of(model: type[BaseModel]) -> Schema:
 
 
 def _draft7(schema: Any) -> None:
-    """What draft 7 says otherwise than the draft pydantic writes: tuples, and keys that must fit a pattern."""
+    """What draft 7 says otherwise than pydantic's draft: tuples, and keys that must fit a pattern."""
     if isinstance(schema, dict):
         if "prefixItems" in schema:
             schema["items"], schema["additionalItems"] = schema.pop("prefixItems"), False

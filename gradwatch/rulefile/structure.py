@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 from gradwatch.detectors.detector import DETECTORS
 from gradwatch.rulefile.annotations import check_annotations, check_labels
@@ -20,7 +21,6 @@ from gradwatch.rulefile.schema import (
     ModulesEntry,
     Override,
     RuleEntry,
-    detector_model,
 )
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")
@@ -80,12 +80,6 @@ def _named(section: Node | None, what: str, model: type[Model], problems: Proble
 
 
 def _in_detect() -> dict[str, str]:
-    keys = {key for cls in DETECTORS.values() for key in _detect_keys(cls)} | {"kind"}
-    return dict.fromkeys(keys - set(keys_of(RuleEntry)), "a key of the detector: write it inside `detect:`")
-
-
-def _detect_keys(cls: type) -> list[str]:
-    return [name for name, value in getattr(cls, "__dataclass_fields__", {}).items()]
-
-
-__all__ = ["detector_model", "sections", "structure"]
+    keys = {each.name for cls in DETECTORS.values() for each in fields(cls)}  # type: ignore[arg-type]
+    keys = (keys | {"kind"}) - set(keys_of(RuleEntry))
+    return dict.fromkeys(keys, "a key of the detector: write it inside `detect:`")

@@ -10,31 +10,33 @@ from __future__ import annotations
 
 import codecs
 import re
+import warnings
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    CollectionStartEvent,
-    DocumentStartEvent,
-    MappingEndEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-)
-from ruamel.yaml.parser import Parser
-from ruamel.yaml.reader import Reader
-from ruamel.yaml.scanner import Scanner, ScannerError
-
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, Source, quoted, shown
 from gradwatch.rulefile.scalars import resolve
 
+with warnings.catch_warnings():  # ruamel adds warning filters of its own when it is imported
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError
+    from ruamel.yaml.events import (
+        AliasEvent,
+        CollectionStartEvent,
+        DocumentStartEvent,
+        MappingEndEvent,
+        MappingStartEvent,
+        ScalarEvent,
+        SequenceEndEvent,
+    )
+    from ruamel.yaml.parser import Parser
+    from ruamel.yaml.reader import Reader
+    from ruamel.yaml.scanner import Scanner, ScannerError
+
 MAX_BYTES = 32 * 1024
-MAX_LINES = 1_500
-MAX_NODES = 1_500
+MAX_LINES = 1_200
+MAX_NODES = 1_200
 MAX_DEPTH = 32
 
 # What YAML calls a line break in some version, or what an editor shows as nothing: never meant in a rule

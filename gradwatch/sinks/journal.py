@@ -71,7 +71,8 @@ class JournalSink:
         self.on_acknowledged = on_acknowledged
         self.acknowledged = 0
         self.dropped = 0
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._queue: deque[Record] = deque()
         self._queued_bytes = 0
         self._accepted = self._taken = 0
@@ -98,9 +99,10 @@ class JournalSink:
         self._recorder = Recorder(
             run, self.params, self.max_bytes, self._report, self._acknowledge, self._rest
         )
+        thread = threading.Thread(target=self._run, name="gradwatch-journal", daemon=True)
+        thread.start()
+        self._thread = thread
         self._open = True
-        self._thread = threading.Thread(target=self._run, name="gradwatch-journal", daemon=True)
-        self._thread.start()
         health.mark(self.name, True)
 
     def write(self, record: Record) -> None:
@@ -108,21 +110,24 @@ class JournalSink:
         if not self._open:
             return
         urgent, size = bool(record.verdict.events), record_bytes(record)
-        with self._condition:
-            if self._accepts(urgent, size):
+        with self._lock:
+            waiting = len(self._queue)
+            light = self._queued_bytes + size <= _MAX_QUEUED_BYTES or urgent or not waiting
+            if light and waiting < (MAX_QUEUE if urgent else MAX_QUEUE - _FOR_EVENTS):
                 self._queue.append(record)
                 self._queued_bytes += size
                 self._accepted += 1
-                if urgent or len(self._queue) >= _WAKE_AT:
+                if urgent or waiting >= _WAKE_AT:
                     self._draining = True
                     self._condition.notify_all()
                 return
-            step = record.snapshot.step
-            self.dropped += 1
-            self._unrecorded |= LostEntry(
-                queue=1, events=len(record.verdict.events), first_step=step, last_step=step
-            )
+            self._drop(record)
         self._health.report("journal-queue", _FULL)
+
+    def _drop(self, record: Record) -> None:
+        step, events = record.snapshot.step, len(record.verdict.events)
+        self.dropped += 1
+        self._unrecorded |= LostEntry(queue=1, events=events, first_step=step, last_step=step)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was written so far is durable.
@@ -155,11 +160,6 @@ class JournalSink:
         if thread.is_alive():
             self._health.report(self.name, TimeoutError("the disk did not answer: the journal has no end"))
         self._health.mark(self.name, False)
-
-    def _accepts(self, urgent: bool, size: int) -> bool:
-        room = MAX_QUEUE if urgent else MAX_QUEUE - _FOR_EVENTS
-        fits = not self._queue or self._queued_bytes + size <= _MAX_QUEUED_BYTES
-        return len(self._queue) < room and (fits or urgent)
 
     @property
     def _failures(self) -> int:
@@ -234,7 +234,8 @@ class JournalSink:
         """In a forked child: no thread, no file, no lock of the parent's."""
         self._open = False
         self._thread = None
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._queue.clear()
         if self._recorder is not None:
             self._recorder.files.forget()

@@ -150,7 +150,7 @@ class Endpoint:
                 with self._turn:
                     self._take_turn(ready)
             except Exception as error:
-                # Out of memory, or somebody closed our descriptors: report it, and try again ever more rarely.
+                # Out of memory, or somebody closed our descriptors: report, and try again ever more rarely.
                 self._on_error(error)
                 self._stop.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

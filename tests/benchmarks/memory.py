@@ -67,9 +67,14 @@ class Loop:
                 self._watch.observe(loss=loss)
             self._optimizer.zero_grad()
         if self._watch is not None:
-            with urllib.request.urlopen(f"{self._watch.url}/metrics", timeout=10) as response:
-                response.read()
+            with urllib.request.urlopen(self._watch.url, timeout=10) as response:
+                if b"gradwatch_steps_total" not in response.read():
+                    raise RuntimeError("the endpoint served something else than this watch's metrics")
             self._watch.flush()
+
+    def errors(self) -> dict[str, int]:
+        """gradwatch's own faults so far: a part that has failed costs nothing and proves nothing."""
+        return {} if self._watch is None else self._watch.health.errors()
 
     def close(self) -> None:
         """Stop watching."""
@@ -98,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             readings.append(resident_bytes())
             if sys.stderr.isatty():
                 print(f"\r{len(readings)}/{SAMPLES}: {readings[-1] / MIB:.2f} MiB", end="", file=sys.stderr)
+        errors = loop.errors()
         loop.close()
     grown = growth(readings) / MIB
     verdict = "ok" if grown < args.limit else "GROWS"
@@ -105,7 +111,9 @@ def main(argv: list[str] | None = None) -> int:
         f"{verdict}: {grown:+.3f} MiB over {args.steps} steps after {args.warmup} of warm-up "
         f"(limit {args.limit:g}; resident {readings[0] / MIB:.1f} to {readings[-1] / MIB:.1f} MiB)"
     )
-    return 0 if grown < args.limit else 1
+    if errors:
+        print(f"internal errors: {errors}")
+    return 0 if grown < args.limit and not errors else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""P11 and P14: few threads, few descriptors, no growth, no network, and a start that asks nobody anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_threads_and_descriptors_are_bounded(tmp_path: Path) -> None:
+    """At most two threads and eight descriptors while watching; none of either after close."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    threads, fds = threading.active_count(), descriptors()
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, listen="127.0.0.1:0", strict=True) as gw:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert gw.flush()
+        assert threading.active_count() - threads <= 2
+        assert descriptors() - fds <= 8
+    assert threading.active_count() == threads
+    assert descriptors() == fds
+
+
+START = """
+import json, sys
+import torch
+events = []
+sys.addaudithook(lambda name, args: events.append(name) if name.startswith("socket.") else None)
+import gradwatch
+model = torch.nn.Linear(4, 4); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0"):
+    for _ in range(3):
+        optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()
+print(json.dumps(sorted(set(events))))
+"""
+
+
+def test_start_makes_no_connection_and_resolves_no_name(tmp_path: Path) -> None:
+    """Attaching, watching and closing never connect anywhere and never ask a resolver (it may hang for seconds)."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    used = json.loads(done.stdout)
+    forbidden = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.getnameinfo")
+    assert not [name for name in used if name in forbidden]
+    assert "socket.bind" in used  # the audit hook really sees the endpoint
+
+
+GROWTH = """
+import sys
+import torch, gradwatch
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+x = torch.ones(2, 8)
+steps = int(sys.argv[2])
+with gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0", strict=True) as gw:
+    for step in range(steps):
+        optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+        if step == steps // 2:
+            gw.flush(); before = resident()
+    gw.flush(); print(resident() - before)
+"""
+
+
+def grown(tmp_path: Path, steps: int) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(tmp_path), str(steps)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    """The second half of 6,000 steps under the whole default watch adds less than 1 MiB."""
+    assert grown(tmp_path, 6_000) < 1 << 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_memory_does_not_grow_in_a_long_run(tmp_path: Path) -> None:
+    """P11 in full: less than 1 MiB over 100,000 steps after as many to warm up."""
+    assert grown(tmp_path, 200_000) < 1 << 20

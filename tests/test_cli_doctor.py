@@ -1,0 +1,109 @@
+"""`gradwatch doctor`: what works here is said to work, what does not is named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from gradwatch.cli import main
+from gradwatch.launch import probes
+
+FACTORY = """
+import torch
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8), lambda model: model(torch.ones(4, 8)).square().mean()
+broken = 3
+"""
+
+
+def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit status, and the checks by name."""
+    status = main(["doctor", "--json", *words])
+    return status, {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+
+
+def test_all_is_well_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every tap of this torch works, the default pack is valid, and the cost is a number."""
+    words = ("--dir", str(tmp_path), "--listen", "127.0.0.1:0", "--seconds", "0.3")
+    status, checks = examined(capsys, *words)
+    assert status == 0
+    assert all(checks[name]["status"] == "ok" for name in probes.PROBES)
+    assert checks["default"]["status"] == "ok"
+    assert "% a step" in checks["own model"]["detail"]
+
+
+def test_a_model_of_the_users_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--model MODULE:FACTORY is looked for in the cwd first; rules that cannot speak about it are named."""
+    (tmp_path / "doctor_subject.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    _, checks = examined(capsys, "--model", "doctor_subject:build", "--seconds", "0.1")
+    assert "72 parameters" in checks["doctor_subject:build"]["detail"]
+    assert any(check["section"] == "rules on the model" for check in checks.values())
+    assert not (tmp_path / "gradwatch-runs").exists()
+
+
+@pytest.mark.parametrize("reference", ["no_such_module:build", "json:no_such", "json"])
+def test_a_model_that_is_not_there_is_exit_2(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message repeats what was asked for."""
+    assert main(["doctor", "--model", reference, "--seconds", "0.1"]) == 2
+    assert reference in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """A taken port never stops training, so it is no failure; where the endpoint goes instead is said."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        status, checks = examined(capsys, "--listen", listen, "--seconds", "0")
+    assert status == 0
+    assert checks["port"]["status"] == "note"
+    assert "endpoint-rank0.json" in checks["port"]["detail"]
+
+
+def test_what_would_fail_is_exit_1_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bad rule file, a folder nobody can write, GRADWATCH=0: each fails and says what to do."""
+    rules = tmp_path / "bad.yaml"
+    rules.write_text("version: 1\nrules: {x: {detect: {kind: nonfinit}}}\n")
+    monkeypatch.setenv("GRADWATCH", "0")
+    status, checks = examined(capsys, "--rules", str(rules), "--dir", "/proc/none", "--seconds", "0.1")
+    assert status == 1
+    failed = {name for name, check in checks.items() if check["status"] == "fail"}
+    assert failed == {"switch", "run directory", str(rules)}
+    assert checks[str(rules)]["advice"] == f"gradwatch rules check {rules}"
+    assert "own model" not in checks
+
+
+def test_a_broken_tap_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that raises is a failure with the reason, never a traceback."""
+
+    def broken() -> str:
+        raise AttributeError("no such hook")
+
+    monkeypatch.setitem(probes.PROBES, "tensor hook", broken)
+    assert probes.probe_all()["tensor hook"] == (False, "AttributeError: no such hook")
+
+
+def test_the_probes_leave_nothing_behind() -> None:
+    """No hook of a probe stays on torch's global lists."""
+    from torch.optim import optimizer
+
+    before = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    probes.probe_all()
+    after = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    assert after == before
+
+
+def test_the_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sections, a mark per check, and what to do next."""
+    assert main(["doctor", "--seconds", "0", "--dir", str(tmp_path), "--listen", "127.0.0.1:0"]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[0] == "versions"
+    assert "✓ torch" in told
+    assert "next: gradwatch run" in told
