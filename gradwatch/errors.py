@@ -17,7 +17,7 @@ class AttachError(GradwatchError):
     """
 
 
-class TrainingStopped(GradwatchError):
+class TrainingStopped(GradwatchError):  # noqa: N818 (an order, not an error)
     """A rule with `do: [stop]` fired; raised from `optimizer.step()` after the journal was flushed."""
 
 

@@ -126,7 +126,7 @@ def count_hooks(model: nn.Module, queue: torch.multiprocessing.SimpleQueue) -> N
 
 def test_swap_tensors_still_works(watched: Watched) -> None:
     """No weak reference of ours stands in the way of torch.utils.swap_tensors."""
-    model, optimizer, _ = watched
+    model, _, _ = watched
     weight = model[0].weight  # type: ignore[index]
     weight.grad = None
     torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros_like(weight)))

@@ -34,7 +34,9 @@ def found(directory: Path) -> set[int]:
     assert all(event.description == "x" * 200 for event in events)
     for step in reader.records():
         assert step.norms is None or set(step.norms.norm) == {step.record.snapshot.step}
-    assert {damage.reason for damage in reader.damage} <= {"torn"}
+    # The write that the kill interrupted may be there in part, as the last thing; nothing before it is touched.
+    assert len(reader.damage) <= 1
+    assert reader.missing == 0
     return {event.step for event in events}
 
 

@@ -71,8 +71,20 @@ VALID: dict[str, Any] = {
     ],
     "overrides": [{"match": {"run": "*-debug"}, "defaults": {"cooldown": 5}, "sinks": ["log"]}],
 }
-STRANGE: list[Any] = [None, True, False, 0, 1, -1, 2, 2.5, 1e-7, 10**12, "", "x", "10 steps", "stop", "param", "*"]
-STRANGE += [[], {}, ["*"], [1], {"x": 1}, {"kind": "spike"}, {"method": "norm"}, "a b", [[]], ["stop"]]
+STRANGE: list[Any] = [None, True, False, 0, 1, -1, 2, 2.5, 1e-7, 10**12, "", "x", "10 steps", "stop", "*"]
+STRANGE += [
+    "param",
+    [],
+    {},
+    ["*"],
+    [1],
+    {"x": 1},
+    {"kind": "spike"},
+    {"method": "norm"},
+    "a b",
+    [[]],
+    ["stop"],
+]
 WORDS = [
     "x",
     "kind",

@@ -25,6 +25,8 @@ def test_due_in_bursts() -> None:
     assert fractions == [0, 1, 2, 100, 101, 102, 200, 201, 202]
     assert [step for step in range(110) if sampler.due("update_ratio", step)] == [1, 2, 3, 101, 102, 103]
     assert [step for step in range(9) if Sampler(COLUMNS, {"max_abs": 4}).due("max_abs", step)] == [0, 4, 8]
+    ratios = Sampler(COLUMNS, {"update_ratio": 4})
+    assert [step for step in range(9) if ratios.due("update_ratio", step)] == [4, 8]
     assert sampler.collect(50, parameters(), lambda: [None] * 6) is None
 
 

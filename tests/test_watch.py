@@ -191,7 +191,7 @@ def test_attaching_twice_is_an_error_but_the_launcher_gives_way() -> None:
     """A model has one watch; the launcher's is replaced by the script's own."""
     model, optimizer = build()
     launched, _ = watch(model, optimizer, origin="launcher")
-    gw, sink = watch(model, optimizer)
+    gw, _ = watch(model, optimizer)
     assert launched.status()["active"] is False
     with gw, pytest.raises(AttachError, match="watched already"):
         watch(model, optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradwatch.cli.terminal import paint, table, width
+from gradwatch.cli.terminal import paint, table, unpainted, width
 from gradwatch.demo.faults import Fault, Finding, Plan
 from gradwatch.demo.play import Seen
 from gradwatch.snapshot import Event
@@ -57,7 +57,7 @@ class Screen:
         columns = shutil.get_terminal_size().columns
         line = f"{bar((seen.step + 1) / self._plan.steps)} {status(seen, self._plan.steps)}"
         if width(line) >= columns:
-            line = status(seen, self._plan.steps)[: columns - 1]
+            line = unpainted(status(seen, self._plan.steps))[: columns - 1]
         self._stream.write("\r\x1b[2K" + line)
         self._stream.flush()
         self._drawn = True

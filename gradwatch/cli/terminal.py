@@ -47,4 +47,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
 
 def width(text: str) -> int:
     """Columns `text` takes on a terminal, escape codes not counted."""
-    return len(_ESCAPE.sub("", text))
+    return len(unpainted(text))
+
+
+def unpainted(text: str) -> str:
+    """`text` without escape codes; cut a line only in this form, or its colour would run on."""
+    return _ESCAPE.sub("", text)

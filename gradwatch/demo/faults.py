@@ -54,7 +54,7 @@ class Finding:
 
 
 def make_plan(seconds: float) -> Plan:
-    """Faults spread over about `seconds` of training; SHORTEST steps of a smaller model where that is short."""
+    """Faults spread over about `seconds` of training; where that is short, SHORTEST steps of a smaller model."""
     steps = max(SHORTEST, round(seconds * STEPS_PER_SECOND))
     vanish = max(60, round(0.25 * steps))
     restored = vanish + max(40, round(0.1 * steps))

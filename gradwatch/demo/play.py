@@ -20,7 +20,7 @@ from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from gradwatch.snapshot import Event
 
 SCRIPT = Path(__file__).with_name("train.py")
-RECENT = 200  # steps over which speed and overhead are averaged
+RECENT = 200  # steps over which the speed is averaged
 
 
 @dataclass(slots=True)
@@ -37,7 +37,8 @@ class Seen:
     firing: set[str] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
     times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    costs: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    own_seconds: float = 0.0
+    all_seconds: float = 0.0
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=400))
 
     @property
@@ -48,9 +49,8 @@ class Seen:
 
     @property
     def overhead(self) -> float:
-        """gradwatch's share of the step time over the last RECENT steps, 0..1."""
-        spent = sum(step for _, step in self.costs)
-        return sum(own for own, _ in self.costs) / spent if spent > 0 else 0.0
+        """gradwatch's share of the time since the first step, 0..1."""
+        return self.own_seconds / self.all_seconds if self.all_seconds > 0 else 0.0
 
 
 class Run:
@@ -178,7 +178,8 @@ class Run:
             if row.decision.skip:
                 self.seen.skipped.add(row.step)
             if row.step_seconds:
-                self.seen.costs.append((row.overhead_seconds, row.step_seconds))
+                self.seen.own_seconds += row.overhead_seconds
+                self.seen.all_seconds += row.step_seconds
 
 
 def launcher() -> list[str]:

@@ -25,7 +25,6 @@ from gradwatch.hooks.lane import Lane, Window
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
-
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
 
 
@@ -125,16 +124,16 @@ class Boundary:
         window = lane.settle(precision.at_step(optimizer))
         if lane.thinned and not window.trusted:
             self._capture.restore(lane)
+        waiting = self._deferred.pop(lane.index, None)
+        if waiting is not None:
+            waiting()  # the step before this one; its numbers have arrived by now
         judged = self._judge.measure(lane, window)
         if lane.on_cpu or self._must_wait(lane, optimizer):
             self._carry_out(optimizer, lane, judged())
             return
-        waiting = self._deferred.pop(lane.index, None)
         self._deferred[lane.index] = judged
         if self._judge.skips_nonfinite(lane):
             self._gate(optimizer, lane)
-        if waiting is not None:
-            waiting()
 
     def _lane(self, optimizer: Optimizer) -> Lane:
         lane = self._capture.lane_of(optimizer)

@@ -65,11 +65,12 @@ class Sampler:
         """Whether a column is measured at this step."""
         if column not in self._wanted:
             return False
+        # The update of step s is seen at the boundary of s + 1, so there is none at step 0.
+        first = 1 if column == "update_ratio" else 0
         every = self._every.get(column, 1)
-        # A rule that says `every` wants single samples; otherwise bursts, so that `for: 3` can be met.
-        every, burst = (every, 1) if every > 1 else (PERIOD, BURST)
-        lag = 1 if column == "update_ratio" else 0  # the update of step s is seen at the boundary of s + 1
-        return (step - lag) >= 0 and (step - lag) % every < burst
+        if every > 1:  # asked for by a rule, which looks at these very steps
+            return step >= first and step % every == 0
+        return step >= first and (step - first) % PERIOD < BURST  # bursts, so that `for: 3` can be met
 
     def collect(
         self, step: int, params: Sequence[Tensor], grads: Callable[[], Sequence[Tensor | None]]

@@ -92,7 +92,7 @@ class Cadence:
 
 
 def record_bytes(record: Record) -> int:
-    """Bytes of the arrays a Record keeps alive: norm, calls and coef take 4 bytes a site each, columns more."""
+    """Bytes of the arrays a Record keeps alive; norm, calls and coef take 4 bytes a site each."""
     snapshot = record.snapshot
     size = 3 * snapshot.norm.nbytes
     for column in snapshot.columns.values():

@@ -128,7 +128,7 @@ def parse(text: str, path: str, problems: Problems) -> Map | None:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = Mark(source, mark.line + 1, mark.column + 1) if mark else Mark(source, 1, 1)
-        problems.add(at, *_syntax(error, at))
+        problems.add(at, *_syntax(error))
         return None
     except Exception as error:  # ruamel's own faults on input nobody thought of; the place is still known
         at = Mark(source, yaml.reader.line + 1, yaml.reader.column + 1)
@@ -157,7 +157,7 @@ def _bounded(text: str, source: Source, problems: Problems) -> bool:
     return not found
 
 
-def _syntax(error: MarkedYAMLError, at: Mark) -> tuple[str, str, str]:
+def _syntax(error: MarkedYAMLError) -> tuple[str, str, str]:
     problem = str(error.problem or "not valid YAML")
     if "deeper than" in problem:
         return "GW003", problem, "no rule needs this depth"

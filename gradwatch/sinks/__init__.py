@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
+from gradwatch.rules import SINK_KINDS
 from gradwatch.snapshot import Record, RunInfo
 
 __all__ = ["Sink", "find_sink", "make_sink", "register_sink", "sink_names"]
@@ -62,6 +63,7 @@ def register_sink(kind: str, factory: SinkFactory | str) -> None:
     if kind in _REGISTERED:
         raise ValueError(f"sink {kind!r} is registered already")
     _REGISTERED[kind] = factory
+    SINK_KINDS.add(kind)
 
 
 def sink_names() -> tuple[str, ...]:
