@@ -523,6 +523,8 @@ def _make_room(models: list[nn.Module], origin: str) -> None:
     """One watch per parameter: the launcher's gives way to the script's own, anything else is an error."""
     params = {id(param) for model in models for param in model.parameters()}
     for other in [one for ref in _live if (one := ref()) is not None]:
+        if other.run.pid != os.getpid():  # inherited by a fork: inert here, so not in the way
+            continue
         if not any(other._capture.covers_id(param) for param in params):
             continue
         if other.origin == "launcher" and origin != "launcher":

@@ -314,6 +314,19 @@ def test_forked_child_is_not_watched() -> None:
         assert len(sink.records) == 2
 
 
+def test_forked_child_may_watch_for_itself() -> None:
+    """The watch a child inherits is inert, so the child may attach its own."""
+    model, optimizer = build()
+    gw, _ = watch(model, optimizer)
+    with gw:
+        pid = os.fork()
+        if pid == 0:
+            _, sink = watch(model, torch.optim.SGD(model.parameters(), 0.1))
+            step(model, torch.optim.SGD(model.parameters(), 0.1))
+            os._exit(len(sink.records))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 def test_status_is_json_even_when_nothing_is_finite() -> None:
     """NaN travels as a string, as everywhere in our JSON."""
     model, optimizer = build()
