@@ -73,7 +73,9 @@ def train(model_name: str, optimizer_name: str, mode: str, steps: int, watched: 
             optimizer.step()
             optimizer.zero_grad()
     state = tensors(model.state_dict()), tensors(optimizer.state_dict()["state"])
-    return digest(losses, state, torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state())
+    return digest(
+        losses, state, torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()
+    )
 
 
 @contextlib.contextmanager

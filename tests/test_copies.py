@@ -121,7 +121,12 @@ def test_spawned_process_gets_a_clean_model(watched: Watched) -> None:
 
 def count_hooks(model: nn.Module, queue: torch.multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
     """In the child: how many hooks of any kind the parameters carry."""
-    queue.put(sum(len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in model.parameters()))
+    queue.put(
+        sum(
+            len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ())
+            for p in model.parameters()
+        )
+    )
 
 
 def test_swap_tensors_still_works(watched: Watched) -> None:

@@ -121,7 +121,9 @@ def test_a_fault_of_ours_is_counted_and_harmless(
     bare, bare_optimizer = build()
     want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "thinnable"))
     if site not in ("inspect", "read", "arrived", "due", "backward_clock"):
-        assert all(torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True))
+        assert all(
+            torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True)
+        )
 
 
 @pytest.mark.parametrize("passing", [KeyboardInterrupt, SystemExit, TrainingStopped])
@@ -211,7 +213,9 @@ def test_sink_that_cannot_open_leaves_training_alone(tmp_path: Path) -> None:
             raise OSError
 
     model, optimizer = build()
-    with gradwatch.watch(model, optimizer, rules=parse_rules(RULES), sinks=[Broken()], run_dir=tmp_path) as gw:
+    with gradwatch.watch(
+        model, optimizer, rules=parse_rules(RULES), sinks=[Broken()], run_dir=tmp_path
+    ) as gw:
         train(gw, model, optimizer, skip_nan=False)
         assert gw.health.errors() == {"broken": 1}
         assert gw.health.up()["broken"] is False

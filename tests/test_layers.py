@@ -25,7 +25,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH_FREE = [name for name in LEVEL if name not in ("hooks", "watching", "launch", "demo", "cli", "__main__")]
+TORCH_FREE = [
+    name for name in LEVEL if name not in ("hooks", "watching", "launch", "demo", "cli", "__main__")
+]
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "bootstrap" not in path.parts)
 
 

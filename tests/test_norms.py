@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.hooks.norms import ROW, SMALL, CpuReader, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.norms import ROW, SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
 
 SHAPES = st.one_of(
     st.integers(1, 40).map(lambda n: (n,)),
@@ -105,8 +105,17 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
     """Over the whole range of float32: whatever is not looked at twice is within 1e-5."""
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * torch.tensor(10.0**exponent)
     squares = np.array([sum_of_squares(grad)])
-    if not suspicious(squares, np.array([numel]))[0]:
+    if not suspicious(squares, np.array([numel]) * UNDERFLOW).size:
         assert math.sqrt(squares[0]) == pytest.approx(reference(grad), rel=1e-5)
+
+
+@pytest.mark.parametrize("numel", [ROW, 2 * ROW - 1, 2 * ROW, 1 << 20, (1 << 20) + 3])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, 1.7])
+def test_constant_gradient_keeps_its_digits(numel: int, value: float) -> None:
+    """Equal elements are the worst case of float32 summation (a whole-tensor dot is off by 4e-4)."""
+    grad = torch.full((numel,), value)
+    exact = float(grad[0].double()) * math.sqrt(numel)
+    assert math.sqrt(sum_of_squares(grad)) == pytest.approx(exact, rel=1e-5)
 
 
 def test_large_tensor_keeps_its_digits() -> None:

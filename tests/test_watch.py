@@ -292,7 +292,9 @@ for _ in range(5):
     optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()
 sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
     journals = list(tmp_path.rglob("*.gwj"))
     assert len(journals) == 1

@@ -81,7 +81,9 @@ def attention() -> Case:
 
 
 def embedding_tied() -> Case:
-    model = Call(lambda model, x: model.head(model.embed(x)), embed=nn.Embedding(20, 8), head=nn.Linear(8, 20))
+    model = Call(
+        lambda model, x: model.head(model.embed(x)), embed=nn.Embedding(20, 8), head=nn.Linear(8, 20)
+    )
     model.head.weight = model.embed.weight
     return model, tokens(20, 4, 6)
 

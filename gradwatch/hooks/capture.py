@@ -239,15 +239,21 @@ class Capture:
                 self._arrival = list(dict.fromkeys(touched))
             for optimizer in self._waiting():
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on
-            counts = np.bincount(np.array(touched, np.intp), minlength=count)
-            for lane in self.lanes:
-                mine = counts[lane.slots]
-                if mine.any():
-                    lane.arrived(mine)
+            self._tell_lanes(touched, count)
             self._ended()
             self.spent_seconds += time.perf_counter() - started
         except Exception as error:
             self._failed("capture", error)
+
+    def _tell_lanes(self, touched: list[int], count: int) -> None:
+        if len(self.lanes) == 1 and self.lanes[0].thinned:
+            self.lanes[0].arrived(None)  # sentinels only: that one of them spoke is all there is to know
+            return
+        counts = np.bincount(touched, minlength=count).astype(np.int32)
+        for lane in self.lanes:
+            mine = counts[lane.slots]
+            if mine.any():
+                lane.arrived(mine)
 
     def drain(self) -> None:
         """Count marks whose callback never ran (compiled autograd drops it) as one backward."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import device
 from gradwatch.hooks.device import DeviceReading
-from gradwatch.hooks.norms import CpuReader, Detail, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, inspect, sum_of_squares, suspicious
 from gradwatch.snapshot import Sites
 
 Norms = NDArray[np.float64]
@@ -84,6 +84,7 @@ class Lane:
         self.thinned = False
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self._reader = CpuReader()
+        self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Norms | DeviceReading | None = None
         self._after: Norms | DeviceReading | None = None
         self._details: dict[int, Detail] = {}
@@ -116,10 +117,11 @@ class Lane:
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def arrived(self, counts: NDArray[np.intp]) -> None:
-        """One backward has ended that touched parameters of this lane (`counts[K]` marks heard)."""
+    def arrived(self, counts: NDArray[np.int32] | None) -> None:
+        """One backward has ended that touched this lane; `counts[K]` marks heard, None where only sentinels speak."""
         self._backwards += 1
-        self._calls += counts.astype(np.int32)
+        if counts is not None:
+            self._calls += counts
 
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
@@ -238,13 +240,11 @@ class Lane:
         squares = self._reader.read(grads)
         norms: Norms = np.sqrt(squares)
         self._details = {}
-        doubtful = suspicious(squares, self.sites.numels)
-        if doubtful.any():
-            for k in map(int, np.flatnonzero(doubtful)):
-                grad = grads[k]
-                if grad is not None:
-                    self._details[k] = detail = inspect(grad)
-                    norms[k] = detail.norm
+        for k in map(int, suspicious(squares, self._floor)):
+            grad = grads[k]
+            if grad is not None:
+                self._details[k] = detail = inspect(grad)
+                norms[k] = detail.norm
         self._norms = norms if scale == 1.0 else norms / scale
 
     def _changed(

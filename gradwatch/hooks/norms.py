@@ -1,8 +1,9 @@
 """The one batched read of every gradient: L2 norms, exact to 1e-5, at memory bandwidth.
 
-What was measured (design notes, tests/benchmarks): one `vector_norm` over a whole large tensor runs on one
-core and loses digits (7e-5 at 4M elements); row norms over 2^16 elements use every core and, summed in
-float64, stay below 1e-6. Many small tensors cost one dispatch each, so equal shapes are stacked first.
+What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to 2^20 squares in one float32
+accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
+loss gets). Row norms over 2^13 elements cost the same bandwidth, use every core, and are off by 7e-6 at the
+very worst. Many small tensors cost one dispatch each, so equal shapes are stacked first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense, flat
 
-ROW = 1 << 16
+ROW = 1 << 13
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
 BUCKET = 4  # equal shapes needed before stacking pays
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
@@ -34,13 +35,19 @@ def sum_of_squares(grad: Tensor) -> float:
     """Sum of squared elements of one CPU gradient of any layout and dtype, accumulated in float64."""
     vector = flat(dense(grad))
     if vector.dtype in REDUCED:
-        return math.fsum(_dot(chunk.float()) for chunk in vector.split(1 << 17))
-    if vector.numel() < 2 * ROW or vector.dtype is not torch.float32:
+        return math.fsum(_blocks(chunk.float()) for chunk in vector.split(1 << 18))
+    return _blocks(vector) if vector.dtype is torch.float32 else _dot(vector)
+
+
+def _blocks(vector: Tensor) -> float:
+    """Sum of squares of a contiguous float32 vector, no more than 2 * ROW of them in one accumulator."""
+    numel = vector.numel()
+    if numel < 2 * ROW:
         return _dot(vector)
-    rows = vector.numel() // ROW
-    norms = torch.linalg.vector_norm(vector[: rows * ROW].view(rows, ROW), dim=1)
-    body = norms.numpy().astype(np.float64)  # sync: CPU tensor, no copy from a device
-    return float(np.dot(body, body)) + _dot(vector[rows * ROW :])
+    rows, rest = divmod(numel, ROW)
+    body = vector.narrow(0, 0, numel - rest) if rest else vector
+    total = _dot(torch.linalg.vector_norm(body.view(rows, ROW), dim=1).to(torch.float64))
+    return total + _dot(vector.narrow(0, numel - rest, rest)) if rest else total
 
 
 def _dot(vector: Tensor) -> float:
@@ -119,12 +126,11 @@ def _stackable(grad: Tensor) -> bool:
 
 
 def _single(grad: Tensor) -> float:
-    """`sum_of_squares` with the common case (contiguous float32, medium) kept to two calls."""
+    """`sum_of_squares` with the common case (contiguous float32) kept to a few calls."""
     plain = grad.layout is torch.strided and grad.dtype is torch.float32 and not grad.requires_grad
     # BLAS sums a strided vector one by one, which loses three digits: contiguous only.
-    if plain and type(grad) is Tensor and grad.numel() < 2 * ROW and grad.is_contiguous():
-        vector = grad.view(-1)
-        return torch.dot(vector, vector).item()  # sync: CPU tensor
+    if plain and type(grad) is Tensor and grad.is_contiguous():
+        return _blocks(grad.view(-1))
     return sum_of_squares(grad)
 
 
@@ -146,10 +152,18 @@ class Detail:
         return not self.nonfinite and self.norm > FLOAT32_MAX
 
 
-def suspicious(squares: Squares, numels: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Where the fast sum cannot be trusted: non-finite, or so small that squares may have been flushed."""
-    with np.errstate(invalid="ignore"):
-        return ~((squares >= numels * UNDERFLOW) & (squares < np.inf)) & (numels > 0)
+def suspicious(squares: Squares, floor: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions where the fast sum cannot be trusted: non-finite, or so small that squares were flushed.
+
+    `floor` is numel * UNDERFLOW of every tensor.
+    """
+    # Negated, so that NaN counts as untrusted; two reductions while all is well.
+    if (squares >= floor).all() and squares.max(initial=0.0) < np.inf:
+        return _NOWHERE
+    return np.flatnonzero(~((squares >= floor) & (squares < np.inf)))
+
+
+_NOWHERE: NDArray[np.intp] = np.zeros(0, np.intp)
 
 
 def inspect(grad: Tensor) -> Detail:
