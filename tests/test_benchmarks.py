@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.benchmarks import memory, overhead
 from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
-from tests.benchmarks.loops import GlobalHooks, Handover, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch
+from tests.benchmarks.loops import Handover, in_turn, training_step
+from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch, step_listeners
 from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
@@ -170,30 +169,34 @@ def test_handover_leaves_out_the_optimizers_arithmetic(task: Task, monkeypatch: 
     assert Handover(SMALL.carrier(task), watched, Slow())() == Sample(7.0, 7.0)
 
 
-def test_global_hooks_act_only_in_their_own_turn() -> None:
-    """A contender's hooks on all optimizers run for its own steps alone, and can still be removed."""
-    fired: list[str] = []
-    turns = {name: GlobalHooks() for name in "ab"}
-    handles = {}
-    for name, hooks in turns.items():
-        with hooks:
-            handles[name] = register_optimizer_step_pre_hook(lambda *_, name=name: fired.append(name))
-    task = SMALL.task()
-    assert fired == []
-    turns["a"].around(task.step)()
-    turns["b"].around(task.step)()
-    assert fired == ["a", "b"]
-    turns["a"].around(handles["a"].remove)()
-    turns["a"].around(task.step)()
-    assert fired == ["a", "b"]
+def test_watches_taking_turns_hear_only_their_own_steps() -> None:
+    """A suspended watch of gradwatch is not run by the steps of others, and works on when resumed."""
+    original = SMALL.task()
+    turns = {name: (CONTENDERS[name](), SMALL.twin(original)) for name in ("gradwatch", "gradwatch-observe")}
+    for contender, task in turns.values():
+        contender.attach(task)
+        contender.suspend()
+    assert step_listeners() == []
+    for steps, (contender, task) in enumerate(turns.values(), 2):
+        for _ in range(steps):
+            in_turn(contender, lambda task=task, contender=contender: training_step(task, contender))()  # type: ignore[misc]
+    original.step()
+    for steps, (contender, _) in enumerate(turns.values(), 2):
+        assert isinstance(contender, Gradwatch)
+        assert contender.watch.status()["steps"] == steps
+        assert contender.complaint() == ""
+        contender.resume()
+        contender.detach()
+    assert step_listeners() == []
 
 
-def test_only_one_gradwatch_is_alive_at_a_time() -> None:
-    """Every contender is measured, and no panel holds two watches."""
+def test_every_contender_has_a_place() -> None:
+    """Every contender is measured, beside bare, and no recorder takes turns with anything quick."""
     members = [panel.members for panel in overhead.panels([kind() for kind in CONTENDERS.values()], 100)]
-    watches = {name for name, kind in CONTENDERS.items() if issubclass(kind, Gradwatch)}
+    slow = {name for name, kind in CONTENDERS.items() if kind.slow}
     assert {name for names in members for name in names} == set(CONTENDERS)
-    assert all(len(watches & set(names)) <= 1 and "bare" in names for names in members)
+    assert all("bare" in names for names in members)
+    assert all(not slow & set(names) or slow | {"bare"} == set(names) for names in members)
 
 
 def test_floor_reads_every_gradient_once(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,10 +52,11 @@ def assemble(
     raw, after = window.resolve()
     count = len(window.sites)
     missing = len(sites) - count
-    norms = as_float32(raw)
-    touched = window.calls > 0
-    with np.errstate(invalid="ignore", over="ignore"):
-        total, applied = _total(raw, touched), _total(after, touched)
+    total = _total(raw, window.calls)
+    # A total that float32 holds says that no norm is NaN, infinite or beyond float32.
+    norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not window.details else as_float32(raw)
+    columns = {} if total < FLOAT32_MAX else _suspicions(window, norms, count, missing)
+    _sampled(columns, extras, count, missing)
     return Snapshot(
         optimizer=optimizer,
         step=window.step,
@@ -63,9 +65,9 @@ def assemble(
         calls=_pad(window.calls, missing),
         coef=_pad(_coefficients(raw, after), missing, 1),
         total_norm=total,
-        total_norm_applied=total if after is raw else applied,
+        total_norm_applied=total if after is raw else _total(after, window.calls),
         loss_scale=loss_scale,
-        columns=_columns(window, extras, norms, count, missing),
+        columns=columns,
         scalars=scalars,
         micro=window.micro,
         provisional=window.provisional,
@@ -82,9 +84,10 @@ def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
     return narrow
 
 
-def _total(norms: NDArray[np.float64], touched: NDArray[np.bool_]) -> float:
-    kept = norms if touched.all() else norms[touched]
-    return float(np.sqrt(np.dot(kept, kept)))
+def _total(norms: NDArray[np.float64], calls: NDArray[np.int32]) -> float:
+    kept = norms if np.logical_and.reduce(calls) else norms[calls > 0]
+    square = float(np.dot(kept, kept))
+    return math.sqrt(square)
 
 
 def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -95,17 +98,13 @@ def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArr
     return np.where(np.isfinite(ratio), ratio, np.float32(1))
 
 
-def _columns(
-    window: Window, extras: Extras, norms: NDArray[np.float32], count: int, missing: int
-) -> dict[str, Column]:
-    columns = _suspicions(window, norms, count, missing)
+def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: int) -> None:
     for sampled in extras.params:
         for name, column in sampled.columns().items():
             columns[name] = Column(_pad(column.values, missing), _pad(column.present, missing))
     for sampled in extras.modules:
         for name, column in sampled.columns().items():
             columns[name] = Column(_lead(column.values, count), _lead(column.present, count))
-    return columns
 
 
 def _suspicions(window: Window, norms: NDArray[np.float32], count: int, missing: int) -> dict[str, Column]:

@@ -112,10 +112,12 @@ class Boundary:
             self._judge.failed(component, error)
 
     def _at_step(self, optimizer: Optimizer) -> None:
-        if not self._judge.owns(optimizer) or capturing():
+        if not self._judge.owns(optimizer):
             return
         self._capture.drain()
         lane = self._lane(optimizer)
+        if not lane.on_cpu and capturing():
+            return
         if self._inside.get(lane.index) and lane.settled == lane.backwards:
             self._inside[lane.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
             return

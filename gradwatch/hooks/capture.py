@@ -143,6 +143,7 @@ class Capture:
         index = len(self.lanes) if lane is None else lane.index
         built = Lane(index, optimizer, params, self._sites(kept, params))
         built.slots = kept
+        built.position = {int(slot): k for k, slot in enumerate(kept)}
         if lane is None:
             self.lanes.append(built)
         else:
@@ -248,6 +249,10 @@ class Capture:
     def _tell_lanes(self, touched: list[int], count: int) -> None:
         if len(self.lanes) == 1 and self.lanes[0].thinned:
             self.lanes[0].arrived(None)  # sentinels only: that one of them spoke is all there is to know
+            return
+        if len(touched) < THIN_FROM:
+            for lane in self.lanes:
+                lane.hear(touched)
             return
         counts = np.bincount(touched, minlength=count).astype(np.int32)
         for lane in self.lanes:

@@ -77,6 +77,7 @@ class Lane:
         self.param_ids = list(map(id, params))
         self.sites = sites
         self.slots: NDArray[np.intp] = np.zeros(0, np.intp)
+        self.position: dict[int, int] = {}
         self.step = 0
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
@@ -122,6 +123,13 @@ class Lane:
         self._backwards += 1
         if counts is not None:
             self._calls += counts
+
+    def hear(self, touched: list[int]) -> None:
+        """As `arrived`, from the slots of a handful of marks; numpy would cost more than it saves."""
+        found = [k for slot in touched if (k := self.position.get(slot)) is not None]
+        for k in found:
+            self._calls[k] += 1
+        self._backwards += bool(found)
 
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradwatch.hooks.dense import REDUCED, dense, flat
 
 ROW = 1 << 13
+FEW = 2048  # row norms whose squares float32 may add up
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
 BUCKET = 4  # equal shapes needed before stacking pays
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
@@ -46,7 +47,8 @@ def _blocks(vector: Tensor) -> float:
         return _dot(vector)
     rows, rest = divmod(numel, ROW)
     body = vector.narrow(0, 0, numel - rest) if rest else vector
-    total = _dot(torch.linalg.vector_norm(body.view(rows, ROW), dim=1).to(torch.float64))
+    norms = torch.linalg.vector_norm(body.view(rows, ROW), dim=1)
+    total = _dot(norms.to(torch.float64) if rows > FEW else norms)
     return total + _dot(vector.narrow(0, numel - rest, rest)) if rest else total
 
 
@@ -158,7 +160,7 @@ def suspicious(squares: Squares, floor: NDArray[np.float64]) -> NDArray[np.intp]
     `floor` is numel * UNDERFLOW of every tensor.
     """
     # Negated, so that NaN counts as untrusted; two reductions while all is well.
-    if (squares >= floor).all() and squares.max(initial=0.0) < np.inf:
+    if np.logical_and.reduce(squares >= floor) and np.add.reduce(squares) < np.inf:
         return _NOWHERE
     return np.flatnonzero(~((squares >= floor) & (squares < np.inf)))
 

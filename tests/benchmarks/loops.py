@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from tests.benchmarks.interleave import Sample
 from tests.benchmarks.peers import Contender
@@ -96,41 +95,17 @@ class Handover:
         self._inside = Sample(*(now - began for now, began in zip(_now(), self._began, strict=True)))
 
 
-class GlobalHooks:
-    """The hooks a contender put on all optimizers of the process: in place only inside this context.
+def in_turn(contender: Contender, call: Callable[[], Result]) -> Callable[[], Result]:
+    """The call, made while the contender is not suspended."""
 
-    As in a process of its own: nobody else's optimizer runs them, and its own runs nobody else's.
-    """
+    def inside() -> Result:
+        contender.resume()
+        try:
+            return call()
+        finally:
+            contender.suspend()
 
-    def __init__(self) -> None:
-        self._mine: tuple[dict[int, Any], ...] = ({}, {})
-        self._others: tuple[dict[int, Any], ...] = ({}, {})
-
-    def __enter__(self) -> None:
-        self._others = tuple(dict(hooks) for hooks in _all_optimizers())
-        for hooks, mine in zip(_all_optimizers(), self._mine, strict=True):
-            hooks.update(mine)
-
-    def __exit__(self, *exc_info: object) -> None:
-        pairs = list(zip(_all_optimizers(), self._others, strict=True))
-        self._mine = tuple({key: hooks[key] for key in hooks if key not in others} for hooks, others in pairs)
-        for hooks, others in pairs:
-            hooks.clear()  # torch's handles refer to this very dict
-            hooks.update(others)
-
-    def around(self, call: Callable[[], Result]) -> Callable[[], Result]:
-        """The call, made inside this context."""
-
-        def inside() -> Result:
-            with self:
-                return call()
-
-        return inside
-
-
-def _all_optimizers() -> tuple[dict[int, Any], dict[int, Any]]:
-    """torch's registries of hooks before and after the step of any optimizer."""
-    return torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    return inside
 
 
 def _now() -> Sample:

@@ -11,7 +11,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 
 from tests.benchmarks.interleave import Comparison, Sample, Timings, Turns, compare, interleave, timed
-from tests.benchmarks.loops import GlobalHooks, Handover, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, Gradwatch, present
+from tests.benchmarks.loops import Handover, in_turn, training_step
+from tests.benchmarks.peers import CONTENDERS, Contender, present
 from tests.benchmarks.tables import machine, report
 from tests.benchmarks.targets import Target, targets
 from tests.benchmarks.workloads import WORKLOADS, Task, Workload
@@ -52,23 +52,20 @@ class Panel:
     loop: Loop
     turns: Turns
     warmup: int
-    members: list[str]
+    members: Sequence[str]
 
 
 def panels(found: list[Contender], rounds: int) -> list[Panel]:
     """Who is measured with whom.
 
-    Watches of gradwatch share one hook on all optimizers, so each is measured while no other is alive, beside
-    the yardsticks its targets need. Recorders come last and apart: their own processes slow the neighbours.
+    Recorders come last and apart: their own threads and processes slow the neighbours. Whole steps are compared
+    for few of the others, since the handover tells more.
     """
-    quick = [c.name for c in found if c.handover and not isinstance(c, Gradwatch)]
-    watches = [c.name for c in found if isinstance(c, Gradwatch)]
-    yardsticks = [name for name in ("bare", "floor", "clip_grad_norm") if name in quick]
-    first, *more = [[*quick, *watches[:1]], *([*yardsticks, name] for name in watches[1:])]
-    whole = [name for name in ("bare", "bare-again", *watches[:1]) if name in (*quick, *watches)]
+    quick = [c.name for c in found if c.handover]
+    whole = [name for name in ("bare", "bare-again", "gradwatch") if name in quick]
     slow = ["bare", *(c.name for c in found if c.slow)]
     planned = [
-        *(Panel("handover", Turns(rounds, settle=0, steps=1), WARMUP, members) for members in (first, *more)),
+        Panel("handover", Turns(rounds, settle=0, steps=1), WARMUP, quick),
         Panel("steps", Turns(max(3, rounds // 4)), WARMUP, whole),
         Panel("steps", Turns(max(3, rounds // 20)), SLOW_WARMUP, slow),
     ]
@@ -108,15 +105,15 @@ def _attach(
     workload: Workload, original: Task, contender: Contender, loop: Loop, attached: ExitStack
 ) -> Callable[[], Sample]:
     task = workload.twin(original)
-    hooks = GlobalHooks()
-    with hooks:
-        contender.attach(task)
-    attached.callback(hooks.around(contender.detach))
+    contender.attach(task)
+    contender.suspend()
+    attached.callback(contender.detach)
+    attached.callback(contender.resume)
     if loop == "steps":
-        return hooks.around(timed(lambda: training_step(task, contender)))
+        return in_turn(contender, timed(lambda: training_step(task, contender)))
     handover = Handover(workload.carrier(original), task, contender)
     attached.callback(handover.close)
-    return hooks.around(handover)
+    return in_turn(contender, handover)
 
 
 def _progress(what: str, rounds: int, done: int) -> None:
@@ -159,12 +156,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     names = list(dict.fromkeys(["bare", *args.contenders]))
-    results = [run_workload(WORKLOADS[name], names, args.rounds, args.clock) for name in args.workloads]
     circumstances = f"{machine(args.threads)}, {args.rounds} rounds, {args.clock} clock"
+    results: list[Result] = []
+    for name in args.workloads:
+        results.append(run_workload(WORKLOADS[name], names, args.rounds, args.clock))
+        if args.json:  # after each workload: a long run that is interrupted has something to show
+            payload = {"machine": circumstances, "results": [asdict(result) for result in results]}
+            args.json.write_text(json.dumps(payload, indent=1), encoding="utf-8")
     print(report(results, circumstances, args.markdown))
-    if args.json:
-        payload = {"machine": circumstances, "results": [asdict(result) for result in results]}
-        args.json.write_text(json.dumps(payload, indent=1))
     return 0
 
 

@@ -49,6 +49,12 @@ class Contender:
     def attach(self, task: Task) -> None:
         """Start to watch a task."""
 
+    def suspend(self) -> None:
+        """Take away whatever would run in the steps of others; called after attach and after each step."""
+
+    def resume(self) -> None:
+        """Put back what `suspend` took away; called before each step and before detach."""
+
     def guard(self) -> AbstractContextManager[Any]:
         """Surrounds forward and backward."""
         return contextlib.nullcontext()
@@ -287,6 +293,14 @@ class Gradwatch(Contender):
             run_id=self.name,
         )
 
+    def suspend(self) -> None:
+        # In a process of its own, bare would not run our hook on all optimizers, nor one watch another's.
+        self._listeners, listening = step_listeners()[:], step_listeners()
+        listening.clear()
+
+    def resume(self) -> None:
+        step_listeners().extend(self._listeners)
+
     def drain(self) -> None:
         self.watch.flush()
 
@@ -303,6 +317,12 @@ class Gradwatch(Contender):
     def detach(self) -> None:
         self.watch.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def step_listeners() -> list[Any]:
+    """The watches that hear of every optimizer's step; gradwatch has one such list per process."""
+    listeners: list[Any] = importlib.import_module("gradwatch.hooks.step_hooks")._listeners
+    return listeners
 
 
 class GradwatchObserve(Gradwatch):
