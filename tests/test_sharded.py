@@ -47,6 +47,9 @@ print("ok")
 def test_a_sharded_step_is_reported_and_not_skipped(tmp_path: Path) -> None:
     """A NaN on shards fires the rule, records what would have been done, and leaves the step alone, loudly."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.strip() == "ok", done.stderr
