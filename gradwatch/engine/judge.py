@@ -14,7 +14,7 @@ import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.incidents import Notice, Scored, build_event
-from gradwatch.engine.plan import NO_BANK, Plan, RulePlan
+from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import Reader
 from gradwatch.engine.state import EngineState
 from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
@@ -174,9 +174,16 @@ class Step:
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """What the rules say of this step, and what is remembered of it."""
-        state = EngineState(self.plan, baselines, tuple(self.tracks), tuple(self.consecutive), lr)
+        resting = not any(self.consecutive) and all(track.idle for track in self.tracks)
+        done = tuple(map(_done, self.plan.banks, baselines)) if resting else ()
+        tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
+        state = EngineState(self.plan, baselines, tracks, consecutive, lr, resting, done)
         verdict = Verdict(firing_now(state), self.breaching, tuple(self.events), frozenset(self.acting))
         return verdict, state
+
+
+def _done(bank: Bank, baseline: State) -> bool:
+    return bank.detector.done(baseline)
 
 
 def must_act(one: RulePlan, scored: Scored, track: Track) -> bool:

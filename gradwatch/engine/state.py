@@ -26,6 +26,8 @@ class EngineState:
 
     `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
+    What follows is only known of a state that `evaluate` made, and follows from the rest: `resting` whether
+    every rule is idle and none asked for an action; `done` by bank (see `Detector.done`).
     """
 
     plan: Plan
@@ -33,6 +35,8 @@ class EngineState:
     tracks: tuple[Track, ...]
     consecutive: tuple[int, ...]
     lr: float | None = None
+    resting: bool = False
+    done: tuple[bool, ...] = ()
 
     def __repr__(self) -> str:
         firing = [
