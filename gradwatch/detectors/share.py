@@ -105,19 +105,29 @@ class Drop(Detector):
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; no exponentials while nothing is near the threshold."""
-        return self._advance(cast(ShareState, state), share_of(sample))
-
-    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
-        """As `advance`."""
-        return self._advance(cast(ShareState, state), x - _median(x))
-
-    def _advance(self, before: ShareState, y: Array32) -> tuple[FloatArray | None, ShareState]:
+        before, y = cast(ShareState, state), share_of(sample)
         d = y - before.b
         after = self._absorb(before, d)
         # fmin: a sample that is missing does not fall.
         if not -float(np.fmin.reduce(d)) >= math.log(self.above) - 1e-3:
             return None, after
         return self._factor(before, y), after
+
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance`, with neither masks nor exponentials while nothing is near the threshold."""
+        before, y = cast(ShareState, state), x - _median(x)
+        enough = mature(self.half_life, self.warmup)
+        pace = common_pace(before.n, self.warmup, self.half_life, enough)
+        d = y - before.b
+        if pace is None:
+            return self._factor(before, y), self._absorb(before, d)
+        low, high = float(np.minimum.reduce(d)), float(np.maximum.reduce(d))
+        score = None if -low < math.log(self.above) - 1e-3 else self._factor(before, y)
+        if low < -STEP or high > STEP:
+            np.clip(d, _FALL, _RISE, out=d)
+        d *= pace[0]
+        d += before.b
+        return score, ShareState(pace[1], d)
 
     def _factor(self, state: ShareState, y: Array32) -> NDArray[np.float64]:
         fall = np.minimum(state.b.astype(np.float64) - y, LARGEST_EXPONENT)
@@ -127,12 +137,6 @@ class Drop(Detector):
         """Learn deviations d[K] from the usual share; NaN = nothing."""
         n, b = before
         enough = mature(self.half_life, self.warmup)
-        pace = common_pace(n, self.warmup, self.half_life, enough)
-        if pace is not None and not math.isnan(float(np.add.reduce(d))):
-            moved = np.minimum(np.maximum(d, _FALL), _RISE)
-            moved *= pace[0]
-            moved += b
-            return ShareState(pace[1], moved)
         known = ~np.isnan(d)
         d = np.where(n >= self.warmup, np.clip(d, np.float32(-STEP), np.float32(STEP)), d)
         a = np.maximum(gain(self.half_life), 1.0 / (n + 1.0)).astype(np.float32)
@@ -160,11 +164,12 @@ def share_of(sample: Sample) -> Array32:
 
 def _median(x: Array32) -> np.float32:
     """As np.median of finite values, without its checks, which cost more than the median at this size."""
-    half = len(x) // 2
+    half, x = len(x) // 2, x.copy()
+    x.partition(half)
+    high = x[half]
     if len(x) % 2:
-        return np.float32(np.partition(x, half)[half])
-    low, high = np.partition(x, (half - 1, half))[half - 1 : half + 1]
-    return np.float32((low + high) / np.float32(2))
+        return high
+    return np.float32((float(np.maximum.reduce(x[:half])) + float(high)) / 2)
 
 
 @register_detector

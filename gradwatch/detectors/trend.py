@@ -94,32 +94,40 @@ class Drift(Detector):
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`, learning once."""
-        return self.advance_logs(state, log_of(sample))
+        before, x = cast(TrendState, state), log_of(sample)
+        return self._judged(before, self._absorb(before, x), x)
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
-        """As `advance`; x may hold anything that `log_of` gives."""
+        """As `advance`, without masks while all series have learned equally often."""
         before = cast(TrendState, state)
-        after = self._absorb(before, x)
-        fast, slow = after.means
+        n, means = before
+        pace = common_pace(n, 0, self.slow, mature(self.slow, self.warmup))
+        if pace is None:
+            return self._judged(before, self._absorb(before, x), x)
+        gains = _gains(self.fast, self.slow)
+        if pace[1] is not n:
+            gains = np.maximum(gains, pace[0])
+        moved = x - means
+        moved *= gains
+        moved += means
+        return self._judged(before, TrendState(pace[1], moved), x)
+
+    def _judged(
+        self, before: TrendState, after: TrendState, x: Array32
+    ) -> tuple[FloatArray | None, TrendState]:
+        growth = after.means[0] - after.means[1]
         # A margin covers the rounding of float32 and of exp.
-        if float(np.maximum.reduce(fast - slow)) < math.log(self.above) - 1e-3:
+        if float(np.maximum.reduce(growth)) < math.log(self.above) - 1e-3:
             return None, after
         return self._factor(before, after, x), after
 
     def _absorb(self, before: TrendState, x: Array32) -> TrendState:
         n, means = before
         gains, enough = _gains(self.fast, self.slow), mature(self.slow, self.warmup)
-        pace = common_pace(n, 0, self.slow, enough)
-        if pace is not None and math.isfinite(float(np.add.reduce(x))):
-            if pace[1] is not n:
-                gains = np.maximum(gains, pace[0])
-            return TrendState(pace[1], means + gains * (x - means))
         known = np.isfinite(x)
         gains = np.maximum(gains, (1.0 / (n + 1.0)).astype(np.float32))
         toward: Array32 = np.where(known, x, means)
-        return TrendState(
-            np.minimum(n + known, enough).astype(np.int32), means + gains * (toward - means)
-        )
+        return TrendState(np.minimum(n + known, enough).astype(np.int32), means + gains * (toward - means))
 
     def _factor(self, before: TrendState, after: TrendState, x: Array32) -> NDArray[np.float64]:
         growth = after.means[0].astype(np.float64) - after.means[1]

@@ -24,10 +24,6 @@ STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale"})
 """Scalars that are not made of gradients: a jump of the learning rate does not re-baseline them."""
 
 
-NOTHING_SAID = Verdict()
-"""The verdict on a step on which no rule has anything to say."""
-
-
 class Engine:
     """A rule file ready to be bound to models. Immutable; all memory is in the `EngineState`s it hands out.
 
@@ -126,17 +122,15 @@ class BoundEngine:
         if snapshot.scalars.get("scaler_skip"):
             return Verdict(firing_now(state)), state
         lr = snapshot.scalars.get("lr", state.lr)
-        if state.resting and not snapshot.provisional and not jumped(state.lr, lr):
+        if state.quiet is not None and not snapshot.provisional and not jumped(state.lr, lr):
             learned = self._quiet.learn(state, snapshot)
             if learned is not None:
                 tracks, consecutive = state.tracks, state.consecutive
-                after = EngineState(self.plan, learned, tracks, consecutive, lr, True, state.done)
-                return NOTHING_SAID, after
+                after = EngineState(self.plan, learned, tracks, consecutive, lr, state.quiet, state.done)
+                return state.quiet, after
         return self._judge(state, snapshot, lr)
 
-    def _judge(
-        self, state: EngineState, snapshot: Snapshot, lr: float | None
-    ) -> tuple[Verdict, EngineState]:
+    def _judge(self, state: EngineState, snapshot: Snapshot, lr: float | None) -> tuple[Verdict, EngineState]:
         """Rule by rule."""
         baselines, step = state.baselines, Step(state, snapshot, self.rank)
         for number in self._facts:

@@ -8,6 +8,7 @@ Axes: R rules, B banks, K series of one rule.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -174,12 +175,18 @@ class Step:
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """What the rules say of this step, and what is remembered of it."""
-        resting = not any(self.consecutive) and all(track.idle for track in self.tracks)
-        done = tuple(map(_done, self.plan.banks, baselines)) if resting else ()
-        tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
-        state = EngineState(self.plan, baselines, tracks, consecutive, lr, resting, done)
-        verdict = Verdict(firing_now(state), self.breaching, tuple(self.events), frozenset(self.acting))
-        return verdict, state
+        state = EngineState(self.plan, baselines, tuple(self.tracks), tuple(self.consecutive), lr)
+        firing = firing_now(state)
+        verdict = Verdict(firing, self.breaching, tuple(self.events), frozenset(self.acting))
+        if not self._at_rest():
+            return verdict, state
+        done = tuple(map(_done, self.plan.banks, baselines))
+        return verdict, replace(state, quiet=Verdict(firing), done=done)
+
+    def _at_rest(self) -> bool:
+        """Whether a healthy step would change no rule: those of rare columns are not asked on it."""
+        rules = zip(self.plan.rules, self.tracks, self.consecutive, strict=True)
+        return all((track.idle and not acted) or one.rare for one, track, acted in rules)
 
 
 def _done(bank: Bank, baseline: State) -> bool:

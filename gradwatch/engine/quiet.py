@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State, easiest, may_breach
-from gradwatch.engine.plan import FREE_COLUMNS, NO_BANK, Bank, Plan, RulePlan
-from gradwatch.engine.series import COUNT_COLUMNS, Reader, Series
+from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
+from gradwatch.engine.series import COUNT_COLUMNS, Reader
 from gradwatch.engine.state import EngineState
 from gradwatch.snapshot import SCALAR_COLUMNS, Snapshot
 
@@ -69,8 +69,7 @@ class Quiet:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        measured = [one for one in plan.rules if one.rule.every == 1 and _always_there(one.series)]
-        guarded = [one for one in measured if one.bank == NO_BANK and not _proven(one)]
+        guarded = [one for one in plan.rules if one.bank == NO_BANK and not (one.rare or _proven(one))]
         self._guards = tuple(_guards(one for one in guarded if _bounded(one)))
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
@@ -81,8 +80,11 @@ class Quiet:
         self._roots = float(roots.max()), float(roots.min())
 
     def learn(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
-        """The baselines after this step; None unless every rule is certain to stay idle."""
-        if not state.resting or snapshot.columns or any(snapshot.step % every == 0 for every in self._rare):
+        """The baselines after this step; None unless it is certain to change no rule.
+
+        Presumes that `state.quiet` is known.
+        """
+        if snapshot.columns or any(snapshot.step % every == 0 for every in self._rare):
             return None
         norm, total = snapshot.norm, snapshot.total_norm
         if not len(norm) or not np.minimum.reduce(snapshot.calls) > 0:
@@ -172,11 +174,6 @@ def _breaches(one: RulePlan, reader: Reader) -> bool:
     return sample is None or may_breach(one.detector, one.detector.score((), sample))
 
 
-def _always_there(series: Series) -> bool:
-    """Whether a column has values without having been asked for: the others are not quiet when they do."""
-    return series.column in FREE_COLUMNS
-
-
 def _proven(one: RulePlan) -> bool:
     """Whether finite norms alone say that a rule on counts of NaN and Inf is idle."""
     return one.series.column in COUNT_COLUMNS and one.detector.calm(0.0, 0.0)
@@ -199,7 +196,7 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[Guard]:
 
 def _feeds(plan: Plan) -> Iterable[Feed]:
     for number, bank in enumerate(plan.banks):
-        if bank.every == 1 and any(_always_there(segment) for segment in bank.segments):
+        if bank.every == 1 and any(segment.always for segment in bank.segments):
             harshest = easiest([one.detector for one in plan.rules if one.bank == number])
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
             yield Feed(number, bank, bank.detector, harshest, _selection(bank, len(plan.sites)), alone)
