@@ -350,7 +350,7 @@ class Watch:
         values = {name: float(value) for name, value in scalars.items()}
         snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
         verdict, decision = self._ask(course, snapshot)
-        if course.sampler:
+        if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
         step_seconds = None if course.last_step is None else now - course.last_step

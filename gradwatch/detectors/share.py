@@ -166,10 +166,9 @@ def _median(x: Array32) -> np.float32:
     """As np.median of finite values, without its checks, which cost more than the median at this size."""
     half, x = len(x) // 2, x.copy()
     x.partition(half)
-    high = x[half]
-    if len(x) % 2:
-        return high
-    return np.float32((float(np.maximum.reduce(x[:half])) + float(high)) / 2)
+    high = float(x[half])
+    # The mean of two float32 is exact as a float, but for one rounding.
+    return np.float32(high if len(x) % 2 else (float(np.maximum.reduce(x[:half])) + high) / 2)
 
 
 @register_detector
@@ -215,7 +214,7 @@ class DepthRatio(Detector):
 
     def calm(self, low: float, high: float) -> bool:
         """Whether no ratio of two values in [low, high] is beyond the bound (with a margin for rounding)."""
-        if not (0 < low and high < math.inf):
+        if not (low > 0 and high < math.inf):
             return False
         if self.above is not None:
             return high / low < self.above * (1 - 1e-6)

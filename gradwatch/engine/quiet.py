@@ -91,7 +91,7 @@ class Quiet:
             return None
         low, high = float(np.minimum.reduce(norm)), float(np.maximum.reduce(norm))
         # Negated, so that NaN is not quiet. From here on every gradient is there, positive and finite.
-        if not (0 < low and high < math.inf and TINY <= total < FLOAT32_MAX):
+        if not (low > 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
             return None
         if not self._calm(snapshot, low, high):
             return None
