@@ -289,7 +289,8 @@ class Lane:
             trusted = self._backwards > 0 and self._versions == self._pattern
             return self._calls_of(self._pattern if trusted else self._versions), trusted
         if self._calls is not None:
-            self._heard, self._calls = (self._calls + self._heard).tolist(), None
+            self._heard = (self._calls + self._heard).tolist()  # sync: numpy
+            self._calls = None
         heard = self._heard
         if 0 in heard:
             for k, count in enumerate(heard):
