@@ -22,6 +22,9 @@ from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
 from gradwatch.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot, Verdict
 
 
+HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
+
+
 class Heard(NamedTuple):
     """What a bank made of this step: its samples, its scores (None = all calm), its state before."""
 
@@ -190,7 +193,8 @@ class Step:
 
 
 def _done(bank: Bank, baseline: State) -> bool:
-    return bank.detector.done(baseline)
+    """Whether healthy steps, on which these columns are positive, have nothing more to say to a bank."""
+    return all(one.column in HEALTHY_POSITIVE for one in bank.segments) and bank.detector.done(baseline)
 
 
 def must_act(one: RulePlan, scored: Scored, track: Track) -> bool:
