@@ -176,6 +176,12 @@ class Decision:
     max_norm: float | None = None
     orders: frozenset[Order] = frozenset()
 
+    def withheld(self) -> Decision:
+        """The same orders, none of them carried out: what would have been done, as in `mode: shadow`."""
+        return Decision(
+            orders=frozenset(Order(order.rule, order.action, shadow=True) for order in self.orders)
+        )
+
     def __or__(self, other: Decision) -> Decision:
         bounds = [bound for bound in (self.max_norm, other.max_norm) if bound is not None]
         return Decision(

@@ -350,6 +350,10 @@ class Watch:
         values = {name: float(value) for name, value in scalars.items()}
         snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
         verdict, decision = self._ask(course, snapshot)
+        if lane.sharded and (decision.skip or decision.max_norm is not None):
+            # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
+            self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
+            decision = decision.withheld()
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)

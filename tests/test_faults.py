@@ -46,7 +46,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 # (owner, attribute, the component that must count it)
 SITES: dict[str, tuple[Any, str, str]] = {
-    "arrived": (lane.Lane, "arrived", "capture"),
+    "hear": (lane.Lane, "hear", "capture"),
     "due": (lane.Lane, "due", "capture"),
     "read": (lane.Lane, "read", "capture"),
     "backward_clock": (capture.time, "perf_counter", "capture"),
@@ -120,7 +120,7 @@ def test_a_fault_of_ours_is_counted_and_harmless(
     acted = component in ("prometheus", "journal", "log", "norm_local", "modules")
     bare, bare_optimizer = build()
     want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "thinnable"))
-    if site not in ("inspect", "read", "arrived", "due", "backward_clock"):
+    if site not in ("inspect", "read", "hear", "due", "backward_clock"):
         assert all(
             torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True)
         )

@@ -3,83 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
+import sys
 import time
-import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gradwatch.sinks.prometheus import PrometheusSink
 from tests.binaries import require
+from tests.real_prometheus import prometheus
 from tests.sink_records import make_event, make_record, make_sites, serving, skip
-
-CONFIG = """
-global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}
-scrape_configs:
-  - job_name: gradwatch
-    static_configs: [{{targets: ['{target}'], labels: {{run_id: run-1, rank: '0'}}}}]
-"""
-
-
-class Prometheus:
-    """The HTTP API of a running server."""
-
-    def __init__(self, port: int) -> None:
-        self.root = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.root}{path}", timeout=5) as response:
-            return json.load(response)
-
-    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        found = self.get(f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
-        return [(each["metric"], float(each["value"][1])) for each in found["data"]["result"]]
-
-    def wait_for(self, expression: str, seconds: float = 20.0) -> list[tuple[dict[str, str], float]]:
-        """The first non-empty answer."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                if found := self.query(expression):
-                    return found
-            except (urllib.error.URLError, ConnectionError):
-                pass  # not up yet
-            time.sleep(0.1)
-        raise AssertionError(
-            f"nothing for {expression} within {seconds} s; targets: {self.get('/api/v1/targets')}"
-        )
-
-
-@contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
-    """A server of our own that scrapes `target` five times a second."""
-    program = require("prometheus")
-    (folder / "prometheus.yml").write_text(CONFIG.format(target=target))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield Prometheus(port)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def train(sink: PrometheusSink, first: int, steps: int, broken: bool = False) -> None:
@@ -134,3 +69,69 @@ def test_a_real_prometheus_finds_the_nan(tmp_path: Path) -> None:
             metadata = server.get("/api/v1/metadata")["data"]
             assert metadata["gradwatch_nonfinite_steps_total"][0]["type"] == "counter"
             assert metadata["gradwatch_step_grad_norm"][0]["type"] == "histogram"
+
+
+SCRIPT = """
+import pathlib, sys, time
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+folder = pathlib.Path(sys.argv[1])
+step = 0
+while not (folder / "enough").exists() and step < 3000:
+    x = torch.randn(16, 8)
+    if (folder / "poison").exists():
+        (folder / "poison").unlink()
+        x[3, 2] = float("nan")
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    step += 1
+    time.sleep(0.02)
+assert all(parameter.isfinite().all() for parameter in model.parameters())
+"""
+
+
+def test_an_unmodified_script_under_a_real_prometheus(tmp_path: Path) -> None:
+    """The main job, whole: `gradwatch run` in front of a script, a NaN batch, a scrape, a query that finds it."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = [sys.executable, "-m", "gradwatch", "run", "--dir", str(tmp_path / "runs"), "--run-id", "job"]
+    command = [
+        *run,
+        "--listen",
+        "127.0.0.1:0",
+        "--",
+        sys.executable,
+        str(tmp_path / "train.py"),
+        str(tmp_path),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            endpoint = tmp_path / "runs" / "job" / "endpoint-rank0.json"
+            deadline = time.monotonic() + 60
+            while not endpoint.exists() and time.monotonic() < deadline and job.poll() is None:
+                time.sleep(0.05)
+            url = str(json.loads(endpoint.read_text())["url"])
+            with prometheus(tmp_path, url.removeprefix("http://").removesuffix("/metrics")) as server:
+                server.wait_for("gradwatch_steps_total > 5")
+                server.wait_for("gradwatch_nonfinite_steps_total == 0")
+                (tmp_path / "poison").touch()
+                server.wait_for("gradwatch_nonfinite_steps_total == 1")
+                server.wait_for("gradwatch_skipped_steps_total == 1")
+                assert server.query('gradwatch_rule_firings_total{rule="non-finite"}')[0][1] == 1
+                assert server.query("gradwatch_internal_errors_total > 0") == []
+                body = urllib.request.urlopen(url, timeout=10).read().decode()
+                checked = subprocess.run(
+                    [require("promtool"), "check", "metrics"],
+                    input=body,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+        finally:
+            (tmp_path / "enough").touch()
+            out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (0, ""), err
+    assert "non-finite" in err  # one line for the person at the terminal

@@ -205,9 +205,9 @@ def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[
     for rule, reason in idle_rules(factory, ruleset).items():
         yield Check("rules on the model", rule, "note", f"inactive: {reason}")
     cost = measure_cost(factory, ruleset, seconds)
-    added = 1e3 * (cost.watched_seconds - cost.bare_seconds)
     detail = (
-        f"{cost.ratio:+.1%} a step ({added:+.2f} ms on {1e3 * cost.bare_seconds:.2f} ms; "
+        f"{cost.ratio:+.1%} a step, give or take {cost.noise:.1%} "
+        f"({1e3 * cost.added_seconds:+.2f} ms on {1e3 * cost.bare_seconds:.2f} ms; "
         f"{cost.parameters:,} parameters, median of {cost.pairs} interleaved pairs)"
     )
     yield Check("cost", model or "own model", "ok" if cost.ratio < 0.05 else "note", detail)

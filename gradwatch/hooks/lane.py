@@ -81,6 +81,7 @@ class Lane:
         self.step = 0
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
+        self.sharded = any(map(_is_shard, params))
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.settled = -1  # backwards when the window was closed; -1 while it is open
@@ -342,6 +343,12 @@ class Lane:
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
         self._pattern = self._versions
+
+
+def _is_shard(param: nn.Parameter) -> bool:
+    """Whether this rank holds only a part of a parameter (FSDP2's DTensor, FSDP1's flat parameter)."""
+    flat = getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
+    return flat or hasattr(param, "to_local")
 
 
 def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:

@@ -29,11 +29,15 @@ WARM_UP = 15  # steps until the watch has learned the loop
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians over `pairs` of neighbouring steps, in seconds; `ratio` is watched over bare, minus one."""
+    """Medians over `pairs` of neighbouring steps: `added_seconds`, and `ratio` = watched / bare - 1.
+
+    `noise` is half the interquartile range of the pairs' ratios: a ratio within it says nothing.
+    """
 
     bare_seconds: float
-    watched_seconds: float
+    added_seconds: float
     ratio: float
+    noise: float
     pairs: int
     parameters: int
 
@@ -70,10 +74,12 @@ def measure_cost(factory: Factory, rules: RuleSet, seconds: float = 4.0) -> Cost
                     pairs.append((bare(), late))
                 else:
                     pairs.append((bare(), watched()))
+    low, middle, high = statistics.quantiles((other / one for one, other in pairs), n=4)
     return Cost(
         bare_seconds=statistics.median(one for one, _ in pairs),
-        watched_seconds=statistics.median(other for _, other in pairs),
-        ratio=statistics.median(other / one for one, other in pairs) - 1,
+        added_seconds=statistics.median(other - one for one, other in pairs),
+        ratio=middle - 1,
+        noise=(high - low) / 2,
         pairs=len(pairs),
         parameters=sum(parameter.numel() for parameter in bare_model.parameters()),
     )

@@ -1,0 +1,55 @@
+"""FSDP2 shards: observed as they are, and never acted on, because a rank alone must not decide."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store", 1), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+import gradwatch
+
+class Collector:
+    name = "collector"
+    records = []
+    def open(self, run, health): pass
+    def write(self, record): self.records.append(record)
+    def flush(self, timeout): return True
+    def close(self): pass
+
+with gradwatch.watch(model, optimizer, rules="default", sinks=[Collector()], run_dir=sys.argv[1]) as gw:
+    for scale in (1.0, 1.0, float("nan")):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4)).pow(2).sum() * scale).backward()
+        optimizer.step()
+    finite, last = Collector.records[1], Collector.records[2]
+    assert finite.snapshot.total_norm > 0
+    assert "non-finite" in last.verdict.firing
+    assert not last.decision.skip
+    assert {order.shadow for order in last.decision.orders} == {True}
+    assert gw.health.errors() == {"action": 1}, gw.health.errors()
+assert all(p.to_local().isnan().any() for p in model.parameters())
+dist.destroy_process_group()
+print("ok")
+"""
+
+
+def test_a_sharded_step_is_reported_and_not_skipped(tmp_path: Path) -> None:
+    """A NaN on shards fires the rule, records what would have been done, and leaves the step alone, loudly."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "ok", done.stderr
