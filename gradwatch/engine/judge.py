@@ -21,7 +21,6 @@ from gradwatch.engine.state import EngineState
 from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
 from gradwatch.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot, Verdict
 
-
 HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 
 
