@@ -73,7 +73,7 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
 def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) -> RunInfo:
     """The identity of this run and rank, from the launcher's environment (torchrun sets RANK and so on)."""
     env = os.environ
-    run_id = settings.run_id or _shared_id(env) or _fresh_id()
+    run_id = _as_folder(settings.run_id or _shared_id(env)) or _fresh_id()
     journal = next((spec for spec in ruleset.sinks or () if spec.kind == "journal"), SinkSpec("journal"))
     root = settings.run_dir or str(journal.options.get("dir", DEFAULT_DIR))
     return RunInfo(
@@ -113,8 +113,14 @@ def _shared_id(env: Mapping[str, str]) -> str:
     """All ranks of one torchrun share a run; "none" is what torchrun says when nobody named it."""
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
     if elastic and elastic != "none" and "WORLD_SIZE" in env:
-        return "".join(char if char.isalnum() or char in "-_." else "-" for char in elastic)[:128]
+        return elastic
     return ""
+
+
+def _as_folder(name: str) -> str:
+    """A run id that names a folder inside the run directory and nothing else."""
+    safe = "".join(char if char.isascii() and (char.isalnum() or char in "-_.") else "-" for char in name)
+    return safe[:128].lstrip(".")
 
 
 def _fresh_id() -> str:

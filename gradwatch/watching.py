@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import sampling
+from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.device import Arriving
 from gradwatch.hooks.lane import Lane, Window
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
@@ -29,6 +30,7 @@ from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.precision import LossScale
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.policies.norm import clip_coefficient
 from gradwatch.rulefile import load_rules
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, enabled, run_info, sink_specs
@@ -38,6 +40,8 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
+COVERAGE_EVERY = 16  # steps
+_FIRST = np.zeros(1, np.intp)
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
 
@@ -100,6 +104,7 @@ class _Course:
     sampler: Sampler
     local: LocalNorms | None
     last_step: float | None = None
+    observed: int = 0
     record: Record | None = field(default=None)
 
 
@@ -122,7 +127,10 @@ class Watch:
         self._strict = settings.strict
         self._closed = not active
         self._courses: dict[int, _Course] = {}
-        self._scalars: dict[str, Any] = {}
+        self._scalars: dict[str, tuple[int, Any]] = {}
+        self._observed = 0
+        self._seen_coverage = (-COVERAGE_EVERY, 1.0)
+        self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
         self._restored: Mapping[str, Any] = {}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
@@ -144,6 +152,7 @@ class Watch:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
+        self._taps: ModuleTaps | None = None
         try:
             if not self._capture.marked:
                 raise AttachError(
@@ -153,6 +162,8 @@ class Watch:
             self._taps = self._module_taps(models)
             self._engine.check(self._all_sites())
         except BaseException:
+            if self._taps is not None:
+                self._taps.close()
             self._capture.close()
             raise
         self._loss_scale = LossScale(self._scaler_stepped, self.failed)
@@ -164,10 +175,7 @@ class Watch:
             sink.open(self.run)
         _live.append(weakref.ref(self))
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
-        # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it
-        # is the end of its models.
-        for model in models:
-            weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
+        self._ends_with(models)
 
     # -- for users ---------------------------------------------------------------------------------------
 
@@ -187,12 +195,8 @@ class Watch:
             return
         for name, value in scalars.items():
             try:
-                if not isinstance(value, torch.Tensor):
-                    self._scalars[name] = float(value)
-                elif value.device.type == "cpu":
-                    self._scalars[name] = float(value.detach())
-                else:
-                    self._scalars[name] = value.detach().to("cpu", non_blocking=True)
+                self._observed += 1
+                self._scalars[name] = (self._observed, _kept(value))
             except Exception as error:
                 self.failed("observe", error)
 
@@ -208,11 +212,7 @@ class Watch:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
-        if self._closed:
-            return 0.0
-        wanted = {id(p) for model in self._capture.models() for p in model.parameters() if p.requires_grad}
-        known = sum(1 for param in wanted if self._capture.covers_id(param))
-        return known / len(wanted) if wanted else 1.0
+        return 0.0 if self._closed else self._capture.coverage()
 
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
@@ -230,6 +230,18 @@ class Watch:
             "components_up": self.health.up(),
         }
 
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Watch further models in the same run; their optimizers are adopted at their first step."""
+        added = list(models)
+        self._capture.add_models(added)
+        self._ends_with(added)
+
+    def _ends_with(self, models: Iterable[nn.Module]) -> None:
+        # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it
+        # is the end of its models.
+        for model in models:
+            weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
+
     def models(self) -> list[nn.Module]:
         """The watched models that are still alive; the watch closes itself when there is none."""
         return [] if self._closed else self._capture.models()
@@ -245,8 +257,10 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
-        lanes = {}
-        for lane in [] if self._closed else self._capture.lanes:
+        if self._closed:
+            return self._last_state
+        lanes = dict(self._restored)  # loaded, and not taken up by a step yet
+        for lane in self._capture.lanes:
             course = self._courses.get(lane.index)
             if course is not None:
                 lanes[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
@@ -266,6 +280,7 @@ class Watch:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
+        self._last_state = self.state_dict()
         locals_ = [course.local for course in self._courses.values()]
         parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
         for part in parts:
@@ -282,7 +297,7 @@ class Watch:
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
-        if self._closed or os.getpid() != self.run.pid or time.monotonic() < self._paused_until:
+        if self._closed or os.getpid() != self.run.pid or self._pausing():
             return False
         if self._capture.lane_of(optimizer) is not None:
             return True
@@ -319,23 +334,39 @@ class Watch:
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
-            sampled = course.sampler.collect(window.step, lane.params, lane.grads)
+            left = 1.0 if optimizer is None else precision.at_step(optimizer)
+            sampled = course.sampler.collect(window.step, lane.params, lane.grads, left)
             params += [] if sampled is None else [sampled]
         if course.local is not None:
             params.append(course.local.collect(self._loss_scale.in_backward()))
         modules = []
         if self._taps is not None and lane.index == 0:
             modules.append(self._taps.collect(window.step, self._loss_scale.in_backward()))
-        scalars = dict(self._scalars)
-        self._scalars.clear()
+        scalars = self._unseen(course)
         if optimizer is not None:
-            scalars["lr"] = optimizer.param_groups[0].get("lr", 0.0)
+            scalars |= self._of_optimizer(lane, optimizer)
         extras, scale, now = (
             Extras(tuple(params), tuple(modules)),
             self._loss_scale.current(),
             time.perf_counter(),
         )
         return lambda: self._judge(lane, course, window, extras, scalars, scale, now)
+
+    def _unseen(self, course: _Course) -> dict[str, Any]:
+        """What was observed since this lane's last step; every lane sees every value once."""
+        fresh = {name: value for name, (count, value) in self._scalars.items() if count > course.observed}
+        course.observed = self._observed
+        return fresh
+
+    def _of_optimizer(self, lane: Lane, optimizer: Optimizer) -> dict[str, Any]:
+        """`lr`, and `scaler_skip` on a step that a fused optimizer under a GradScaler will skip by itself."""
+        found: dict[str, Any] = {}
+        lr = optimizer.param_groups[0].get("lr", 0.0)
+        if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu":
+            found["lr"] = float(lr)
+        if (lane.on_cpu or self.needs_host(lane)) and precision.rejected(optimizer):
+            found["scaler_skip"] = 1.0
+        return found
 
     def _judge(
         self,
@@ -347,13 +378,14 @@ class Watch:
         scale: float | None,
         now: float,
     ) -> Decision:
-        values = {name: float(value) for name, value in scalars.items()}
+        values = {name: _arrived(value) for name, value in scalars.items()}
         snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
         verdict, decision = self._ask(course, snapshot)
         if lane.sharded and (decision.skip or decision.max_norm is not None):
             # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
+        snapshot = clipped(snapshot, decision)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
@@ -403,7 +435,7 @@ class Watch:
             sink.flush(max(0.0, deadline - time.monotonic()))
 
     def _backward_ended(self) -> None:
-        if self._closed or time.monotonic() < self._paused_until:
+        if self._closed or self._pausing():
             return
         scale = self._loss_scale.in_backward()
         with torch.no_grad():
@@ -412,6 +444,18 @@ class Watch:
                     self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read(scale)
+
+    def _pausing(self) -> bool:
+        """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
+        if not self._paused_until or time.monotonic() < self._paused_until:
+            return bool(self._paused_until)
+        self._paused_until = 0.0
+        for lane in self._capture.lanes:
+            lane.discard()
+            lane.tainted = True
+        for component in STEP_PATH:
+            self.health.mark(component, True)
+        return False
 
     def _waiting(self) -> list[Optimizer]:
         """Optimizers named at attach that have no lane yet."""
@@ -437,7 +481,13 @@ class Watch:
         return spent
 
     def _coverage(self, lane: Lane) -> float:
-        return 1.0 if lane.thinned else self._capture.coverage(lane)
+        """The coverage, counted anew every few steps of the first lane."""
+        seen_at, coverage = self._seen_coverage
+        if lane.step - seen_at >= COVERAGE_EVERY or lane.step < seen_at:
+            coverage = self._capture.coverage()
+            self._capture.remark(lane)
+            self._seen_coverage = (lane.step, coverage)
+        return coverage
 
     def _restore(self, lane: Lane) -> None:
         saved = self._restored.get(str(lane.index))
@@ -477,6 +527,29 @@ def json_safe(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def clipped(snapshot: Snapshot, decision: Decision) -> Snapshot:
+    """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it."""
+    if decision.max_norm is None or decision.skip or decision.stop:
+        return snapshot
+    coefficient = clip_coefficient(snapshot.total_norm_applied, decision.max_norm)
+    if coefficient == 1:
+        return snapshot
+    applied = snapshot.total_norm_applied * float(coefficient)
+    return replace(snapshot, coef=snapshot.coef * coefficient, total_norm_applied=applied)
+
+
+def _kept(value: float | torch.Tensor) -> float | Arriving:
+    """A number as it is; a tensor detached, and read without waiting where it lives on a device."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    value = value.detach()
+    return float(value) if value.device.type == "cpu" else Arriving([value.reshape(1)], _FIRST, 1)
+
+
+def _arrived(value: Any) -> float:
+    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
 
 
 def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:

@@ -112,31 +112,37 @@ def test_skip_inside_a_closure(make: Callable[..., torch.optim.Optimizer]) -> No
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
-def test_optimizer_that_cannot_take_none_loses_no_gradient() -> None:
-    """A naive optimizer crashes on a skipped step as on any None gradient; the next step is right again."""
+class Naive(torch.optim.Optimizer):
+    """An optimizer that does not check for None, as many people write it."""
 
-    class Naive(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.1})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
 
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.sub_(parameter.grad * group["lr"])
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * group["lr"])
 
+
+def test_optimizer_that_does_not_check_for_none_is_skipped_too() -> None:
+    """A naive optimizer finds empty parameter lists instead of None gradients, and has them back afterwards."""
     model = nn.Linear(3, 2)
     optimizer = Naive(model.parameters())
     with Recorder(model) as recorder:
         recorder.decide = lambda snapshot: Decision(skip=True)
-        model(X).sum().backward()
-        with pytest.raises(TypeError):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(X).sum().backward()
             optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
         recorder.decide = lambda snapshot: Decision()
         optimizer.zero_grad()
         model(X).sum().backward()
         optimizer.step()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1.0, 1e9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradwatch
+from gradwatch.hooks.lane import Lane
 from tests.recorder import Recorder, norms_of, seen
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -67,6 +70,33 @@ def test_no_operation_waits_for_the_device() -> None:
             if step > 1:
                 assert "_foreach_norm" in operations.names
                 assert not [name for name in operations.names if name in WAITING]
+
+
+@pytest.mark.parametrize(
+    ("pack", "fused"), [("observe-only", False), ("observe-only", True), ("default", True)]
+)
+def test_shipped_packs_wait_for_nothing(
+    pack: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole watch, samplers and sinks included: no step holds an operation that waits for the device."""
+    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)  # AdamW reads its own step counts
+    with gradwatch.watch(
+        model, optimizer, rules=pack, run_dir=tmp_path, listen="127.0.0.1:0", strict=True
+    ) as gw:
+        for step in range(8):  # the first four hold a burst of sampled columns
+            optimizer.zero_grad()
+            loss = model(X).pow(2).sum()
+            with Operations() as operations:
+                loss.backward()
+                gw.observe(loss=loss)
+                optimizer.step()
+            # float(loss) of `observe` is a plain read of a CPU tensor here; on a device it travels like a norm.
+            waiting = [name for name in operations.names if name in WAITING]
+            assert waiting == ["_local_scalar_dense"], (step, waiting)
+        gw.flush()
+        assert gw.status()["steps"] == 8
 
 
 def test_fused_optimizer_skips_on_the_device() -> None:

@@ -236,6 +236,146 @@ def test_standing_clip_policy() -> None:
         assert sink.records[-1].snapshot.total_norm > 0.1
 
 
+def test_our_own_clip_is_what_was_applied() -> None:
+    """The Record says what the optimizer really got: norm before, norm_applied and coef after our clip."""
+    model, optimizer = build()
+    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 0.01}}")
+    gw, sink = watch(model, optimizer, rules=rules)
+    with gw:
+        step(model, optimizer)
+        snapshot = sink.records[-1].snapshot
+        assert snapshot.total_norm_applied == pytest.approx(0.01, rel=1e-4)
+        assert snapshot.coef.tolist() == pytest.approx([0.01 / snapshot.total_norm] * 4, rel=1e-4)
+        applied = snapshot.column("norm_applied")
+        assert applied is not None
+        got = [float(parameter.grad.norm()) for parameter in model.parameters()]  # type: ignore[union-attr]
+        assert applied.values.tolist() == pytest.approx(got, rel=1e-5)
+
+
+def test_new_optimizer_takes_over_the_lane_of_a_dead_one() -> None:
+    """Re-creating optimizers neither mixes up parameters nor leaves ghosts: one lane each, names and norms right."""
+    first, a = build(0)
+    second, b = build(1)
+    gw, sink = watch([first, second], rules="observe-only")
+    with gw:
+        step(first, a)
+        step(second, b)
+        del a
+        gc.collect()
+        c = torch.optim.SGD(first.parameters(), 0.1)
+        for _ in range(3):
+            step(first, c)
+            of_c = sink.records[-1].snapshot
+            step(second, b)
+            of_b = sink.records[-1].snapshot
+            assert {name.split(".")[0] for name in of_c.sites.names} == {"Sequential"}
+            assert {name.split(".")[0] for name in of_b.sites.names} == {"Sequential1"}
+            assert of_c.total_norm == pytest.approx(total(first), rel=1e-5)
+            assert of_b.total_norm == pytest.approx(total(second), rel=1e-5)
+        assert {record.snapshot.optimizer for record in sink.records} == {0, 1}
+        assert [r.snapshot.step for r in sink.records if r.snapshot.optimizer == 0] == [0, 1, 2, 3]
+
+
+def total(model: nn.Module) -> float:
+    """The total norm of a model's gradients."""
+    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def test_every_optimizer_sees_an_observed_value_once() -> None:
+    """A loss observed once reaches the next step of every watched optimizer, and only that one."""
+    first, a = build(0)
+    second, b = build(1)
+    gw, sink = watch([first, second], [a, b])
+    with gw:
+        gw.observe(loss=2.5)
+        for _ in range(2):
+            step(first, a)
+            step(second, b)
+    assert [record.snapshot.scalars.get("loss") for record in sink.records] == [2.5, 2.5, None, None]
+
+
+def test_two_watches_give_the_scaler_back_in_any_order() -> None:
+    """GradScaler is wrapped once for all watches; the last one to close restores it."""
+    scale = torch.amp.GradScaler.scale
+    built = [build(seed) for seed in (0, 1)]
+    gws = [watch(model, optimizer)[0] for model, optimizer in built]
+    assert torch.amp.GradScaler.scale is not scale
+    for gw in gws:
+        gw.close()
+    assert torch.amp.GradScaler.scale is scale
+
+
+def test_failed_attach_leaves_no_module_hook() -> None:
+    """Taps are taken off again when a rule refuses the model."""
+    model, optimizer = build()
+    source = """
+version: 1
+modules: {tap: full_backward, names: ["*"]}
+groups: {heads: {params: ["*.head.*"]}}
+rules:
+  tap: {detect: {kind: above, of: grad_output_norm, threshold: 5}}
+  big: {detect: {kind: above, of: norm, threshold: 5}, groups: [heads]}
+"""
+    with pytest.raises(AttachError, match="heads"):
+        watch(model, optimizer, rules=parse_rules(source))
+    assert not any(module._backward_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_state_dict_right_after_load_and_after_close() -> None:
+    """A save before the first step after a resume, or after close, loses nothing."""
+    model, optimizer = build()
+    gw, _ = watch(model, optimizer)
+    with gw:
+        for _ in range(3):
+            step(model, optimizer)
+    state = gw.state_dict()
+    assert state["lanes"]["0"]["step"] == 3
+    again, _ = watch(model, optimizer)
+    with again:
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+
+
+def test_fused_overflow_under_a_scaler_is_no_incident() -> None:
+    """A step the GradScaler itself rejects fires nothing, skipped by the optimizer or not called at all."""
+    for fused in (False, True):
+        model, _ = build()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        gw, sink = watch(model, optimizer, rules="default")
+        with gw:
+            for i in range(6):
+                optimizer.zero_grad()
+                scaler.scale(model(X).pow(2).sum() * (float("inf") if i == 3 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert not [event for record in sink.records for event in record.verdict.events]
+            assert not any(record.decision.skip for record in sink.records)
+            # Without the scaler the same gradients are taken as they are.
+            step(model, optimizer)
+            assert sink.records[-1].snapshot.total_norm == pytest.approx(total(model), rel=1e-5)
+
+
+def test_step_inside_backward_is_left_alone() -> None:
+    """An optimizer that steps in a gradient hook is not judged: it runs as it is, and we say so once."""
+    model, _ = build()
+    sink = Collector()
+    with gradwatch.watch(model, sinks=[sink]) as gw:
+        for parameter in model.parameters():
+            own = torch.optim.SGD([parameter], 0.1)
+
+            def at_once(tensor: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+                own.step()
+                own.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(at_once)
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        model(X).pow(2).sum().backward()
+        assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert sink.records == []
+        assert "capture" in gw.health.errors()
+
+
 def test_gradwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """P40: with GRADWATCH=0 there are no hooks, no threads, no files, and the script runs as it is."""
     monkeypatch.setenv("GRADWATCH", "0")

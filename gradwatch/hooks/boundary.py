@@ -25,6 +25,7 @@ from gradwatch.hooks.lane import Lane, Window
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
+IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
 
 
@@ -61,6 +62,7 @@ class Boundary:
         self._judge = judge
         self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
         self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+        self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
         self._gates: dict[int, tuple[Optimizer, Any]] = {}
         self._deferred: dict[int, Callable[[], Decision]] = {}
         self.spent_seconds = 0.0
@@ -70,7 +72,7 @@ class Boundary:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
         self._remove()
         self.settle_deferred()
-        for index in list(self._set_aside):
+        for index in [*self._set_aside, *self._emptied]:
             self._give_back(index)
 
     def settle_deferred(self) -> None:
@@ -114,6 +116,12 @@ class Boundary:
     def _at_step(self, optimizer: Optimizer) -> None:
         if not self._judge.owns(optimizer):
             return
+        if torch._C._current_graph_task_id() != -1:
+            self._judge.failed("capture", RuntimeError(IN_BACKWARD))
+            return
+        known = self._capture.lane_of(optimizer)
+        if known is not None and self._emptied.get(known.index):
+            self._give_back(known.index)  # the step that was skipped raised all the same
         self._capture.drain()
         lane = self._lane(optimizer)
         if not lane.on_cpu and capturing():
@@ -121,6 +129,8 @@ class Boundary:
         if self._inside.get(lane.index) and lane.settled == lane.backwards:
             self._inside[lane.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
             return
+        if self._inside.get(lane.index):
+            lane.tainted = True  # the step before this one raised: this window holds two
         self._inside[lane.index] = 1
         self._give_back(lane.index, into_params=False)
         window = lane.settle(precision.at_step(optimizer))
@@ -175,7 +185,17 @@ class Boundary:
             self._judge.failed("action", error)
 
     def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
-        """Gradients to None: parameters and optimizer state stay bit-identical, and no scheduler warns."""
+        """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
+
+        torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that,
+        so theirs find empty parameter lists instead.
+        """
+        if not type(optimizer).step.__module__.startswith("torch.optim"):
+            groups = optimizer.param_groups
+            self._emptied[lane.index] = [(group, group["params"]) for group in groups]
+            for group in groups:
+                group["params"] = []
+            return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._set_aside[lane.index] = [(param, param.grad) for param in params]
         for param in params:
@@ -227,7 +247,9 @@ class Boundary:
         self._judge.finished(lane)
 
     def _give_back(self, index: int, into_params: bool = True) -> None:
-        """Restore gradients set aside by a skip, except where a newer backward already made new ones."""
+        """Restore what a skip set aside, but no gradient where a newer backward already made one."""
+        for group, emptied in self._emptied.pop(index, ()):
+            group["params"] = emptied
         for param, grad in self._set_aside.pop(index, ()):
             if into_params and param.grad is None:
                 param.grad = grad

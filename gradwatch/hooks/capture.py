@@ -101,10 +101,18 @@ class Capture:
         slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
         return self._sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
 
-    def coverage(self, lane: Lane) -> float:
-        """Marks in place over parameters of a lane, 0..1."""
-        placed = sum(1 for slot in map(int, lane.slots) if slot in self._handles)
-        return placed / len(lane.slots) if len(lane.slots) else 1.0
+    def coverage(self) -> float:
+        """Watched over wanted: parameters of the models (and optimizers) that want a gradient and have a slot."""
+        wanted = {id(p) for model in self.models() for p in model.parameters() if p.requires_grad}
+        known = sum(1 for identity in wanted if identity in self._slot_of)
+        return known / len(wanted) if wanted else 1.0
+
+    def remark(self, lane: Lane) -> None:
+        """Mark the parameters of an unthinned lane that have come to want a gradient again."""
+        if not lane.thinned:
+            for slot in map(int, lane.slots):
+                if slot not in self._handles and self.params[slot].requires_grad:
+                    self._handles[slot] = self._mark(slot, self.params[slot])
 
     @property
     def marked(self) -> int:
@@ -140,6 +148,7 @@ class Capture:
         order = sorted(range(len(slots)), key=lambda k: slots[k])  # sites stand in model order
         params = [named[k] for k in order]
         kept = np.array([slots[k] for k in order], np.intp)
+        lane = lane or self._predecessor(set(map(id, params)))
         index = len(self.lanes) if lane is None else lane.index
         built = Lane(index, optimizer, params, self._sites(kept, params))
         built.slots = kept
@@ -154,16 +163,22 @@ class Capture:
         built.frozen = [param for param in fresh if not param.requires_grad]
         return built
 
+    def _predecessor(self, wanted: set[int]) -> Lane | None:
+        """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
+        dead = [lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None]
+        same = [lane for lane in dead if wanted & set(lane.param_ids)]
+        return next(iter(same or dead), None)
+
     def drop_dead(self) -> None:
-        """Forget lanes whose optimizer is gone, and with them the last references to their parameters."""
-        alive = [lane for lane in self.lanes if lane.optimizer is None or lane.optimizer() is not None]
-        if len(alive) != len(self.lanes):
-            self.lanes = alive
-            wanted = {id(param) for lane in alive for param in lane.params}
-            wanted |= {id(param) for model in self.models() for param in model.parameters()}
-            for slot, param in enumerate(self.params):
-                if id(param) not in wanted and param is not _GONE:
-                    self._release(slot)
+        """Let go of parameters that belong to no living optimizer and to no model any more."""
+        for lane in self.lanes:
+            if lane.optimizer is not None and lane.optimizer() is None:
+                lane.release()
+        wanted = {id(param) for lane in self.lanes for param in lane.params}
+        wanted |= {id(param) for model in self.models() for param in model.parameters()}
+        for slot, param in enumerate(self.params):
+            if id(param) not in wanted and param is not _GONE:
+                self._release(slot)
 
     def _release(self, slot: int) -> None:
         """Let go of a parameter; its slot stays, so that the others keep theirs."""
@@ -247,9 +262,6 @@ class Capture:
             self._failed("capture", error)
 
     def _tell_lanes(self, touched: list[int], count: int) -> None:
-        if len(self.lanes) == 1 and self.lanes[0].thinned:
-            self.lanes[0].arrived(None)  # sentinels only: that one of them spoke is all there is to know
-            return
         if len(touched) < THIN_FROM:
             for lane in self.lanes:
                 lane.hear(touched)
@@ -280,10 +292,8 @@ class Capture:
 
     def restore(self, lane: Lane) -> None:
         """Put every mark of a lane back."""
-        for slot in map(int, lane.slots):
-            if slot not in self._handles and self.params[slot].requires_grad:
-                self._handles[slot] = self._mark(slot, self.params[slot])
         lane.block()
+        self.remark(lane)
 
 
 def _fallback_name(optimizer: Optimizer, param: nn.Parameter) -> str:

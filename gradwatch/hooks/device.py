@@ -67,9 +67,10 @@ def _send(part: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 class DeviceReading:
     """Norms of K gradients on their way to the host; `squares()` waits for them if they have not arrived."""
 
-    def __init__(self, norms: Sequence[Tensor], arriving: Arriving) -> None:
+    def __init__(self, norms: Sequence[Tensor], arriving: Arriving, scale: float = 1.0) -> None:
         self._norms = norms
         self._arriving = arriving
+        self._scale = scale
 
     def ready(self) -> bool:
         """Whether `squares()` would return at once."""
@@ -85,12 +86,12 @@ class DeviceReading:
         return total
 
     def squares(self) -> NDArray[np.float64]:
-        """float64[K] squared norms, 0 where there was no gradient."""
-        return np.square(self._arriving.values(), dtype=np.float64)
+        """float64[K] squared norms without the loss scale, 0 where there was no gradient."""
+        return np.square(self._arriving.values(), dtype=np.float64) / (self._scale * self._scale)
 
 
-def read(grads: Sequence[Tensor | None]) -> DeviceReading:
-    """Start reading the norms of K gradients that live on accelerators; returns at once."""
+def read(grads: Sequence[Tensor | None], scale: float = 1.0) -> DeviceReading:
+    """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, grad in enumerate(grads):
         if grad is not None:
@@ -98,7 +99,7 @@ def read(grads: Sequence[Tensor | None]) -> DeviceReading:
             by_device.setdefault(tensor.device, []).append((k, tensor))
     norms = [torch.stack(_norms([tensor for _, tensor in group])) for group in by_device.values()]
     positions = np.array([k for group in by_device.values() for k, _ in group], np.intp)
-    return DeviceReading(norms, Arriving(norms, positions, len(grads)))
+    return DeviceReading(norms, Arriving(norms, positions, len(grads)), scale)
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

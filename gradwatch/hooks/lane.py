@@ -9,6 +9,7 @@ after the user's clipping.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Window:
         return raw, raw if self.after is self.raw else self._host(self.after)
 
     def _host(self, part: Norms | DeviceReading) -> Norms:
-        return np.sqrt(part.squares()) / self.scale if isinstance(part, DeviceReading) else part
+        return np.sqrt(part.squares()) if isinstance(part, DeviceReading) else part
 
 
 class Lane:
@@ -84,6 +85,7 @@ class Lane:
         self.sharded = any(map(_is_shard, params))
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
+        self.tainted = False  # this window cannot be one step's alone
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
@@ -105,6 +107,7 @@ class Lane:
         self._pattern: list[int] = []
         self._steady = 0
         self._blocked_until = 0
+        self._ambiguous = False
         self.born = True  # made in the middle of a window, until a window has been closed
 
     def __len__(self) -> int:
@@ -121,11 +124,10 @@ class Lane:
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def arrived(self, counts: NDArray[np.int32] | None) -> None:
-        """One backward has ended that touched this lane; `counts[K]` marks heard, None where only sentinels speak."""
+    def arrived(self, counts: NDArray[np.int32]) -> None:
+        """One backward has ended that touched this lane: `counts[K]` marks heard."""
         self._backwards += 1
-        if counts is not None:
-            self._calls = counts if self._calls is None else self._calls + counts
+        self._calls = counts if self._calls is None else self._calls + counts
 
     def hear(self, touched: list[int]) -> None:
         """As `arrived`, from the slots of a handful of marks; numpy would cost more than it saves."""
@@ -179,7 +181,7 @@ class Lane:
             calls,
             self._details,
             self._backwards,
-            early or not trusted,
+            early or self.tainted or not trusted,
             trusted,
             self._scale,
         )
@@ -193,6 +195,7 @@ class Lane:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
         self.settled = -1
+        self.tainted = False
         self._backwards = 0
         self._read_at = 0
         self._calls = None
@@ -209,11 +212,7 @@ class Lane:
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
         assert self._after is not None
-        norms = (
-            np.sqrt(self._after.squares()) / self._scale
-            if isinstance(self._after, DeviceReading)
-            else self._after
-        )
+        norms = np.sqrt(self._after.squares()) if isinstance(self._after, DeviceReading) else self._after
         return float(np.sqrt(np.dot(norms, norms)))
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -240,17 +239,22 @@ class Lane:
         return sorted({*present[::stride], *present[-1:]})
 
     def block(self) -> None:
-        """Thinning had to be undone: leave the marks alone for a while."""
+        """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
         self.thinned = False
         self._steady = 0
-        self._blocked_until = self.step + BACKOFF
+        self._blocked_until = sys.maxsize if self._ambiguous else self.step + BACKOFF
+
+    def release(self) -> None:
+        """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
+        self.params, self.slots, self.position = [], np.zeros(0, np.intp), {}
+        self._norms = self._after = self._last = None
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _take(self, grads: Sequence[Tensor | None], scale: float) -> None:
         self._scale = scale
         if not self.on_cpu:
-            self._norms = device.read(grads)
+            self._norms = device.read(grads, scale)
             return
         squares = self._reader.read(grads)
         norms: Norms = np.sqrt(squares)
@@ -271,7 +275,7 @@ class Lane:
         scale: float,
     ) -> Norms | DeviceReading:
         if isinstance(raw, DeviceReading):
-            return device.read(grads)
+            return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         if len(changed) * 2 > len(grads):
@@ -287,7 +291,7 @@ class Lane:
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
-            trusted = self._backwards > 0 and self._versions == self._pattern
+            trusted = self._backwards > 0 and self._versions == self._pattern and not self._stale(ids, raw)
             return self._calls_of(self._pattern if trusted else self._versions), trusted
         if self._calls is not None:
             self._heard = (self._calls + self._heard).tolist()  # sync: numpy
@@ -308,6 +312,14 @@ class Lane:
         calls: NDArray[np.int32] = np.where(here, max(1, self._backwards), 0).astype(np.int32)
         self._told = (versions, self._backwards, calls)
         return calls
+
+    def _stale(self, ids: list[int], raw: Norms | DeviceReading) -> bool:
+        """Whether some gradient may be the last step's, not cleared and not renewed: only its mark could tell."""
+        if self._last is None or isinstance(raw, DeviceReading) or isinstance(self._last[2], DeviceReading):
+            return False
+        equal = np.flatnonzero((raw == self._last[2]) & (raw > 0))
+        self._ambiguous = any(ids[k] == self._last[0][k] for k in equal)
+        return self._ambiguous
 
     def _unmarked(self, k: int, ids: list[int], versions: list[int], raw: Norms | DeviceReading) -> bool:
         """Whether a gradient no mark announced is new: not the last step's, and not all zero."""

@@ -172,16 +172,18 @@ def inspect(grad: Tensor) -> Detail:
     """Count NaN and Inf elements and take the norm in float64, scaled so that nothing over- or underflows."""
     vector = flat(dense(grad)).detach()
     vector = vector.float() if vector.dtype in REDUCED else vector
-    values = vector.cpu().numpy()  # sync: only on suspicion
-    if not values.size:
+    if not vector.numel():
         return Detail(0.0, 0, 0)
-    nan = int(np.count_nonzero(np.isnan(values)))
-    inf = int(np.count_nonzero(np.isinf(values)))
-    if nan or inf:
-        return Detail(math.nan if nan else math.inf, nan, inf)
-    largest = max(float(values.max()), -float(values.min()))
+    low, high = torch.aminmax(
+        vector
+    )  # NaN if any element is; one cheap pass settles the common all-zero case
+    largest = max(float(high), -float(low))  # sync: only on suspicion
     if largest == 0.0:
         return Detail(0.0, 0, 0)
+    values = vector.cpu().numpy()  # sync: only on suspicion
+    if not math.isfinite(largest):
+        nan = int(np.count_nonzero(np.isnan(values)))
+        return Detail(math.nan if nan else math.inf, nan, int(np.count_nonzero(np.isinf(values))))
     total = 0.0
     for start in range(0, values.size, 1 << 20):
         chunk = values[start : start + (1 << 20)].astype(np.float64) / largest

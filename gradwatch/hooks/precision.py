@@ -16,64 +16,73 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+_listeners: list[LossScale] = []
+_originals: dict[str, Any] = {}
+
 
 class LossScale:
-    """Notices the GradScaler of a training loop by wrapping `GradScaler.scale` and `.update` on the class.
+    """The scaler of a training loop, noticed through `GradScaler.scale` and `.update`, wrapped on the class once.
 
     `stepped` is called before every `update` with the ids of the optimizers that went through `scaler.step`:
-    one whose window is still open then was rejected (overflow), and its `step` was never called. `close` puts
-    the class back as found.
+    one whose window is still open then was rejected (overflow), and its `step` was never called. Several live
+    listeners share the wrappers; the last `close` puts the class back as found.
     """
 
     def __init__(
         self, stepped: Callable[[frozenset[int]], None], failed: Callable[[str, BaseException], None]
     ) -> None:
         self._scaler: Callable[[], GradScaler | None] = lambda: None
+        self._scaled = False
         self._stepped = stepped
         self._failed = failed
-        self._found: dict[str, Any] = {}
-        for name in ("scale", "update"):
-            self._wrap(name)
+        _listeners.append(self)
+        if not _originals:
+            for name in ("scale", "update"):
+                _wrap(name)
 
-    def _wrap(self, name: str) -> None:
-        original = getattr(GradScaler, name)
-        owner = weakref.ref(self)
-
-        @functools.wraps(original)
-        def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-            scale = owner()
-            if scale is not None:
-                scale._notice(scaler, name)
-            return original(scaler, *args, **kwargs)
-
-        self._found[name] = (original, wrapped)
-        setattr(GradScaler, name, wrapped)
-
-    def _notice(self, scaler: GradScaler, name: str) -> None:
+    def notice(self, scaler: GradScaler, name: str) -> None:
+        """`scale` or `update` is about to be called on some scaler."""
         try:
             if scaler.is_enabled():
                 self._scaler = weakref.ref(scaler)
+                self._scaled = name == "scale"  # a loop that stops scaling has unscaled gradients again
                 if name == "update":
                     self._stepped(frozenset(scaler._per_optimizer_states))
         except Exception as error:
             self._failed("precision", error)
 
     def in_backward(self) -> float:
-        """The factor in gradients as backward leaves them; 1 without an active scaler."""
-        scaler = self._scaler()
-        scale = None if scaler is None else scaler._scale
-        return 1.0 if scale is None else float(scale)  # sync: one read a step, only under a GradScaler
+        """The factor in gradients as backward leaves them; 1 unless a loss was scaled since the last update."""
+        return (self.current() or 1.0) if self._scaled else 1.0
 
     def current(self) -> float | None:
         """The scaler's present scale, or None without one."""
-        return None if self._scaler() is None else self.in_backward()
+        scaler = self._scaler()
+        scale = None if scaler is None else scaler._scale
+        return None if scale is None else float(scale)  # sync: one read a step, only under a GradScaler
 
     def close(self) -> None:
-        """Put `GradScaler` back as found, unless somebody wrapped it again since."""
-        for name, (original, wrapped) in self._found.items():
-            if getattr(GradScaler, name) is wrapped:
-                setattr(GradScaler, name, original)
-        self._found.clear()
+        """Stop listening; the last one out puts `GradScaler` back, unless somebody wrapped it again since."""
+        if self in _listeners:
+            _listeners.remove(self)
+        if not _listeners:
+            for name, (original, wrapped) in _originals.items():
+                if getattr(GradScaler, name) is wrapped:
+                    setattr(GradScaler, name, original)
+            _originals.clear()
+
+
+def _wrap(name: str) -> None:
+    original = getattr(GradScaler, name)
+
+    @functools.wraps(original)
+    def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        for listener in tuple(_listeners):
+            listener.notice(scaler, name)
+        return original(scaler, *args, **kwargs)
+
+    _originals[name] = (original, wrapped)
+    setattr(GradScaler, name, wrapped)
 
 
 def at_step(optimizer: Optimizer) -> float:
@@ -82,3 +91,11 @@ def at_step(optimizer: Optimizer) -> float:
     if isinstance(scale, torch.Tensor):
         return float(scale)  # sync: only for fused optimizers under a GradScaler
     return 1.0
+
+
+def rejected(optimizer: Optimizer) -> bool:
+    """Whether the scaler has already found an overflow that a fused optimizer will skip by itself."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(
+        found
+    )  # sync: only for fused optimizers under a GradScaler

@@ -29,12 +29,30 @@ COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS
 WEIGHT_NORM_FLOOR = 0.1
 
 
+class Ratio:
+    """‖Δw‖ / max(‖w‖, 0.1) of K parameters, from two norms on their way."""
+
+    def __init__(self, change: Arriving, size: Arriving) -> None:
+        self._change = change
+        self._size = size
+
+    def ready(self) -> bool:
+        """Whether `values()` would return at once."""
+        return self._change.ready() and self._size.ready()
+
+    def values(self) -> NDArray[np.float32]:
+        """float32[K]."""
+        return np.divide(
+            self._change.values(), np.maximum(self._size.values(), np.float32(WEIGHT_NORM_FLOOR))
+        )
+
+
 @dataclass(slots=True)
 class Sampled:
     """Sampled columns of one step, possibly still on their way from a device; K positions."""
 
     count: int
-    parts: dict[str, Arriving] = field(default_factory=dict)
+    parts: dict[str, Arriving | Ratio] = field(default_factory=dict)
     present: dict[str, BoolArray] = field(default_factory=dict)
 
     def ready(self) -> bool:
@@ -73,9 +91,16 @@ class Sampler:
         return step >= first and (step - first) % PERIOD < BURST  # bursts, so that `for: 3` can be met
 
     def collect(
-        self, step: int, params: Sequence[Tensor], grads: Callable[[], Sequence[Tensor | None]]
+        self,
+        step: int,
+        params: Sequence[Tensor],
+        grads: Callable[[], Sequence[Tensor | None]],
+        scale: float = 1.0,
     ) -> Sampled | None:
-        """Everything due at this boundary, before the optimizer moves the weights; None if nothing is."""
+        """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
+
+        `scale` is the loss scale still in the gradients here.
+        """
         due = [name for name in self._wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
         if not due and not keep:
@@ -83,7 +108,7 @@ class Sampler:
             return None
         sampled = Sampled(len(params))
         if GRADIENT_COLUMNS.intersection(due):
-            self._gradients(sampled, due, grads())
+            self._gradients(sampled, due, grads(), scale)
         if WEIGHT_COLUMNS.intersection(due) or keep:
             self._weights(sampled, due, step, params)
         return sampled
@@ -97,7 +122,9 @@ class Sampler:
         """Which parameters the optimizer was given a non-zero gradient for; none on a skipped step."""
         self._moved = present
 
-    def _gradients(self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None]) -> None:
+    def _gradients(
+        self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None], scale: float
+    ) -> None:
         have = [k for k, grad in enumerate(grads) if grad is not None and grad.numel()]
         rows, order = _rows([grads[k] for k in have])  # type: ignore[misc]
         positions = np.array(have, np.intp)[order]
@@ -108,7 +135,7 @@ class Sampler:
             sampled.parts["zero_fraction"] = Arriving(parts, positions, sampled.count)
             sampled.present["zero_fraction"] = present
         if "max_abs" in due:
-            parts = [row.abs().amax(1).float() for row in rows]
+            parts = [row.abs().amax(1).float() / scale for row in rows]
             sampled.parts["max_abs"] = Arriving(parts, positions, sampled.count)
             sampled.present["max_abs"] = present
 
@@ -135,15 +162,16 @@ class Sampler:
     ) -> None:
         if self._moved is None or [row.shape for row in rows] != [row.shape for row in before]:
             return
-        parts = []
-        offset = 0
-        for row, old in zip(rows, before, strict=True):
-            factor = torch.from_numpy(blown_up[positions[offset : offset + len(row)]]).to(row.device)
-            change = torch.linalg.vector_norm((row - old).float(), dim=1) * factor
-            size = torch.linalg.vector_norm(old.float(), dim=1) * factor
-            parts.append(change / size.clamp(min=WEIGHT_NORM_FLOOR))
-            offset += len(row)
-        sampled.parts["update_ratio"] = Arriving(parts, positions, sampled.count)
+        changes = [
+            torch.linalg.vector_norm((row - old).float(), dim=1)
+            for row, old in zip(rows, before, strict=True)
+        ]
+        sizes = [torch.linalg.vector_norm(old.float(), dim=1) for old in before]
+        # Divided on the host: a factor sent to the device would make it wait.
+        sampled.parts["update_ratio"] = Ratio(
+            Arriving(changes, positions, sampled.count, blown_up),
+            Arriving(sizes, positions, sampled.count, blown_up),
+        )
         sampled.present["update_ratio"] = self._moved
 
 

@@ -70,12 +70,16 @@ def attach(optimizer: Optimizer) -> Watch | None:
         return None
     models, optimizers = discover(optimizer, covers)
     _seen.update(optimizers)
+    # Nobody else holds a stand-in, and a Watch holds models weakly.
+    _stand_ins.extend(model for model in models if isinstance(model, LooseParameters))
+    running = [watch for watch in _watches if watch.run.pid == os.getpid() and watch.models()]
+    if running:  # one run, one port and one journal per process, however many models it trains
+        running[-1].add(models)
+        return running[-1]
     watch = gradwatch.watch(models, optimizers, origin="launcher")
     if not _watches:
         atexit.register(close_all, os.getpid())
     _watches.append(watch)
-    # Nobody else holds a stand-in, and a Watch holds models weakly.
-    _stand_ins.extend(model for model in models if isinstance(model, LooseParameters))
     _greet(watch, models)
     return watch
 
