@@ -386,7 +386,7 @@ class Watch:
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
         snapshot = clipped(snapshot, decision)
-        if course.sampler:
+        if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
         step_seconds = None if course.last_step is None else now - course.last_step

@@ -7,6 +7,7 @@ anything (a rail must not be climbed by a NaN); the others say nothing of NaN, w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -67,9 +68,10 @@ class Above(Detector):
         """The threshold itself, one value for all series: float64[1]."""
         return np.array([self.threshold])
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether every value is at or below the threshold."""
-        return high <= self.threshold
+    @property
+    def safe(self) -> tuple[float, float]:
+        """At or below the threshold."""
+        return -math.inf, self.threshold
 
 
 @register_detector
@@ -109,9 +111,10 @@ class Below(Detector):
         judged = sample.present & ~(sample.values == 0) if self.above_zero else sample.present
         return np.where(judged, sample.values.astype(np.float64), np.nan)
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether every value is at or above the threshold."""
-        return low >= self.threshold
+    @property
+    def safe(self) -> tuple[float, float]:
+        """At or above the threshold."""
+        return self.threshold, math.inf
 
 
 @register_detector
@@ -156,9 +159,10 @@ class Dead(Detector):
         """The fraction of zero elements, 0..1; NaN where there was no sample."""
         return np.where(sample.present, sample.values.astype(np.float64), np.nan)
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether every fraction is below the bound."""
-        return high < self.at_least
+    @property
+    def safe(self) -> tuple[float, float]:
+        """Below the bound."""
+        return -math.inf, math.nextafter(self.at_least, -math.inf)
 
 
 @register_detector
@@ -206,6 +210,7 @@ class UpdateRatio(Detector):
         judged = sample.present & (sample.aux["weight_norm"] > self.min_weight_norm)
         return np.where(judged, sample.values.astype(np.float64), np.nan)
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether every ratio is at or below the bound."""
-        return high <= self.above
+    @property
+    def safe(self) -> tuple[float, float]:
+        """At or below the bound."""
+        return -math.inf, self.above

@@ -10,7 +10,7 @@ Axes: K series (one per site, per group, or a single one over a total or a scala
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -89,7 +89,8 @@ class Detector:
     `elementwise` whether each series is judged alone (then series of many rules may be stacked); `scopes`
     it can be used with; `in_depth_order` whether it makes one series of all its sites, first to last (then
     `Sample.values` holds the sites and scores are `[1]`); `finiteness` whether it judges NaN and Inf: such
-    a rule acts before its `for` is met and is evaluated on provisional snapshots too.
+    a rule acts before its `for` is met and is evaluated on provisional snapshots too; `takes_logs` whether
+    it has `advance_logs`.
     """
 
     __slots__ = ()
@@ -101,6 +102,7 @@ class Detector:
     elementwise: ClassVar[bool] = True
     finiteness: ClassVar[bool] = False
     in_depth_order: ClassVar[bool] = False
+    takes_logs: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group", "total")
 
     @property
@@ -147,6 +149,17 @@ class Detector:
         """
         return self.score(state, sample), self.learn(state, sample)
 
+    def advance_logs(self, state: State, x: NDArray[np.float32]) -> tuple[FloatArray | None, State]:
+        """As `advance`, where every sample is present, positive and finite: `x[K]` is ln value.
+
+        Only asked of a kind with `takes_logs`, so that kinds over one column share its logarithm.
+        """
+        raise NotImplementedError
+
+    def done(self, state: State) -> bool:
+        """Whether positive samples can neither breach nor teach anything any more: then they are not shown."""
+        return False
+
     def limit(self, state: State) -> NDArray[np.float64] | None:
         """float64[K]: the value whose score is exactly the threshold (inf while warming up), or None."""
         return None
@@ -160,9 +173,15 @@ class Detector:
         """
         return state
 
+    @property
+    def safe(self) -> tuple[float, float] | None:
+        """The values that cannot breach, whatever was learned, both ends included; None = not an interval."""
+        return None
+
     def calm(self, low: float, high: float) -> bool:
         """Whether no value in [low, high] can breach, whatever was learned; False when either is NaN."""
-        return False
+        safe = self.safe
+        return safe is not None and safe[0] <= low and high <= safe[1]
 
 
 DETECTORS: dict[str, type[Detector]] = {}
@@ -215,6 +234,12 @@ def clears(detector: Detector, score: FloatArray) -> BoolArray:
     if detector.comparison == "at_least":
         return score < detector.clears_at
     return score >= detector.clears_at
+
+
+def easiest(detectors: Sequence[Detector]) -> Detector:
+    """Of detectors that compare alike, the one whose threshold is the first to be crossed."""
+    choose = max if detectors[0].comparison == "below" else min
+    return choose(detectors, key=lambda one: float(one.fires_at))
 
 
 def may_breach(detector: Detector, score: FloatArray) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +13,9 @@ from numpy.typing import NDArray
 from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
 
 NonFiniteColumn = Literal["norm", "total_norm", "norm_local", "grad_output_norm", "grad_input_norm"]
+
+
+LARGEST = sys.float_info.max
 
 
 class _Fact(Detector):
@@ -69,9 +74,10 @@ class NonFinite(_Fact):
             found |= np.isinf(sample.values)
         return _flag(sample, found)
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether all counts are 0, or all values finite."""
-        return high <= 0 if self.of == "norm" else -np.inf < low <= high < np.inf
+    @property
+    def safe(self) -> tuple[float, float]:
+        """No element counted, or a finite value."""
+        return (-math.inf, 0.0) if self.of == "norm" else (-LARGEST, LARGEST)
 
 
 @register_detector
@@ -93,9 +99,10 @@ class NormOverflow(_Fact):
         """1.0 where the norm overflowed, 0.0 where not, NaN where there was no sample."""
         return _flag(sample, ~(sample.values <= 0))
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether no norm overflowed."""
-        return high <= 0
+    @property
+    def safe(self) -> tuple[float, float]:
+        """No overflow flagged."""
+        return -math.inf, 0.0
 
 
 @register_detector
@@ -112,6 +119,7 @@ class LossNonFinite(_Fact):
         """1.0 where the loss is NaN or Inf, 0.0 where finite, NaN where none was observed."""
         return _flag(sample, ~np.isfinite(sample.values))
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether the loss is finite."""
-        return -np.inf < low <= high < np.inf
+    @property
+    def safe(self) -> tuple[float, float]:
+        """A finite loss."""
+        return -LARGEST, LARGEST

@@ -88,9 +88,16 @@ def log_of(sample: Sample) -> Array32:
     """ln value as float32[K]; not finite where missing, not finite, or not positive."""
     values = sample.values
     if float(values.min()) > 0 and bool(sample.present.all()):
+        if len(values) == 1 and values.dtype == np.float64:
+            return log_of_scalar(float(values[0]))
         return np.log(values).astype(np.float32, copy=False)
     usable = sample.present & (values > 0) & (values < math.inf)
     return np.log(np.where(usable, values, np.nan)).astype(np.float32, copy=False)
+
+
+def log_of_scalar(value: float) -> Array32:
+    """ln of a positive number as float32[1]; NaN of a NaN."""
+    return np.array([math.log(value)], np.float32)
 
 
 def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:
@@ -112,6 +119,26 @@ def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enou
 def mature(half_life: float, warmup: int) -> int:
     """From this many samples on, 1/(n + 1) is below the gain and n need not be counted."""
     return max(SETTLED, warmup, math.ceil(1.0 / gain(half_life)))
+
+
+def common_pace(
+    n: NDArray[np.int32], least: int, half_life: float, enough: int
+) -> tuple[np.float32, NDArray[np.int32]] | None:
+    """The weight of the next sample, and the counts after it; None unless all series have learned alike.
+
+    That is: at least `least` samples each, and either equally many or all of them mature.
+    """
+    low = int(np.minimum.reduce(n))
+    if low >= enough:
+        return _steady_weight(half_life), n
+    if low < least or low != int(np.maximum.reduce(n)):
+        return None
+    return np.float32(max(gain(half_life), 1.0 / (low + 1.0))), n + np.int32(1)
+
+
+@cache
+def _steady_weight(half_life: float) -> np.float32:
+    return np.float32(gain(half_life))
 
 
 def _settle(state: LevelState, before: NDArray[np.int32], x: Array32, filling: BoolArray) -> LevelState:
@@ -197,27 +224,31 @@ class _Level(Detector):
         return absorb(level, self.scale(sample), deviation(level), self.half_life, enough)
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
-        """As `score` and `learn`, in few passes when every series is present, finite and mature."""
-        level = cast(LevelState, state)
-        x, sigma = self.scale(sample), deviation(level)
+        """As `score` and `learn`, in few passes when every series is present, finite and warmed up."""
+        return self.advance_logs(state, self.scale(sample))
+
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance`; x may hold anything that `scale` gives."""
+        level, enough = cast(LevelState, state), mature(self.half_life, self.warmup)
+        sigma = deviation(level)
         d = x - level.m
         z = d / sigma
-        enough = mature(self.half_life, self.warmup)
-        worst = float(z.max())  # NaN if any is, and then not steady
-        if not (worst < math.inf and int(level.n.min()) >= enough):
+        worst = float(np.maximum.reduce(z))  # NaN if any is, and then not steady
+        pace = common_pace(level.n, max(SETTLED, self.warmup), self.half_life, enough)
+        if pace is None or not worst < math.inf:
             after = absorb(level, x, sigma, self.half_life, enough)
             return _z(level, x, sigma, self.warmup), after
-        if worst > WINSOR or float(z.min()) < -WINSOR:
+        if worst > WINSOR or float(np.minimum.reduce(z)) < -WINSOR:
             bound = WINSOR * sigma
             np.clip(d, -bound, bound, out=d)
-        a = np.float32(gain(self.half_life))
+        a, n = pace
         spread = np.abs(d)
         spread -= level.s
         spread *= a
         spread += level.s
         d *= a
         d += level.m
-        return (z if worst > self.above else None), LevelState(level.n, d, spread, level.held, level.ring[:0])
+        return (z if worst > self.above else None), LevelState(n, d, spread, level.held, level.ring[:0])
 
     def limit(self, state: State) -> NDArray[np.float64]:
         """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
@@ -244,6 +275,7 @@ class Spike(_Level):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "spike"
+    takes_logs: ClassVar[bool] = True
 
     of: NormColumn = "norm"
     above: Positive = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
@@ -74,6 +75,10 @@ class Stale(Detector):
         """Remember who has had a gradient."""
         return SeenState(cast(SeenState, state).seen | (_counted(sample) & (sample.values > 0)))
 
+    def done(self, state: State) -> bool:
+        """Whether everybody has had a gradient."""
+        return bool(cast(SeenState, state).seen.all())
+
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; nothing to say while every gradient comes."""
         if float(sample.values.min()) > 0 and bool(state[0].all()):
@@ -124,6 +129,10 @@ class Never(Detector):
         after = np.where(sample.values > 0, -1, longer)
         return WaitState(np.where(_counted(sample), after, waited).astype(np.int32))
 
+    def done(self, state: State) -> bool:
+        """Whether everybody has had a gradient."""
+        return bool((cast(WaitState, state).waited < 0).all())
+
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; nothing to say once everybody has had a gradient."""
         if int(state[0].max()) < 0:
@@ -158,6 +167,11 @@ class AllZero(Detector):
         zero = sample.values == 0
         others = bool((sample.present & (sample.values > 0)).any())
         return np.where(sample.present, (zero & others).astype(np.float64), np.nan)
+
+    @property
+    def safe(self) -> tuple[float, float]:
+        """Not zero."""
+        return math.ulp(0.0), math.inf
 
     def calm(self, low: float, high: float) -> bool:
         """Whether no value is zero, or all are."""
@@ -202,6 +216,7 @@ class Stuck(Detector):
         moved_by: BoolArray = (sample.aux["norm"] > 0) & (sample.aux["weight_norm"] > self.min_weight_norm)
         return np.where(sample.present & moved_by, sample.values.astype(np.float64), np.nan)
 
-    def calm(self, low: float, high: float) -> bool:
-        """Whether every ratio is at or above the bound."""
-        return low >= self.below
+    @property
+    def safe(self) -> tuple[float, float]:
+        """At or above the bound."""
+        return self.below, math.inf

@@ -20,13 +20,23 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.level import LARGEST_EXPONENT, Array32, HalfLife, Warmup, check_clear, gain, mature
+from gradwatch.detectors.level import (
+    LARGEST_EXPONENT,
+    Array32,
+    HalfLife,
+    Warmup,
+    check_clear,
+    common_pace,
+    gain,
+    mature,
+)
 from gradwatch.snapshot import BoolArray, FloatArray
 
 ZERO_NORM = 1e-30
 """A norm of exactly zero counts as this, so that a gradient that vanishes completely is a fall too."""
 STEP = 0.5
 """Largest deviation in nats that the share's baseline learns from."""
+_FALL, _RISE = np.float32(-STEP), np.float32(STEP)
 
 
 class ShareState(NamedTuple):
@@ -50,6 +60,7 @@ class Drop(Detector):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "drop"
+    takes_logs: ClassVar[bool] = True
     default_for: ClassVar[int] = 20
     has_baseline: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
@@ -85,31 +96,47 @@ class Drop(Detector):
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """exp(b - y); NaN while warming up, and for a missing or non-finite sample."""
-        n, b = cast(ShareState, state)
-        fall = np.minimum(b.astype(np.float64) - share_of(sample), LARGEST_EXPONENT)
-        return np.where(n >= self.warmup, np.exp(fall), np.nan)
+        return self._factor(cast(ShareState, state), share_of(sample))
 
     def learn(self, state: State, sample: Sample) -> ShareState:
         """Move the usual share toward the present one, by at most 0.5 nats' worth after the warm-up."""
-        return self._absorb(cast(ShareState, state), share_of(sample))
+        before = cast(ShareState, state)
+        return self._absorb(before, share_of(sample) - before.b)
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; no exponentials while nothing is near the threshold."""
         before, y = cast(ShareState, state), share_of(sample)
-        after = self._absorb(before, y)
-        fall = before.b - y
-        if not float(np.fmax.reduce(fall)) >= math.log(self.above) - 1e-3:
+        d = y - before.b
+        after = self._absorb(before, d)
+        # fmin: a sample that is missing does not fall.
+        if not -float(np.fmin.reduce(d)) >= math.log(self.above) - 1e-3:
             return None, after
-        return self.score(state, sample), after
+        return self._factor(before, y), after
 
-    def _absorb(self, before: ShareState, y: Array32) -> ShareState:
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance`, with neither masks nor exponentials while nothing is near the threshold."""
+        before, y = cast(ShareState, state), x - _median(x)
+        enough = mature(self.half_life, self.warmup)
+        pace = common_pace(before.n, self.warmup, self.half_life, enough)
+        d = y - before.b
+        if pace is None:
+            return self._factor(before, y), self._absorb(before, d)
+        low, high = float(np.minimum.reduce(d)), float(np.maximum.reduce(d))
+        score = None if -low < math.log(self.above) - 1e-3 else self._factor(before, y)
+        if low < -STEP or high > STEP:
+            np.clip(d, _FALL, _RISE, out=d)
+        d *= pace[0]
+        d += before.b
+        return score, ShareState(pace[1], d)
+
+    def _factor(self, state: ShareState, y: Array32) -> NDArray[np.float64]:
+        fall = np.minimum(state.b.astype(np.float64) - y, LARGEST_EXPONENT)
+        return np.where(state.n >= self.warmup, np.exp(fall), np.nan)
+
+    def _absorb(self, before: ShareState, d: Array32) -> ShareState:
+        """Learn deviations d[K] from the usual share; NaN = nothing."""
         n, b = before
         enough = mature(self.half_life, self.warmup)
-        d = y - b
-        if int(n.min()) >= enough and not math.isnan(float(d.sum())):
-            np.clip(d, np.float32(-STEP), np.float32(STEP), out=d)
-            d *= np.float32(gain(self.half_life))
-            return ShareState(n, b + d)
         known = ~np.isnan(d)
         d = np.where(n >= self.warmup, np.clip(d, np.float32(-STEP), np.float32(STEP)), d)
         a = np.maximum(gain(self.half_life), 1.0 / (n + 1.0)).astype(np.float32)
@@ -137,11 +164,11 @@ def share_of(sample: Sample) -> Array32:
 
 def _median(x: Array32) -> np.float32:
     """As np.median of finite values, without its checks, which cost more than the median at this size."""
-    half = len(x) // 2
-    if len(x) % 2:
-        return np.float32(np.partition(x, half)[half])
-    low, high = np.partition(x, (half - 1, half))[half - 1 : half + 1]
-    return np.float32((low + high) / np.float32(2))
+    half, x = len(x) // 2, x.copy()
+    x.partition(half)
+    high = float(x[half])
+    # The mean of two float32 is exact as a float, but for one rounding.
+    return np.float32(high if len(x) % 2 else (float(np.maximum.reduce(x[:half])) + high) / 2)
 
 
 @register_detector
@@ -184,6 +211,14 @@ class DepthRatio(Detector):
     def fires_at(self) -> float:
         """The bound given, else 1e-3."""
         return self.above if self.above is not None else (1e-3 if self.below is None else self.below)
+
+    def calm(self, low: float, high: float) -> bool:
+        """Whether no ratio of two values in [low, high] is beyond the bound (with a margin for rounding)."""
+        if not (low > 0 and high < math.inf):
+            return False
+        if self.above is not None:
+            return high / low < self.above * (1 - 1e-6)
+        return low / high > self.fires_at * (1 + 1e-6)
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """float64[1] from K sites in order of depth; NaN unless both ends are present and finite.

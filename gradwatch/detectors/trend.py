@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -17,11 +18,18 @@ from gradwatch.detectors.level import (
     HalfLife,
     Warmup,
     check_clear,
+    common_pace,
     gain,
     log_of,
     mature,
 )
 from gradwatch.snapshot import BoolArray, FloatArray
+
+
+@cache
+def _gains(fast: float, slow: float) -> Array32:
+    """float32[2, 1]: the weights of a new sample in the two means."""
+    return np.array([[gain(fast)], [gain(slow)]], np.float32)
 
 
 class TrendState(NamedTuple):
@@ -42,6 +50,7 @@ class Drift(Detector):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "drift"
+    takes_logs: ClassVar[bool] = True
     has_baseline: ClassVar[bool] = True
 
     of: NormColumn = "total_norm"
@@ -86,25 +95,39 @@ class Drift(Detector):
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`, learning once."""
         before, x = cast(TrendState, state), log_of(sample)
-        after = self._absorb(before, x)
+        return self._judged(before, self._absorb(before, x), x)
+
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance`, without masks while all series have learned equally often."""
+        before = cast(TrendState, state)
+        n, means = before
+        pace = common_pace(n, 0, self.slow, mature(self.slow, self.warmup))
+        if pace is None:
+            return self._judged(before, self._absorb(before, x), x)
+        gains = _gains(self.fast, self.slow)
+        if pace[1] is not n:
+            gains = np.maximum(gains, pace[0])
+        moved = x - means
+        moved *= gains
+        moved += means
+        return self._judged(before, TrendState(pace[1], moved), x)
+
+    def _judged(
+        self, before: TrendState, after: TrendState, x: Array32
+    ) -> tuple[FloatArray | None, TrendState]:
         growth = after.means[0] - after.means[1]
         # A margin covers the rounding of float32 and of exp.
-        if float(growth.max()) < math.log(self.above) - 1e-3:
+        if float(np.maximum.reduce(growth)) < math.log(self.above) - 1e-3:
             return None, after
         return self._factor(before, after, x), after
 
     def _absorb(self, before: TrendState, x: Array32) -> TrendState:
         n, means = before
-        gains = np.array([[gain(self.fast)], [gain(self.slow)]], np.float32)
-        enough = mature(self.slow, self.warmup)
-        if int(n.min()) < enough:
-            known = np.isfinite(x)
-            gains = np.maximum(gains, (1.0 / (n + 1.0)).astype(np.float32))
-            n = np.minimum(n + known, enough).astype(np.int32)
-        elif math.isfinite(float(x.sum())):
-            return TrendState(n, means + gains * (x - means))
-        toward: Array32 = np.where(np.isfinite(x), x, means)
-        return TrendState(n, means + gains * (toward - means))
+        gains, enough = _gains(self.fast, self.slow), mature(self.slow, self.warmup)
+        known = np.isfinite(x)
+        gains = np.maximum(gains, (1.0 / (n + 1.0)).astype(np.float32))
+        toward: Array32 = np.where(known, x, means)
+        return TrendState(np.minimum(n + known, enough).astype(np.int32), means + gains * (toward - means))
 
     def _factor(self, before: TrendState, after: TrendState, x: Array32) -> NDArray[np.float64]:
         growth = after.means[0].astype(np.float64) - after.means[1]

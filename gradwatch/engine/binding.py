@@ -10,6 +10,7 @@ from gradwatch.detectors import State
 from gradwatch.engine.admission import admit
 from gradwatch.engine.judge import Step, exhausted, firing_now
 from gradwatch.engine.plan import Needs, Plan, RulePlan, make_plan
+from gradwatch.engine.quiet import Quiet
 from gradwatch.engine.series import labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.errors import GradwatchError
@@ -82,6 +83,8 @@ class BoundEngine:
         self.max_norm = max_norm
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         self._facts = tuple(facts)
+        self._quiet = Quiet(plan)
+        self._standing = Decision(max_norm=max_norm)
         self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
 
     @property
@@ -118,8 +121,18 @@ class BoundEngine:
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
         if snapshot.scalars.get("scaler_skip"):
             return Verdict(firing_now(state)), state
-        lr, baselines = snapshot.scalars.get("lr", state.lr), state.baselines
-        step = Step(state, snapshot, self.rank)
+        lr = snapshot.scalars.get("lr", state.lr)
+        if state.quiet is not None and not snapshot.provisional and not jumped(state.lr, lr):
+            learned = self._quiet.learn(state, snapshot)
+            if learned is not None:
+                tracks, consecutive = state.tracks, state.consecutive
+                after = EngineState(self.plan, learned, tracks, consecutive, lr, state.quiet, state.done)
+                return state.quiet, after
+        return self._judge(state, snapshot, lr)
+
+    def _judge(self, state: EngineState, snapshot: Snapshot, lr: float | None) -> tuple[Verdict, EngineState]:
+        """Rule by rule."""
+        baselines, step = state.baselines, Step(state, snapshot, self.rank)
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:
@@ -143,7 +156,7 @@ class BoundEngine:
         `max_norm` is the standing clip of the rule file: it holds on every step, and a non-finite total norm
         gets the coefficient 1 (`gradwatch.policies`).
         """
-        decision = Decision(max_norm=self.max_norm)
+        decision = self._standing
         if verdict.acting:
             for one, consecutive in zip(self.plan.rules, state.consecutive, strict=True):
                 if one.rule.id in verdict.acting:

@@ -8,17 +8,20 @@ Axes: R rules, B banks, K series of one rule.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.incidents import Notice, Scored, build_event
-from gradwatch.engine.plan import NO_BANK, Plan, RulePlan
+from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import Reader
 from gradwatch.engine.state import EngineState
 from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
 from gradwatch.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot, Verdict
+
+HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 
 
 class Heard(NamedTuple):
@@ -175,8 +178,22 @@ class Step:
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """What the rules say of this step, and what is remembered of it."""
         state = EngineState(self.plan, baselines, tuple(self.tracks), tuple(self.consecutive), lr)
-        verdict = Verdict(firing_now(state), self.breaching, tuple(self.events), frozenset(self.acting))
-        return verdict, state
+        firing = firing_now(state)
+        verdict = Verdict(firing, self.breaching, tuple(self.events), frozenset(self.acting))
+        if not self._at_rest():
+            return verdict, state
+        done = tuple(map(_done, self.plan.banks, baselines))
+        return verdict, replace(state, quiet=Verdict(firing), done=done)
+
+    def _at_rest(self) -> bool:
+        """Whether a healthy step would change no rule: those of rare columns are not asked on it."""
+        rules = zip(self.plan.rules, self.tracks, self.consecutive, strict=True)
+        return all((track.idle and not acted) or one.rare for one, track, acted in rules)
+
+
+def _done(bank: Bank, baseline: State) -> bool:
+    """Whether healthy steps, on which these columns are positive, have nothing more to say to a bank."""
+    return all(one.column in HEALTHY_POSITIVE for one in bank.segments) and bank.detector.done(baseline)
 
 
 def must_act(one: RulePlan, scored: Scored, track: Track) -> bool:

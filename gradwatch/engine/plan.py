@@ -11,14 +11,9 @@ from types import MappingProxyType
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample
-from gradwatch.engine.series import MODULE_COLUMNS, Reader, Series, roots_of, series_of
+from gradwatch.engine.series import FREE_COLUMNS, MODULE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.rules import Action, Rule, RuleSet
-from gradwatch.snapshot import SCALAR_COLUMNS, FloatArray, Sites
-
-FREE_COLUMNS = frozenset(
-    {"norm", "rms", "norm_applied", "coef", "calls", "nonfinite", "norm_overflow"}
-) | set(SCALAR_COLUMNS)
-"""Columns that are always there, or come by themselves when a norm is suspicious: not to be asked for."""
+from gradwatch.snapshot import FloatArray, Sites
 
 NO_BANK = -1
 
@@ -81,6 +76,11 @@ class RulePlan:
     shown: Series
     bank: int = NO_BANK
     part: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def rare(self) -> bool:
+        """Whether there are steps on which it is not evaluated, by its `every` or for want of its column."""
+        return self.rule.every != 1 or not self.series.always
 
     @property
     def skip(self) -> Action | None:

@@ -28,6 +28,11 @@ MODULE_COLUMNS = frozenset(
 COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow"})
 """Columns filled on suspicion only: when absent and the norms are finite, they are zero."""
 
+FREE_COLUMNS = frozenset(
+    {"norm", "rms", "norm_applied", "coef", "calls", "nonfinite", "norm_overflow", *SCALAR_COLUMNS}
+)
+"""Columns that are always there, or come by themselves when a norm is suspicious: not to be asked for."""
+
 SUMMED = COUNT_COLUMNS | {"calls"}
 SMALLEST = frozenset({"coef"})
 LARGEST = frozenset({"max_abs", "update_ratio"})
@@ -60,6 +65,11 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def always(self) -> bool:
+        """Whether it has values on steps on which no column was measured beside the norms."""
+        return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
         """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""

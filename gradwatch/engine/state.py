@@ -16,6 +16,7 @@ from gradwatch.engine.plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.engine.temporal import IDLE, NEVER, Track, awake
 from gradwatch.errors import GradwatchError
+from gradwatch.snapshot import Verdict
 
 FORMAT = 1
 
@@ -26,6 +27,9 @@ class EngineState:
 
     `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
+    What follows is only known of a state that `evaluate` made, and follows from the rest: `quiet` the verdict
+    on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
+    `Detector.done`).
     """
 
     plan: Plan
@@ -33,6 +37,8 @@ class EngineState:
     tracks: tuple[Track, ...]
     consecutive: tuple[int, ...]
     lr: float | None = None
+    quiet: Verdict | None = None
+    done: tuple[bool, ...] = ()
 
     def __repr__(self) -> str:
         firing = [

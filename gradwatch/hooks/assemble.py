@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,14 +86,21 @@ def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def _total(norms: NDArray[np.float64], calls: NDArray[np.int32]) -> float:
-    kept = norms if np.logical_and.reduce(calls) else norms[calls > 0]
-    square = float(np.dot(kept, kept))
-    return math.sqrt(square)
+    kept = norms if not len(calls) or np.minimum.reduce(calls) > 0 else norms[calls > 0]
+    return math.sqrt(np.dot(kept, kept))
+
+
+@functools.lru_cache(maxsize=64)
+def _untouched(count: int) -> NDArray[np.float32]:
+    """Coefficients of 1; shared, so nobody may write to them."""
+    ones = np.ones(count, np.float32)
+    ones.flags.writeable = False
+    return ones
 
 
 def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
     if after is raw:
-        return np.ones(len(raw), np.float32)
+        return _untouched(len(raw))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = (after / raw).astype(np.float32)
     return np.where(np.isfinite(ratio), ratio, np.float32(1))

@@ -218,7 +218,12 @@ class Boundary:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Give back what was set aside and open the next window."""
-        self._guarded("boundary", lambda: self._after_step(optimizer))
+        try:
+            started = time.perf_counter()
+            self._after_step(optimizer)
+            self.spent_seconds += time.perf_counter() - started
+        except Exception as error:
+            self._judge.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         lane = self._capture.lane_of(optimizer)

@@ -33,7 +33,7 @@ STEADY = 5  # identical steps before marks are thinned
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that would cost microseconds, and nobody else sees one
 class Window:
     """What one step boundary found; `resolve()` waits for an accelerator, all else is on the host.
 
@@ -95,7 +95,9 @@ class Lane:
         self._scale = 1.0
         self._read_at = 0
         self._backwards = 0
-        self._calls = np.zeros(len(params), np.int32)
+        self._calls: NDArray[np.int32] | None = None  # marks heard in bulk
+        self._heard = [0] * len(params)  # marks heard one by one
+        self._told: tuple[list[int], int, NDArray[np.int32]] | None = None
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: tuple[list[int], list[int], Norms | DeviceReading] | None = None
@@ -125,14 +127,17 @@ class Lane:
     def arrived(self, counts: NDArray[np.int32]) -> None:
         """One backward has ended that touched this lane: `counts[K]` marks heard."""
         self._backwards += 1
-        self._calls += counts
+        self._calls = counts if self._calls is None else self._calls + counts
 
     def hear(self, touched: list[int]) -> None:
         """As `arrived`, from the slots of a handful of marks; numpy would cost more than it saves."""
-        found = [k for slot in touched if (k := self.position.get(slot)) is not None]
-        for k in found:
-            self._calls[k] += 1
-        self._backwards += bool(found)
+        position, heard = self.position, self._heard
+        before = self._backwards
+        for slot in touched:
+            k = position.get(slot)
+            if k is not None:
+                heard[k] += 1
+                self._backwards = before + 1
 
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
@@ -193,7 +198,8 @@ class Lane:
         self.tainted = False
         self._backwards = 0
         self._read_at = 0
-        self._calls = np.zeros(len(self.params), np.int32)
+        self._calls = None
+        self._heard = [0] * len(self.params)
         self._norms = None
         self._details = {}
 
@@ -286,13 +292,26 @@ class Lane:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
             trusted = self._backwards > 0 and self._versions == self._pattern and not self._stale(ids, raw)
-            versions_K = np.array(self._pattern if trusted else self._versions)
-            return np.where(versions_K >= 0, max(1, self._backwards), 0).astype(np.int32), trusted
-        calls = self._calls
-        for k in map(int, np.flatnonzero(calls == 0)):
-            if grads[k] is not None and self._unmarked(k, ids, versions, raw):
-                calls[k] = 1
-        return calls, True
+            return self._calls_of(self._pattern if trusted else self._versions), trusted
+        if self._calls is not None:
+            self._heard = (self._calls + self._heard).tolist()  # sync: numpy
+            self._calls = None
+        heard = self._heard
+        if 0 in heard:
+            for k, count in enumerate(heard):
+                if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
+                    heard[k] = 1
+        return np.array(heard, np.int32), True
+
+    def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
+        """The arrivals that these versions stand for; the same array while nothing changes."""
+        told = self._told
+        if told is not None and told[0] is versions and told[1] == self._backwards:
+            return told[2]
+        here = np.array(versions) >= 0
+        calls: NDArray[np.int32] = np.where(here, max(1, self._backwards), 0).astype(np.int32)
+        self._told = (versions, self._backwards, calls)
+        return calls
 
     def _stale(self, ids: list[int], raw: Norms | DeviceReading) -> bool:
         """Whether some gradient may be the last step's, not cleared and not renewed: only its mark could tell."""

@@ -113,6 +113,11 @@ class Sampler:
             self._weights(sampled, due, step, params)
         return sampled
 
+    @property
+    def expects_move(self) -> bool:
+        """Whether weights of this step are kept, to be compared with those of the next."""
+        return self._previous is not None
+
     def moved(self, present: BoolArray) -> None:
         """Which parameters the optimizer was given a non-zero gradient for; none on a skipped step."""
         self._moved = present
