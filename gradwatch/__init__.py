@@ -12,11 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradwatch.attach import watch
     from gradwatch.detectors import register_detector
     from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
     from gradwatch.rulefile import load_rules
     from gradwatch.sinks import register_sink
-    from gradwatch.watching import Watch, watch
+    from gradwatch.watching import Watch
 
 __all__ = [
     "AttachError",
@@ -39,7 +40,7 @@ _HOME = {
     "load_rules": "gradwatch.rulefile",
     "register_detector": "gradwatch.detectors",
     "register_sink": "gradwatch.sinks",
-    "watch": "gradwatch.watching",
+    "watch": "gradwatch.attach",
 }
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.course import Course, arrived, clipped, json_safe, kept
+from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.device import Arriving
 from gradwatch.hooks.lane import Lane, Window
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
@@ -30,10 +28,8 @@ from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.precision import LossScale
 from gradwatch.hooks.sampling import Sampled, Sampler
-from gradwatch.policies.norm import clip_coefficient
-from gradwatch.rulefile import load_rules
 from gradwatch.rules import RuleSet
-from gradwatch.settings import Settings, enabled, run_info, sink_specs
+from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdict
@@ -41,71 +37,15 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
 COVERAGE_EVERY = 16  # steps
-_FIRST = np.zeros(1, np.intp)
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
 
 _live: list[weakref.ref[Watch]] = []
 
 
-def watch(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    *,
-    rules: str | os.PathLike[str] | RuleSet | None = None,
-    sinks: Sequence[Sink] | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    listen: str | None = None,
-    run_id: str | None = None,
-    strict: bool = False,
-    origin: str = "user",
-) -> Watch:
-    """Watch the gradients of a model (or several) until `close()`; use it as a context manager.
-
-    `optimizer` may be left out: every optimizer that owns a watched parameter is adopted at its first step.
-    `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
-    `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the
-    folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
-    With `GRADWATCH=0` nothing is attached at all.
-
-    Raises:
-        AttachError: not a module, no parameters that want a gradient, watched already, a rule that matches
-            nothing, an action that is not available; the message says what to do.
-        RuleFileError: the rule file was refused; all problems at once.
-    """
-    models = _models(model)
-    optimizers = _optimizers(optimizer)
-    settings = Settings.resolve(
-        rules=None if rules is None or isinstance(rules, RuleSet) else os.fspath(rules),
-        listen=listen,
-        run_dir=None if run_dir is None else os.fspath(run_dir),
-        run_id=run_id,
-        strict=strict,
-    )
-    if not enabled():
-        return Watch(models, [], RuleSet(), settings, (), origin, active=False)
-    ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
-    _make_room(models, origin)
-    return Watch(models, optimizers, ruleset, settings, sinks, origin)
-
-
-def covers(optimizer: Optimizer) -> bool:
-    """Whether some live Watch watches this optimizer's parameters."""
-    return any(one is not None and one.owns(optimizer) for one in (ref() for ref in _live))
-
-
-@dataclass(slots=True)
-class _Course:
-    """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
-
-    bound: BoundEngine
-    state: EngineState
-    sites: Sites
-    sampler: Sampler
-    local: LocalNorms | None
-    last_step: float | None = None
-    observed: int = 0
-    record: Record | None = field(default=None)
+def live_watches() -> list[Watch]:
+    """Every Watch of this process that has not been closed."""
+    return [one for ref in _live if (one := ref()) is not None]
 
 
 class Watch:
@@ -126,7 +66,7 @@ class Watch:
         self.health = Health(on_first=self._say_once)
         self._strict = settings.strict
         self._closed = not active
-        self._courses: dict[int, _Course] = {}
+        self._courses: dict[int, Course] = {}
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._seen_coverage = (-COVERAGE_EVERY, 1.0)
@@ -185,6 +125,10 @@ class Watch:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def knows(self, identity: int) -> bool:
+        """Whether the parameter with this `id()` is watched here."""
+        return not self._closed and self._capture.covers_id(identity)
+
     def observe(self, **scalars: float | torch.Tensor) -> None:
         """Tell one-per-step values for the rules, e.g. `observe(loss=loss)`; changes and raises nothing.
 
@@ -196,7 +140,7 @@ class Watch:
         for name, value in scalars.items():
             try:
                 self._observed += 1
-                self._scalars[name] = (self._observed, _kept(value))
+                self._scalars[name] = (self._observed, kept(value))
             except Exception as error:
                 self.failed("observe", error)
 
@@ -317,7 +261,7 @@ class Watch:
             before.local.close()
         local = LocalNorms(lane.params, self.failed) if "norm_local" in needs.columns else None
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = _Course(bound, state, bound.sites, sampler, local)
+        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
         self._restore(lane)
 
     def needs_host(self, lane: Lane) -> bool:
@@ -352,7 +296,7 @@ class Watch:
         )
         return lambda: self._judge(lane, course, window, extras, scalars, scale, now)
 
-    def _unseen(self, course: _Course) -> dict[str, Any]:
+    def _unseen(self, course: Course) -> dict[str, Any]:
         """What was observed since this lane's last step; every lane sees every value once."""
         fresh = {name: value for name, (count, value) in self._scalars.items() if count > course.observed}
         course.observed = self._observed
@@ -371,14 +315,14 @@ class Watch:
     def _judge(
         self,
         lane: Lane,
-        course: _Course,
+        course: Course,
         window: Window,
         extras: Extras,
         scalars: Mapping[str, Any],
         scale: float | None,
         now: float,
     ) -> Decision:
-        values = {name: _arrived(value) for name, value in scalars.items()}
+        values = {name: arrived(value) for name, value in scalars.items()}
         snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
         verdict, decision = self._ask(course, snapshot)
         if lane.sharded and (decision.skip or decision.max_norm is not None):
@@ -398,7 +342,7 @@ class Watch:
             self.flush_sinks()
         return decision
 
-    def _ask(self, course: _Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
+    def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
@@ -408,9 +352,6 @@ class Watch:
             return Verdict(), Decision()
         self._failures = 0
         return verdict, decision
-
-    def finished(self, lane: Lane) -> None:
-        """Nothing is left to do once the optimizer has stepped."""
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
@@ -522,36 +463,6 @@ class Watch:
                 say(component, error)
 
 
-def json_safe(value: float) -> float | str:
-    """A number as JSON can hold it: NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def clipped(snapshot: Snapshot, decision: Decision) -> Snapshot:
-    """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it."""
-    if decision.max_norm is None or decision.skip or decision.stop:
-        return snapshot
-    coefficient = clip_coefficient(snapshot.total_norm_applied, decision.max_norm)
-    if coefficient == 1:
-        return snapshot
-    applied = snapshot.total_norm_applied * float(coefficient)
-    return replace(snapshot, coef=snapshot.coef * coefficient, total_norm_applied=applied)
-
-
-def _kept(value: float | torch.Tensor) -> float | Arriving:
-    """A number as it is; a tensor detached, and read without waiting where it lives on a device."""
-    if not isinstance(value, torch.Tensor):
-        return float(value)
-    value = value.detach()
-    return float(value) if value.device.type == "cpu" else Arriving([value.reshape(1)], _FIRST, 1)
-
-
-def _arrived(value: Any) -> float:
-    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
-
-
 def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:
     zeros = np.zeros(len(names), np.int64)
     return Sites(names, (kind,) * len(names), zeros, zeros, np.arange(len(names)))
@@ -568,46 +479,3 @@ def _model_gone(owner: weakref.ref[Watch]) -> None:
     gw = owner()
     if gw is not None and not gw.models():
         gw.close()
-
-
-def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    for one in models:
-        if not isinstance(one, nn.Module):
-            raise AttachError(
-                f"watch() takes a torch.nn.Module or a list of them, not {type(one).__name__}; "
-                "for a wrapped model pass the wrapper or its .module"
-            )
-    if not models:
-        raise AttachError("watch() was given no model")
-    return models
-
-
-def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
-            raise AttachError(
-                f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}; "
-                "leave it out and every optimizer is adopted at its first step"
-            )
-    return optimizers
-
-
-def _make_room(models: list[nn.Module], origin: str) -> None:
-    """One watch per parameter: the launcher's gives way to the script's own, anything else is an error."""
-    params = {id(param) for model in models for param in model.parameters()}
-    for other in [one for ref in _live if (one := ref()) is not None]:
-        if other.run.pid != os.getpid():  # inherited by a fork: inert here, so not in the way
-            continue
-        if not any(other._capture.covers_id(param) for param in params):
-            continue
-        if other.origin == "launcher" and origin != "launcher":
-            other.close()
-            continue
-        raise AttachError(
-            "this model is watched already; close() the first watch, or use it: it is the object that "
-            "gradwatch.watch(...) returned"
-        )

@@ -68,9 +68,6 @@ class Recorder:
     def failed(self, component: str, error: BaseException) -> None:
         self.errors.append((component, error))
 
-    def finished(self, lane: Lane) -> None:
-        """Nothing follows a step here."""
-
     def _backward_ended(self) -> None:
         with torch.no_grad():
             for lane in self.capture.lanes:

@@ -20,13 +20,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),
     ("hooks",),
+    ("course",),
     ("watching",),
+    ("attach",),
     ("launch", "demo"),
     ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = [
-    name for name in LEVEL if name not in ("hooks", "watching", "launch", "demo", "cli", "__main__")
+    name
+    for name in LEVEL
+    if name not in ("hooks", "course", "watching", "attach", "launch", "demo", "cli", "__main__")
 ]
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "bootstrap" not in path.parts)
 

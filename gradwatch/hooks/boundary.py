@@ -50,9 +50,6 @@ class Judge(Protocol):
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""
 
-    def finished(self, lane: Lane) -> None:
-        """The optimizer has stepped."""
-
 
 class Boundary:
     """Global step hooks acting on the lanes of one Capture; `close` removes them."""
@@ -244,7 +241,6 @@ class Boundary:
         lane.advance()
         if lane.thinnable():
             self._capture.thin(lane)
-        self._judge.finished(lane)
 
     def _give_back(self, index: int, into_params: bool = True) -> None:
         """Restore what a skip set aside, but no gradient where a newer backward already made one."""

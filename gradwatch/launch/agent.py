@@ -63,8 +63,8 @@ def attach(optimizer: Optimizer) -> Watch | None:
     # installs warning filters when imported: the script keeps its own.
     with warnings.catch_warnings():
         import gradwatch
+        from gradwatch.attach import covers
         from gradwatch.launch.discovery import LooseParameters, discover
-        from gradwatch.watching import covers
 
     if covers(optimizer):
         return None

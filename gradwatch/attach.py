@@ -1,0 +1,105 @@
+"""The way in: `gradwatch.watch` checks what it is given, finds the rules, and makes room for the new watch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.errors import AttachError
+from gradwatch.rulefile import load_rules
+from gradwatch.rules import RuleSet
+from gradwatch.settings import Settings, enabled
+from gradwatch.sinks import Sink
+from gradwatch.watching import Watch, live_watches
+
+
+def watch(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    rules: str | os.PathLike[str] | RuleSet | None = None,
+    sinks: Sequence[Sink] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    listen: str | None = None,
+    run_id: str | None = None,
+    strict: bool = False,
+    origin: str = "user",
+) -> Watch:
+    """Watch the gradients of a model (or several) until `close()`; use it as a context manager.
+
+    `optimizer` may be left out: every optimizer that owns a watched parameter is adopted at its first step.
+    `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
+    `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the
+    folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
+    With `GRADWATCH=0` nothing is attached at all.
+
+    Raises:
+        AttachError: not a module, no parameters that want a gradient, watched already, a rule that matches
+            nothing, an action that is not available; the message says what to do.
+        RuleFileError: the rule file was refused; all problems at once.
+    """
+    models = _models(model)
+    optimizers = _optimizers(optimizer)
+    settings = Settings.resolve(
+        rules=None if rules is None or isinstance(rules, RuleSet) else os.fspath(rules),
+        listen=listen,
+        run_dir=None if run_dir is None else os.fspath(run_dir),
+        run_id=run_id,
+        strict=strict,
+    )
+    if not enabled():
+        return Watch(models, [], RuleSet(), settings, (), origin, active=False)
+    ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
+    _make_room(models, origin)
+    return Watch(models, optimizers, ruleset, settings, sinks, origin)
+
+
+def covers(optimizer: Optimizer) -> bool:
+    """Whether some live Watch watches this optimizer's parameters."""
+    return any(one.owns(optimizer) for one in live_watches())
+
+
+def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    for one in models:
+        if not isinstance(one, nn.Module):
+            raise AttachError(
+                f"watch() takes a torch.nn.Module or a list of them, not {type(one).__name__}; "
+                "for a wrapped model pass the wrapper or its .module"
+            )
+    if not models:
+        raise AttachError("watch() was given no model")
+    return models
+
+
+def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise AttachError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}; "
+                "leave it out and every optimizer is adopted at its first step"
+            )
+    return optimizers
+
+
+def _make_room(models: list[nn.Module], origin: str) -> None:
+    """One watch per parameter: the launcher's gives way to the script's own, anything else is an error."""
+    params = {id(param) for model in models for param in model.parameters()}
+    for other in live_watches():
+        if other.run.pid != os.getpid():  # inherited by a fork: inert here, so not in the way
+            continue
+        if not any(map(other.knows, params)):
+            continue
+        if other.origin == "launcher" and origin != "launcher":
+            other.close()
+            continue
+        raise AttachError(
+            "this model is watched already; close() the first watch, or use it: it is the object that "
+            "gradwatch.watch(...) returned"
+        )

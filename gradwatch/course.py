@@ -1,0 +1,63 @@
+"""What a Watch keeps for one optimizer, and how a step's numbers become those its Record holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.hooks.device import Arriving
+from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.sampling import Sampler
+from gradwatch.policies.norm import clip_coefficient
+from gradwatch.snapshot import Decision, Record, Sites, Snapshot
+
+_FIRST = np.zeros(1, np.intp)
+
+
+@dataclass(slots=True)
+class Course:
+    """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
+
+    bound: BoundEngine
+    state: EngineState
+    sites: Sites
+    sampler: Sampler
+    local: LocalNorms | None
+    last_step: float | None = None
+    observed: int = 0
+    record: Record | None = field(default=None)
+
+
+def clipped(snapshot: Snapshot, decision: Decision) -> Snapshot:
+    """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it."""
+    if decision.max_norm is None or decision.skip or decision.stop:
+        return snapshot
+    coefficient = clip_coefficient(snapshot.total_norm_applied, decision.max_norm)
+    if coefficient == 1:
+        return snapshot
+    applied = snapshot.total_norm_applied * float(coefficient)
+    return replace(snapshot, coef=snapshot.coef * coefficient, total_norm_applied=applied)
+
+
+def kept(value: float | torch.Tensor) -> float | Arriving:
+    """A number as it is; a tensor detached, and read without waiting where it lives on a device."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    value = value.detach()
+    return float(value) if value.device.type == "cpu" else Arriving([value.reshape(1)], _FIRST, 1)
+
+
+def arrived(value: Any) -> float:
+    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
+
+
+def json_safe(value: float) -> float | str:
+    """A number as JSON can hold it: NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
