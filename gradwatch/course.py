@@ -53,6 +53,7 @@ def kept(value: float | torch.Tensor) -> float | Arriving:
 
 
 def arrived(value: Any) -> float:
+    """The number behind `kept`, waited for where it is still on its way."""
     return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
 
 
