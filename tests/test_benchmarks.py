@@ -21,7 +21,7 @@ from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
 
-QUICK = [name for name, contender in CONTENDERS.items() if contender.library in ("torch", "gradwatch")]
+QUICK = [name for name, contender in CONTENDERS.items() if contender.package in ("torch", "gradwatch")]
 MILLISECOND = 1e-3
 
 
@@ -288,7 +288,7 @@ def test_targets_pass_and_fail() -> None:
 
 def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer whose library cannot be imported stands in the report with the reason."""
-    monkeypatch.setattr(CONTENDERS["wandb"], "library", "no_such_library")
+    monkeypatch.setattr(CONTENDERS["wandb"], "package", "no_such_library")
     result = overhead.run_workload(SMALL, ["bare", "floor", "wandb"], rounds=3, clock="wall")
     assert "no_such_library not installed" in report([result], "here", markdown=True)
 

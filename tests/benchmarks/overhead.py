@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     names = list(dict.fromkeys(["bare", *args.contenders]))
-    circumstances = f"{machine(args.threads)}, {args.rounds} rounds, {args.clock} clock"
+    circumstances = f"{machine(args.threads)}, {args.clock} clock"
     results: list[Result] = []
     for name in args.workloads:
         results.append(run_workload(WORKLOADS[name], names, args.rounds, args.clock))

@@ -34,16 +34,16 @@ class Contender:
 
     name: ClassVar[str] = "bare"
     title: ClassVar[str] = "bare"
-    library: ClassVar[str] = "torch"
+    package: ClassVar[str] = "torch"
     handover: ClassVar[bool] = True
     slow: ClassVar[bool] = False
 
     def missing(self) -> str:
         """Why this contender cannot run here, or ""."""
         try:
-            importlib.import_module(self.library)
+            importlib.import_module(self.package)
         except ImportError:
-            return f"{self.library} not installed"
+            return f"{self.package} not installed"
         return ""
 
     def attach(self, task: Task) -> None:
@@ -188,7 +188,7 @@ class LightningGradNorm(Contender):
 
     name = "lightning"
     title = "Lightning grad_norm(), not logged"
-    library = "lightning"
+    package = "lightning"
 
     def attach(self, task: Task) -> None:
         with warnings.catch_warnings():
@@ -218,7 +218,7 @@ class WandbWatch(Contender):
 
     name = "wandb"
     title = "wandb.watch, offline, every step"
-    library = "wandb"
+    package = "wandb"
     handover = False
     slow = True
 
@@ -244,7 +244,7 @@ class TensorBoardHistograms(Contender):
 
     name = "tensorboard"
     title = "TensorBoard add_histogram, every step"
-    library = "tensorboard"
+    package = "tensorboard"
     handover = False
     slow = True
 
@@ -272,7 +272,7 @@ class Gradwatch(Contender):
 
     name = "gradwatch"
     title = "gradwatch, default"
-    library = "gradwatch"
+    package = "gradwatch"
     rules: ClassVar[str] = "default"
 
     def missing(self) -> str:

@@ -26,8 +26,12 @@ def report(results: Sequence[Result], circumstances: str, markdown: bool) -> str
     """Step-time ratios, µs added, targets, and whatever was missing or went wrong."""
     render = _markdown if markdown else _text
     tables = {
-        "Step time ÷ bare:": render(_ratios(results)),
-        "Added to a step, µs (median, and its 95 % interval):": render(_added(results)),
+        "Step time ÷ bare (×: whole steps compared; the others: 1 + added ÷ bare step):": render(
+            _ratios(results)
+        ),
+        "Added to a step, µs (median, and its 95 % interval; a clip of the loop's own is part of its row):": render(
+            _added(results)
+        ),
         "Targets:": render(_targets(results)),
         "Not measured, or not as claimed:": _remarks(results),
     }
@@ -83,7 +87,8 @@ def _ratios(results: Sequence[Result]) -> Rows:
         if any(name in result.steps for result in results)
     ]
     steps = ["bare step, ms", *(_bare_ms(result) for result in results)]
-    return [["", *_columns(results)], *rows, *checks, steps]
+    rounds = ["rounds: handover, whole steps, recorders", *(_rounds(result) for result in results)]
+    return [["", *_columns(results)], *rows, *checks, steps, rounds]
 
 
 def _ratio(result: Result, name: str) -> str:
@@ -94,11 +99,19 @@ def _ratio(result: Result, name: str) -> str:
 
 
 def _direct(compared: Comparison | None) -> str:
-    return ABSENT if compared is None else f"{compared.ratio:.2f}"
+    return ABSENT if compared is None else f"× {compared.ratio:.2f}"
 
 
 def _bare_ms(result: Result) -> str:
     return f"{result.steps['bare'].median_ms:.1f}" if "bare" in result.steps else ABSENT
+
+
+def _rounds(result: Result) -> str:
+    quick, whole = result.handover.get("bare"), result.steps.get("bare")
+    slow = next((c for name, c in result.steps.items() if CONTENDERS[name].slow), None)
+    return ", ".join(
+        ABSENT if compared is None else str(compared.rounds) for compared in (quick, whole, slow)
+    )
 
 
 def _added(results: Sequence[Result]) -> Rows:
