@@ -33,11 +33,15 @@ class Course:
     record: Record | None = field(default=None)
 
 
-def clipped(snapshot: Snapshot, decision: Decision) -> Snapshot:
-    """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it."""
+def clipped(snapshot: Snapshot, decision: Decision, total: float) -> Snapshot:
+    """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
+
+    `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
+    nobody renewed, which is no gradient of this step and so not in `total_norm`.
+    """
     if decision.max_norm is None or decision.skip or decision.stop:
         return snapshot
-    coefficient = clip_coefficient(snapshot.total_norm_applied, decision.max_norm)
+    coefficient = clip_coefficient(total, decision.max_norm)
     if coefficient == 1:
         return snapshot
     applied = snapshot.total_norm_applied * float(coefficient)

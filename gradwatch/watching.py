@@ -36,6 +36,7 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
+IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
 COVERAGE_EVERY = 16  # steps
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
@@ -74,6 +75,7 @@ class Watch:
         self._restored: Mapping[str, Any] = {}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
+        self._left_alone = False
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
         self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
@@ -243,6 +245,9 @@ class Watch:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
         if self._closed or os.getpid() != self.run.pid or self._pausing():
             return False
+        if torch._C._current_graph_task_id() != -1:
+            self._leave_alone()
+            return False
         if self._capture.lane_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
@@ -329,7 +334,8 @@ class Watch:
             # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
-        snapshot = clipped(snapshot, decision)
+        if decision.max_norm is not None:
+            snapshot = clipped(snapshot, decision, lane.total_applied())
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
@@ -385,6 +391,12 @@ class Watch:
                     self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read(scale)
+
+    def _leave_alone(self) -> None:
+        """Say once that an optimizer stepping inside backward is not watched; no fault, so nothing pauses."""
+        if not self._left_alone:
+            self._left_alone = True
+            self.health.report("capture", AttachError(IN_BACKWARD))
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

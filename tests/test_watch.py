@@ -357,10 +357,11 @@ def test_fused_overflow_under_a_scaler_is_no_incident() -> None:
 
 
 def test_step_inside_backward_is_left_alone() -> None:
-    """An optimizer that steps in a gradient hook is not judged: it runs as it is, and we say so once."""
+    """Optimizers that step in gradient hooks run unwatched, said once; the others stay watched, nothing pauses."""
     model, _ = build()
+    ordinary, optimizer = build(1)
     sink = Collector()
-    with gradwatch.watch(model, sinks=[sink]) as gw:
+    with gradwatch.watch([model, ordinary], sinks=[sink], strict=True) as gw:
         for parameter in model.parameters():
             own = torch.optim.SGD([parameter], 0.1)
 
@@ -370,10 +371,30 @@ def test_step_inside_backward_is_left_alone() -> None:
 
             parameter.register_post_accumulate_grad_hook(at_once)
         weights = [parameter.detach().clone() for parameter in model.parameters()]
-        model(X).pow(2).sum().backward()
+        for _ in range(3):
+            model(X).pow(2).sum().backward()
+            step(ordinary, optimizer)
         assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-        assert sink.records == []
-        assert "capture" in gw.health.errors()
+        assert [record.snapshot.step for record in sink.records] == [0, 1, 2]
+        assert gw.health.errors() == {"capture": 1}
+        assert gw.health.up()["capture"] is True
+
+
+def test_a_clip_counts_gradients_nobody_renewed() -> None:
+    """The recorded coefficient is the one applied, also where a stale gradient is part of what is clipped."""
+    model = nn.ModuleDict({"often": nn.Linear(3, 2), "once": nn.Linear(3, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 0.5}}")
+    gw, sink = watch(model, optimizer, rules=rules)
+    with gw:
+        for i in range(4):
+            model["often"].zero_grad()
+            (model["often"](X).pow(2).sum() + (model["once"](X).pow(2).sum() if i == 0 else 0)).backward()
+            before = model["often"].weight.grad.clone()  # type: ignore[union-attr, operator]
+            optimizer.step()
+            got = float((model["often"].weight.grad / before).mean())  # type: ignore[union-attr, operator]
+            snapshot = sink.records[-1].snapshot
+            assert snapshot.coef[snapshot.sites.names.index("often.weight")] == pytest.approx(got, rel=1e-5)
 
 
 def test_gradwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from gradwatch.hooks.lane import Lane, Window
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
-IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
 
 
@@ -112,9 +111,6 @@ class Boundary:
 
     def _at_step(self, optimizer: Optimizer) -> None:
         if not self._judge.owns(optimizer):
-            return
-        if torch._C._current_graph_task_id() != -1:
-            self._judge.failed("capture", RuntimeError(IN_BACKWARD))
             return
         known = self._capture.lane_of(optimizer)
         if known is not None and self._emptied.get(known.index):
