@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import math
 import os
 import time
 import weakref
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.course import Course, arrived, clipped, json_safe, kept
+from gradwatch.course import CALM, Clock, Course, arrived, clipped, json_safe, kept
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
@@ -78,6 +81,8 @@ class Watch:
         self._left_alone = False
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        self._may_wait = not self._engine.acts_on_host and ruleset.clip is None
         self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
         self._sinks: list[Breaker] = []
         if active:
@@ -117,6 +122,7 @@ class Watch:
             sink.open(self.run)
         _live.append(weakref.ref(self))
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+        _at_exit()
         self._ends_with(models)
 
     # -- for users ---------------------------------------------------------------------------------------
@@ -162,6 +168,7 @@ class Watch:
 
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
+        self._catch_up()
         records = [course.record for course in self._courses.values() if course.record is not None]
         return {
             "run_id": self.run.run_id,
@@ -196,7 +203,7 @@ class Watch:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
         if self._closed:
             return True
-        self._boundary.settle_deferred()
+        self._catch_up()
         deadline = time.monotonic() + timeout
         done = [sink.flush(max(0.0, deadline - time.monotonic())) for sink in self._sinks]
         return all(done)
@@ -205,6 +212,7 @@ class Watch:
         """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
         if self._closed:
             return self._last_state
+        self._catch_up()
         lanes = dict(self._restored)  # loaded, and not taken up by a step yet
         for lane in self._capture.lanes:
             course = self._courses.get(lane.index)
@@ -218,9 +226,15 @@ class Watch:
             raise AttachError(
                 f"this state was saved by another version: {state.get('version')!r}, expected 1"
             )
+        self._catch_up()
         self._restored = dict(state["lanes"])
         for lane in [] if self._closed else self._capture.lanes:
             self._restore(lane)
+
+    def _catch_up(self) -> None:
+        """Judge what was put off, unless this is a forked child, which has no steps of its own."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._boundary.settle_deferred()
 
     def close(self) -> None:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
@@ -294,12 +308,23 @@ class Watch:
         scalars = self._unseen(course)
         if optimizer is not None:
             scalars |= self._of_optimizer(lane, optimizer)
-        extras, scale, now = (
-            Extras(tuple(params), tuple(modules)),
-            self._loss_scale.current(),
-            time.perf_counter(),
-        )
-        return lambda: self._judge(lane, course, window, extras, scalars, scale, now)
+        scale = self._loss_scale.current()
+        if window.calm:
+            window.calm = (
+                self._may_wait
+                and course.calm >= CALM
+                and scale is None
+                and not (params or modules or lane.sharded or course.sampler.expects_move)
+                and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
+            )
+        extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
+        return lambda: self._judge(lane, course, window, extras, scalars, scale, at)
+
+    def _clock(self, course: Course) -> Clock:
+        """When this step is, and what it cost."""
+        now = time.perf_counter()
+        before, course.last_step = course.last_step, now
+        return Clock(self._spent(), None if before is None else now - before, time.time())
 
     def _unseen(self, course: Course) -> dict[str, Any]:
         """What was observed since this lane's last step; every lane sees every value once."""
@@ -325,7 +350,7 @@ class Watch:
         extras: Extras,
         scalars: Mapping[str, Any],
         scale: float | None,
-        now: float,
+        at: Clock,
     ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
         snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
@@ -339,9 +364,13 @@ class Watch:
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
-        step_seconds = None if course.last_step is None else now - course.last_step
-        course.last_step = now
-        course.record = record = Record(snapshot, verdict, decision, self._spent(), step_seconds, time.time())
+        if lane.thinned and not window.trusted and window.repeats is not None:
+            lane.ambiguous = True
+            self._capture.restore(lane)
+        unusual = verdict.events or verdict.breaching or window.details or snapshot.provisional
+        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
+        lane.usual = snapshot.total_norm if self._may_wait and course.calm >= CALM else None
+        course.record = record = Record(snapshot, verdict, decision, *at)
         for sink in self._sinks:
             sink.write(record)
         if decision.stop:
@@ -485,6 +514,17 @@ def _close_sinks(sinks: list[Breaker], pid: int) -> None:
     if os.getpid() == pid:
         for sink in sinks:
             sink.close()
+
+
+@functools.cache
+def _at_exit() -> None:
+    """At exit, judge what was put off before the sinks are closed: atexit goes backwards."""
+    atexit.register(_catch_up_all)
+
+
+def _catch_up_all() -> None:
+    for watch in live_watches():
+        watch._catch_up()
 
 
 def _model_gone(owner: weakref.ref[Watch]) -> None:

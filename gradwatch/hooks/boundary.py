@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import precision, step_hooks
+from gradwatch.hooks.backlog import Backlog
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.device import capturing
 from gradwatch.hooks.lane import Lane, Window
@@ -44,7 +46,10 @@ class Judge(Protocol):
         """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
 
     def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
-        """Note everything about a window that must be read now; the result judges it, now or a step later."""
+        """Note everything about a window that must be read now; the result judges it, now or later.
+
+        Where a rule may have something to say at once, `window.calm` is taken away.
+        """
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""
@@ -61,6 +66,7 @@ class Boundary:
         self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
         self._gates: dict[int, tuple[Optimizer, Any]] = {}
         self._deferred: dict[int, Callable[[], Decision]] = {}
+        self._backlogs: defaultdict[int, Backlog] = defaultdict(Backlog)
         self.spent_seconds = 0.0
         self._remove = step_hooks.listen(self)
 
@@ -72,7 +78,10 @@ class Boundary:
             self._give_back(index)
 
     def settle_deferred(self) -> None:
-        """Judge the windows whose numbers were still on their way from a device."""
+        """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
+        for backlog in self._backlogs.values():
+            for judge in backlog.take():
+                self._guarded("boundary", judge)
         for index in list(self._deferred):
             self._guarded("boundary", self._deferred.pop(index))
 
@@ -133,6 +142,13 @@ class Boundary:
         if waiting is not None:
             waiting()  # the step before this one; its numbers have arrived by now
         judged = self._judge.measure(lane, window)
+        backlog = self._backlogs[lane.index]
+        if window.calm:
+            backlog.add(judged)
+        if not window.calm or backlog.due():
+            self._catch_up(backlog)
+        if window.calm:
+            return
         if lane.on_cpu or self._must_wait(lane, optimizer):
             self._carry_out(optimizer, lane, judged())
             return
@@ -140,9 +156,20 @@ class Boundary:
         if self._judge.skips_nonfinite(lane):
             self._gate(optimizer, lane)
 
+    def _catch_up(self, backlog: Backlog) -> None:
+        """Judge what was put off; a fault in one must not cost the others."""
+        for judge in backlog.take():
+            try:
+                judge()
+            except TrainingStopped:
+                raise
+            except Exception as error:
+                self._judge.failed("boundary", error)
+
     def _lane(self, optimizer: Optimizer) -> Lane:
         lane = self._capture.lane_of(optimizer)
         if lane is None or self._changed(optimizer, lane):
+            self.settle_deferred()  # they belong to the lane as it was
             lane = self._capture.adopt(optimizer, lane)
             self._judge.bound(lane)
         return lane

@@ -232,6 +232,8 @@ class Capture:
         try:
             task = torch._C._current_graph_task_id()
             self._task[0] = task
+            for lane in self.lanes:
+                lane.let_go()
             if task != -1:
                 owner = weakref.ref(self)
                 queue = torch.autograd.Variable._execution_engine.queue_callback

@@ -7,7 +7,7 @@ very step. Nothing here has run on a GPU yet; the op list is tested on CPU tenso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense
+from gradwatch.hooks.norms import Detail
 
 
 class Arriving:
@@ -65,7 +66,7 @@ def _send(part: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class DeviceReading:
-    """Norms of K gradients on their way to the host; `squares()` waits for them if they have not arrived."""
+    """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived."""
 
     def __init__(self, norms: Sequence[Tensor], arriving: Arriving, scale: float = 1.0) -> None:
         self._norms = norms
@@ -73,7 +74,7 @@ class DeviceReading:
         self._scale = scale
 
     def ready(self) -> bool:
-        """Whether `squares()` would return at once."""
+        """Whether `norms()` would return at once."""
         return self._arriving.ready()
 
     def device_total(self) -> Tensor | None:
@@ -85,9 +86,17 @@ class DeviceReading:
         total: Tensor = torch.linalg.vector_norm(torch.stack(totals))
         return total
 
-    def squares(self) -> NDArray[np.float64]:
-        """float64[K] squared norms without the loss scale, 0 where there was no gradient."""
-        return np.square(self._arriving.values(), dtype=np.float64) / (self._scale * self._scale)
+    @property
+    def details(self) -> Mapping[int, Detail]:
+        """No second looks: they would make the host wait."""
+        return {}
+
+    def doubtful(self) -> None:
+        """Nothing was put off."""
+
+    def norms(self) -> NDArray[np.float64]:
+        """float64[K] norms without the loss scale, 0 where there was no gradient."""
+        return self._arriving.values().astype(np.float64) / self._scale
 
 
 def read(grads: Sequence[Tensor | None], scale: float = 1.0) -> DeviceReading:

@@ -22,48 +22,77 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import device
 from gradwatch.hooks.device import DeviceReading
-from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, sum_of_squares
 from gradwatch.snapshot import Sites
 
 Norms = NDArray[np.float64]
+Reading = HostReading | DeviceReading
 
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
+KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that would cost microseconds, and nobody else sees one
+@dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
 class Window:
-    """What one step boundary found; `resolve()` waits for an accelerator, all else is on the host.
+    """What one step boundary found; `resolve()` says how large the gradients were.
 
     `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
     `micro` backwards; `trusted` that thinned marks told the truth; `scale` the loss scale that was still in
-    the gradients when they were read.
+    the gradients when they were read. `calm`: nothing looked unusual, so `resolve` may wait a few steps;
+    `repeats` is then what tells, by then, whether some gradient was the last step's.
     """
 
     sites: Sites
     step: int
-    raw: Norms | DeviceReading
-    after: Norms | DeviceReading
+    raw: Reading
+    after: Reading
     calls: NDArray[np.int32]
-    details: Mapping[int, Detail]
     micro: int
     provisional: bool
     trusted: bool
     scale: float
+    calm: bool = False
+    repeats: Repeats | None = None
+
+    @property
+    def details(self) -> Mapping[int, Detail]:
+        """The second looks at gradients whose norm is not finite, or so small that squares were flushed."""
+        return self.raw.details
 
     def ready(self) -> bool:
         """Whether `resolve()` would return without waiting."""
-        return all(not isinstance(part, DeviceReading) or part.ready() for part in (self.raw, self.after))
+        return self.raw.ready() and self.after.ready()
 
     def resolve(self) -> tuple[Norms, Norms]:
-        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed."""
-        raw = self._host(self.raw)
-        return raw, raw if self.after is self.raw else self._host(self.after)
+        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
 
-    def _host(self, part: Norms | DeviceReading) -> Norms:
-        return np.sqrt(part.squares()) if isinstance(part, DeviceReading) else part
+        Only then `provisional` and `trusted` are final, where the window was calm.
+        """
+        raw = self.raw.norms()
+        doubtful = self.raw.doubtful()
+        if doubtful is not None and bool((doubtful & (self.calls > 0)).any()):
+            self.provisional = True  # a second look was due, and the gradient is gone
+        if self.repeats is not None and self.repeats.any(raw):
+            self.trusted, self.provisional = False, True
+        return raw, raw if self.after is self.raw else self.after.norms()
+
+
+@dataclass(slots=True, eq=False)
+class Repeats:
+    """Gradients that may be the last step's, not cleared and not renewed: same identity, same norm."""
+
+    ids: list[int]
+    last_ids: list[int]
+    last: Reading
+
+    def any(self, raw: Norms) -> bool:
+        """Whether there is one; `raw[K]` are the norms of this step."""
+        equal = np.flatnonzero((raw == self.last.norms()) & (raw > 0))
+        return any(self.ids[k] == self.last_ids[k] for k in equal)
 
 
 class Lane:
@@ -89,25 +118,30 @@ class Lane:
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
-        self._norms: Norms | DeviceReading | None = None
-        self._after: Norms | DeviceReading | None = None
-        self._details: dict[int, Detail] = {}
+        self._norms: Reading | None = None
+        self._after: Reading | None = None
         self._scale = 1.0
+        self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
+        self._assumed = False  # the versions at the read were taken to be those of the pattern
+        self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
+        self._keeps = self.on_cpu and sum(sites.numels.tolist()) <= KEPT
+        self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self._backwards = 0
         self._calls: NDArray[np.int32] | None = None  # marks heard in bulk
         self._heard = [0] * len(params)  # marks heard one by one
         self._told: tuple[list[int], int, NDArray[np.int32]] | None = None
+        self._told_heard: tuple[list[int], NDArray[np.int32]] | None = None
         self._ids: list[int] = []
         self._versions: list[int] = []
-        self._last: tuple[list[int], list[int], Norms | DeviceReading] | None = None
+        self._last: tuple[list[int], list[int], Reading] | None = None
         self._expected: int | None = None
         self._equal = 0
         self._varied = -VARIED
         self._pattern: list[int] = []
         self._steady = 0
         self._blocked_until = 0
-        self._ambiguous = False
+        self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
         self.born = True  # made in the middle of a window, until a window has been closed
 
     def __len__(self) -> int:
@@ -139,6 +173,10 @@ class Lane:
                 heard[k] += 1
                 self._backwards = before + 1
 
+    def let_go(self) -> None:
+        """Hold no gradient any longer: a new backward may need the memory."""
+        self._kept = None
+
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
         if self._expected is None or self._equal < LEARNED or self.step - self._varied < VARIED:
@@ -148,8 +186,13 @@ class Lane:
     def read(self, scale: float = 1.0) -> None:
         """Read every gradient of the lane; `scale` is the loss scale still multiplied into them."""
         grads = self.grads()
-        self._ids, self._versions = signature(grads)
-        self._take(grads, scale)
+        # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
+        self._assumed = self.thinned and self._left_alone
+        self._ids = list(map(id, grads))
+        self._versions = self._pattern if self._assumed else versions_of(grads)
+        self._kept = grads if self._keeps else None
+        self._norms = self._take(grads, scale)
+        self._scale = scale
         self._read_at = self._backwards
 
     # -- at the step boundary ----------------------------------------------------------------------------
@@ -163,14 +206,16 @@ class Lane:
         ids, versions = signature(grads)
         unread = self._norms is None or self._read_at != self._backwards
         if unread:
-            self._ids, self._versions = ids, versions
-            self._take(grads, scale)
+            self._ids, self._versions, self._scale, self._assumed = ids, versions, scale, False
+            self._norms = self._take(grads, scale)
         raw = self._norms
         assert raw is not None
         after = raw
         if ids != self._ids or versions != self._versions:
             after = self._changed(grads, ids, versions, raw, scale)
-        calls, trusted = self._presence(grads, ids, versions, raw)
+        calm = not unread and not self.tainted and _as_usual(raw, after)
+        repeats = self._repeats(ids) if self.thinned else None
+        calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
         # A loop whose marks never speak is read here by design; any other unread window ended early.
         early = unread and not (self._expected == 0 and self._backwards == 0)
         window = Window(
@@ -179,15 +224,18 @@ class Lane:
             raw,
             after,
             calls,
-            self._details,
             self._backwards,
             early or self.tainted or not trusted,
             trusted,
             self._scale,
+            calm and trusted,
+            repeats if calm else None,
         )
         self._learn(calls)
         self._last = (ids, versions, raw)
         self._after = after
+        self._kept = None
+        self._left_alone = after is raw
         self.settled = self._backwards
         return window
 
@@ -200,8 +248,7 @@ class Lane:
         self._read_at = 0
         self._calls = None
         self._heard = [0] * len(self.params)
-        self._norms = None
-        self._details = {}
+        self._norms = self._kept = None
 
     def discard(self) -> None:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
@@ -212,7 +259,7 @@ class Lane:
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
         assert self._after is not None
-        norms = np.sqrt(self._after.squares()) if isinstance(self._after, DeviceReading) else self._after
+        norms = self._after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -242,7 +289,7 @@ class Lane:
         """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
         self.thinned = False
         self._steady = 0
-        self._blocked_until = sys.maxsize if self._ambiguous else self.step + BACKOFF
+        self._blocked_until = sys.maxsize if self.ambiguous else self.step + BACKOFF
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
@@ -251,48 +298,47 @@ class Lane:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(self, grads: Sequence[Tensor | None], scale: float) -> None:
-        self._scale = scale
+    def _take(self, grads: Sequence[Tensor | None], scale: float) -> Reading:
+        """Read these gradients; on the host, look twice unless their total is as usual."""
         if not self.on_cpu:
-            self._norms = device.read(grads, scale)
-            return
-        squares = self._reader.read(grads)
-        norms: Norms = np.sqrt(squares)
-        self._details = {}
-        for k in map(int, suspicious(squares, self._floor)):
-            grad = grads[k]
-            if grad is not None:
-                self._details[k] = detail = inspect(grad)
-                norms[k] = detail.norm
-        self._norms = norms if scale == 1.0 else norms / scale
+            return device.read(grads, scale)
+        reading = HostReading(self._reader.read(grads), self._floor, scale)
+        if self.usual is None or not reading.near(self.usual):
+            reading.look(grads)
+        return reading
 
     def _changed(
         self,
         grads: Sequence[Tensor | None],
         ids: list[int],
         versions: list[int],
-        raw: Norms | DeviceReading,
+        raw: Reading,
         scale: float,
-    ) -> Norms | DeviceReading:
+    ) -> Reading:
         if isinstance(raw, DeviceReading):
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         if len(changed) * 2 > len(grads):
-            return np.sqrt(self._reader.read(grads)) / scale
-        after = raw.copy()
-        for k in changed:
-            grad = grads[k]
-            after[k] = 0.0 if grad is None else math.sqrt(sum_of_squares(grad)) / scale
-        return after
+            return HostReading(self._reader.read(grads), self._floor, scale)
+        return raw.with_norms({k: _norm(grads[k]) / scale for k in changed})
 
     def _presence(
-        self, grads: Sequence[Tensor | None], ids: list[int], versions: list[int], raw: Norms | DeviceReading
+        self,
+        grads: Sequence[Tensor | None],
+        ids: list[int],
+        versions: list[int],
+        raw: Reading,
+        repeats: Repeats | None,
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
-            trusted = self._backwards > 0 and self._versions == self._pattern and not self._stale(ids, raw)
-            return self._calls_of(self._pattern if trusted else self._versions), trusted
+            told = versions if self._assumed else self._versions
+            trusted = self._backwards > 0 and _grown_alike(self._pattern, told, self._assumed)
+            if trusted and repeats is not None:
+                self.ambiguous = repeats.any(raw.norms())
+                trusted = not self.ambiguous
+            return self._calls_of(self._pattern if trusted else told), trusted
         if self._calls is not None:
             self._heard = (self._calls + self._heard).tolist()  # sync: numpy
             self._calls = None
@@ -301,7 +347,9 @@ class Lane:
             for k, count in enumerate(heard):
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
                     heard[k] = 1
-        return np.array(heard, np.int32), True
+        if self._told_heard is None or self._told_heard[0] != heard:
+            self._told_heard = heard, np.array(heard, np.int32)
+        return self._told_heard[1], True
 
     def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that these versions stand for; the same array while nothing changes."""
@@ -313,26 +361,24 @@ class Lane:
         self._told = (versions, self._backwards, calls)
         return calls
 
-    def _stale(self, ids: list[int], raw: Norms | DeviceReading) -> bool:
-        """Whether some gradient may be the last step's, not cleared and not renewed: only its mark could tell."""
-        if self._last is None or isinstance(raw, DeviceReading) or isinstance(self._last[2], DeviceReading):
-            return False
-        equal = np.flatnonzero((raw == self._last[2]) & (raw > 0))
-        self._ambiguous = any(ids[k] == self._last[0][k] for k in equal)
-        return self._ambiguous
+    def _repeats(self, ids: list[int]) -> Repeats | None:
+        """What tells whether some gradient is the last step's: its mark could, had it one."""
+        if self._last is None or not isinstance(self._last[2], HostReading):
+            return None
+        return Repeats(ids, self._last[0], self._last[2])
 
-    def _unmarked(self, k: int, ids: list[int], versions: list[int], raw: Norms | DeviceReading) -> bool:
+    def _unmarked(self, k: int, ids: list[int], versions: list[int], raw: Reading) -> bool:
         """Whether a gradient no mark announced is new: not the last step's, and not all zero."""
         if self._last is None:
             return True
-        if not isinstance(raw, DeviceReading) and raw[k] == 0:
+        on_host = isinstance(raw, HostReading)
+        if on_host and raw.norms()[k] == 0:
             return False
         last_ids, last_versions, last = self._last
         if ids[k] == last_ids[k] and versions[k] == last_versions[k]:
             return False
         # The optimizer itself may bump a version; an equal norm says that nothing arrived.
-        on_host = not isinstance(raw, DeviceReading) and not isinstance(last, DeviceReading)
-        return not (on_host and raw[k] == last[k])  # type: ignore[index]
+        return not (on_host and isinstance(last, HostReading) and raw.norms()[k] == last.norms()[k])
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
         if self.born:  # made in the middle of this window: what it heard is not the whole of it
@@ -363,13 +409,41 @@ def _is_shard(param: nn.Parameter) -> bool:
     return flat or hasattr(param, "to_local")
 
 
+def _as_usual(raw: Reading, after: Reading) -> bool:
+    """Whether a glance was enough for these gradients, and says that they are finite."""
+    if not isinstance(raw, HostReading) or raw.looked:
+        return False
+    return after is raw or (isinstance(after, HostReading) and after.finite())
+
+
+def _grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
+    """Whether these are the versions of the pattern; with `since`, or those after equally many writes to each.
+
+    A clip writes to every gradient; a gradient that came less often, or not at all, differs from the others.
+    """
+    if versions == pattern:
+        return True
+    if not since or [v < 0 for v in versions] != [p < 0 for p in pattern]:
+        return False
+    grown = {v - p for v, p in zip(versions, pattern, strict=True) if p >= 0}
+    return len(grown) == 1 and min(grown) > 0
+
+
+def _norm(grad: Tensor | None) -> float:
+    return 0.0 if grad is None else math.sqrt(sum_of_squares(grad))
+
+
 def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
     """(ids, versions) of gradients, -1 where there is none: equal signatures mean that nobody wrote to them.
 
     A hint, not a proof: writes through `.data` or numpy do not bump the version.
     """
+    return list(map(id, grads)), versions_of(grads)
+
+
+def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
+    """How often each gradient was written to, -1 where there is none."""
     try:
-        versions = [grad._version for grad in grads]  # type: ignore[union-attr]
+        return [grad._version for grad in grads]  # type: ignore[union-attr]
     except AttributeError:
-        versions = [-1 if grad is None else grad._version for grad in grads]
-    return list(map(id, grads)), versions
+        return [-1 if grad is None else grad._version for grad in grads]

@@ -29,7 +29,7 @@ from tests.benchmarks.workloads import WORKLOADS, Task, Workload
 
 Loop = Literal["handover", "steps"]
 
-WARMUP = 30  # past the 20 steps in which detectors only learn, and past learning the loop
+WARMUP = 100  # past learning the loop, past every warm-up, and past the steps a loop takes to be called calm
 SLOW_WARMUP = 3
 
 
