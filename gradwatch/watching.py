@@ -24,13 +24,14 @@ from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.precision import LossScale
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.window import Window
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from gradwatch.hooks.assemble import Extras, assemble
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.precision import LossScale
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision, Snapshot
 
 

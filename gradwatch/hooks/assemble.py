@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.hooks.lane import Window
 from gradwatch.hooks.norms import FLOAT32_MAX
 from gradwatch.hooks.sampling import Sampled
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites, Snapshot
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)

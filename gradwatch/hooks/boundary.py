@@ -23,7 +23,8 @@ from gradwatch.hooks import precision, step_hooks
 from gradwatch.hooks.backlog import Backlog
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.device import capturing
-from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.window import Window
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,76 +22,16 @@ from torch.optim import Optimizer
 from gradwatch.hooks import device
 from gradwatch.hooks.device import DeviceReading
 from gradwatch.hooks.host import HostReading
-from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, sum_of_squares
+from gradwatch.hooks.norms import UNDERFLOW, CpuReader, sum_of_squares
+from gradwatch.hooks.versions import grown_alike, signature, versions_of
+from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
 from gradwatch.snapshot import Sites
-
-Norms = NDArray[np.float64]
-Reading = HostReading | DeviceReading
 
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
-
-
-@dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
-class Window:
-    """What one step boundary found; `resolve()` says how large the gradients were.
-
-    `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `trusted` that thinned marks told the truth; `scale` the loss scale that was still in
-    the gradients when they were read. `calm`: nothing looked unusual, so `resolve` may wait a few steps;
-    `repeats` is then what tells, by then, whether some gradient was the last step's.
-    """
-
-    sites: Sites
-    step: int
-    raw: Reading
-    after: Reading
-    calls: NDArray[np.int32]
-    micro: int
-    provisional: bool
-    trusted: bool
-    scale: float
-    calm: bool = False
-    repeats: Repeats | None = None
-
-    @property
-    def details(self) -> Mapping[int, Detail]:
-        """The second looks at gradients whose norm is not finite, or so small that squares were flushed."""
-        return self.raw.details
-
-    def ready(self) -> bool:
-        """Whether `resolve()` would return without waiting."""
-        return self.raw.ready() and self.after.ready()
-
-    def resolve(self) -> tuple[Norms, Norms]:
-        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
-
-        Only then `provisional` and `trusted` are final, where the window was calm.
-        """
-        raw = self.raw.norms()
-        doubtful = self.raw.doubtful()
-        if doubtful is not None and bool((doubtful & (self.calls > 0)).any()):
-            self.provisional = True  # a second look was due, and the gradient is gone
-        if self.repeats is not None and self.repeats.any(raw):
-            self.trusted, self.provisional = False, True
-        return raw, raw if self.after is self.raw else self.after.norms()
-
-
-@dataclass(slots=True, eq=False)
-class Repeats:
-    """Gradients that may be the last step's, not cleared and not renewed: same identity, same norm."""
-
-    ids: list[int]
-    last_ids: list[int]
-    last: Reading
-
-    def any(self, raw: Norms) -> bool:
-        """Whether there is one; `raw[K]` are the norms of this step."""
-        equal = np.flatnonzero((raw == self.last.norms()) & (raw > 0))
-        return any(self.ids[k] == self.last_ids[k] for k in equal)
 
 
 class Lane:
@@ -124,7 +63,7 @@ class Lane:
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those of the pattern
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
-        self._keeps = self.on_cpu and sum(sites.numels.tolist()) <= KEPT
+        self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self._backwards = 0
@@ -213,7 +152,7 @@ class Lane:
         after = raw
         if ids != self._ids or versions != self._versions:
             after = self._changed(grads, ids, versions, raw, scale)
-        calm = not unread and not self.tainted and _as_usual(raw, after)
+        calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
         # A loop whose marks never speak is read here by design; any other unread window ended early.
@@ -334,7 +273,7 @@ class Lane:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
             told = versions if self._assumed else self._versions
-            trusted = self._backwards > 0 and _grown_alike(self._pattern, told, self._assumed)
+            trusted = self._backwards > 0 and grown_alike(self._pattern, told, self._assumed)
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())
                 trusted = not self.ambiguous
@@ -409,41 +348,5 @@ def _is_shard(param: nn.Parameter) -> bool:
     return flat or hasattr(param, "to_local")
 
 
-def _as_usual(raw: Reading, after: Reading) -> bool:
-    """Whether a glance was enough for these gradients, and says that they are finite."""
-    if not isinstance(raw, HostReading) or raw.looked:
-        return False
-    return after is raw or (isinstance(after, HostReading) and after.finite())
-
-
-def _grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
-    """Whether these are the versions of the pattern; with `since`, or those after equally many writes to each.
-
-    A clip writes to every gradient; a gradient that came less often, or not at all, differs from the others.
-    """
-    if versions == pattern:
-        return True
-    if not since or [v < 0 for v in versions] != [p < 0 for p in pattern]:
-        return False
-    grown = {v - p for v, p in zip(versions, pattern, strict=True) if p >= 0}
-    return len(grown) == 1 and min(grown) > 0
-
-
 def _norm(grad: Tensor | None) -> float:
     return 0.0 if grad is None else math.sqrt(sum_of_squares(grad))
-
-
-def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
-    """(ids, versions) of gradients, -1 where there is none: equal signatures mean that nobody wrote to them.
-
-    A hint, not a proof: writes through `.data` or numpy do not bump the version.
-    """
-    return list(map(id, grads)), versions_of(grads)
-
-
-def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
-    """How often each gradient was written to, -1 where there is none."""
-    try:
-        return [grad._version for grad in grads]  # type: ignore[union-attr]
-    except AttributeError:
-        return [-1 if grad is None else grad._version for grad in grads]

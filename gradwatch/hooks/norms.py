@@ -78,16 +78,21 @@ class _Single(NamedTuple):
 
 
 class _Sheet:
-    """Where the row norms of one read land: `rows[R]`, its parts for each bucket and single, and as numpy."""
+    """Where the row norms of one read land: its parts for each bucket and single, all of it as `host[R]`."""
 
-    __slots__ = ("buckets", "host", "rows", "singles")
+    __slots__ = ("_rows", "_total", "buckets", "host", "singles")
 
     def __init__(self, plan: _Plan) -> None:
-        self.rows = torch.zeros(plan.size)
-        parts = iter(self.rows.split(plan.sizes))
+        rows = torch.zeros(plan.size)
+        parts = iter(rows.split(plan.sizes))
         self.buckets = [(bucket, next(parts)) for bucket in plan.buckets]
         self.singles = [(*single, next(parts)) for single in plan.singles]
-        self.host: NDArray[np.float32] = self.rows.numpy()
+        self.host: NDArray[np.float32] = rows.numpy()  # sync: CPU tensor
+        self._rows, self._total = rows.unsqueeze(0), torch.zeros(1)
+
+    def total(self) -> float:
+        """Root sum of squares of all rows, by the very operation whose code is in the caches by now."""
+        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._total))  # sync: CPU tensor
 
 
 class _Plan:
@@ -105,7 +110,9 @@ class _Plan:
         order = [k for bucket in self.buckets for k in bucket.indices]
         lengths = [1] * len(order) + [single.shape[0] for single in self.singles]
         self.order = np.array(order + [single.place for single in self.singles], np.intp)
-        self.starts = np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
+        self.starts = (
+            np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
+        )
         self.spare: list[_Sheet] = []
 
     def sheet(self) -> _Sheet:
@@ -129,7 +136,7 @@ class RowNorms:
         """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
         if self._sheet is None or self._missed:
             return math.sqrt(float(self.squares().sum()))
-        rows: float = torch.linalg.vector_norm(self._sheet.rows).item()  # sync: CPU tensor
+        rows = self._sheet.total()
         return math.hypot(rows, *map(math.sqrt, self._apart.values())) if self._apart else rows
 
     def squares(self) -> Squares:

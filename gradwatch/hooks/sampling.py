@@ -75,6 +75,7 @@ class Sampler:
         self._every = dict(every or {})
         self._previous: tuple[int, list[Tensor], NDArray[np.intp]] | None = None
         self._moved: BoolArray | None = None
+        self._asked, self._idle_until = 0, 0  # nothing is due from the one step to before the other
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
@@ -90,6 +91,17 @@ class Sampler:
             return step >= first and step % every == 0
         return step >= first and (step - first) % PERIOD < BURST  # bursts, so that `for: 3` can be met
 
+    def _next(self, step: int) -> int:
+        """The first step after this one at which something is due; looks ahead a period at most."""
+        return next(
+            (
+                later
+                for later in range(step + 1, step + PERIOD)
+                if self.due("update_ratio", later + 1) or any(self.due(name, later) for name in self._wanted)
+            ),
+            step + PERIOD,
+        )
+
     def collect(
         self,
         step: int,
@@ -101,10 +113,13 @@ class Sampler:
 
         `scale` is the loss scale still in the gradients here.
         """
+        if self._asked <= step < self._idle_until:
+            return None
         due = [name for name in self._wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
         if not due and not keep:
             self._previous = None
+            self._asked, self._idle_until = step, self._next(step)
             return None
         sampled = Sampled(len(params))
         if GRADIENT_COLUMNS.intersection(due):

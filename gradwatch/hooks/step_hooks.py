@@ -35,10 +35,8 @@ def listen(listener: StepListener) -> Callable[[], None]:
     """Add a listener; the returned call removes it (and the last one out removes torch's hooks)."""
     _listeners.append(listener)
     if not _handles:
-        # Under a compiled optimizer.step our hooks must run, not be traced.
-        untraced = getattr(torch, "_disable_dynamo", lambda function: function)
-        _handles.append(register_optimizer_step_pre_hook(untraced(_before)))
-        _handles.append(register_optimizer_step_post_hook(untraced(_after)))
+        _handles.append(register_optimizer_step_pre_hook(_untraced(_before)))
+        _handles.append(register_optimizer_step_post_hook(_untraced(_after)))
 
     def remove() -> None:
         if listener in _listeners:
@@ -46,6 +44,26 @@ def listen(listener: StepListener) -> Callable[[], None]:
         _tidy()
 
     return remove
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, run and not traced under a compiled `optimizer.step`; called directly where nothing compiles.
+
+    torch's own wrapper costs more than a cold hook can afford, so it is used only while dynamo is listening.
+    """
+    disable = getattr(torch, "_disable_dynamo", None)
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback as listening
+    except ImportError:
+        return hook if disable is None else disable(hook)
+    shielded = hook if disable is None else disable(hook)
+
+    def run(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or listening() is not None:
+            return shielded(optimizer, args, kwargs)
+        return hook(optimizer, args, kwargs)
+
+    return run
 
 
 def installed() -> int:
