@@ -247,7 +247,7 @@ def test_who_asks_gets_the_present(asking: str, tmp_path: Path) -> None:
 
 def test_a_second_look_that_came_too_late_is_said(tmp_path: Path) -> None:
     """A gradient whose squares underflow while nobody looks is provisional: exported, and never learned."""
-    records, judged = run("a gradient that vanishes", 2, tmp_path)
+    records, _ = run("a gradient that vanishes", 2, tmp_path)
     late = [record.snapshot for record in records if record.snapshot.provisional]
     assert late
     assert all(90 <= snapshot.step < 90 + MOST for snapshot in late)
