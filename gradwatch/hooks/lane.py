@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,49 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.hooks import device
-from gradwatch.hooks.device import DeviceReading
+from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.window import Norms, Window
 from gradwatch.snapshot import Sites
-
-Norms = NDArray[np.float64]
 
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
-
-
-@dataclass(slots=True, eq=False)  # not frozen: that would cost microseconds, and nobody else sees one
-class Window:
-    """What one step boundary found; `resolve()` waits for an accelerator, all else is on the host.
-
-    `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `trusted` that thinned marks told the truth; `scale` the loss scale that was still in
-    the gradients when they were read.
-    """
-
-    sites: Sites
-    step: int
-    raw: Norms | DeviceReading
-    after: Norms | DeviceReading
-    calls: NDArray[np.int32]
-    details: Mapping[int, Detail]
-    micro: int
-    provisional: bool
-    trusted: bool
-    scale: float
-
-    def ready(self) -> bool:
-        """Whether `resolve()` would return without waiting."""
-        return all(not isinstance(part, DeviceReading) or part.ready() for part in (self.raw, self.after))
-
-    def resolve(self) -> tuple[Norms, Norms]:
-        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed."""
-        raw = self._host(self.raw)
-        return raw, raw if self.after is self.raw else self._host(self.after)
-
-    def _host(self, part: Norms | DeviceReading) -> Norms:
-        return np.sqrt(part.squares()) if isinstance(part, DeviceReading) else part
 
 
 class Lane:
@@ -92,7 +57,7 @@ class Lane:
         self._norms: Norms | DeviceReading | None = None
         self._after: Norms | DeviceReading | None = None
         self._details: dict[int, Detail] = {}
-        self._scale = 1.0
+        self._scale: Number = 1.0
         self._read_at = 0
         self._backwards = 0
         self._calls: NDArray[np.int32] | None = None  # marks heard in bulk
@@ -145,16 +110,27 @@ class Lane:
             return True
         return self._backwards >= self._expected
 
-    def read(self, scale: float = 1.0) -> None:
-        """Read every gradient of the lane; `scale` is the loss scale still multiplied into them."""
+    def read(self) -> None:
+        """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
         grads = self.grads()
         self._ids, self._versions = signature(grads)
-        self._take(grads, scale)
+        self._take(grads, 1.0)
         self._read_at = self._backwards
+
+    def unscaled(self, scale: Number) -> None:
+        """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        norms = self._norms
+        if norms is None:
+            return  # what is read later no longer carries it
+        if isinstance(norms, DeviceReading):
+            self._norms = norms.divided(scale)
+        else:
+            self._norms = _divided(norms, arrived(scale))
+        self._scale = scale
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
-    def settle(self, scale: float = 1.0) -> Window:
+    def settle(self, scale: Number = 1.0) -> Window:
         """Close the window just before `optimizer.step()`: read what is unread, notice what changed.
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
@@ -165,6 +141,8 @@ class Lane:
         if unread:
             self._ids, self._versions = ids, versions
             self._take(grads, scale)
+        elif not isinstance(scale, float) or scale != 1.0:
+            self.unscaled(scale)
         raw = self._norms
         assert raw is not None
         after = raw
@@ -184,6 +162,7 @@ class Lane:
             early or self.tainted or not trusted,
             trusted,
             self._scale,
+            scale,
         )
         self._learn(calls)
         self._last = (ids, versions, raw)
@@ -212,7 +191,7 @@ class Lane:
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
         assert self._after is not None
-        norms = np.sqrt(self._after.squares()) if isinstance(self._after, DeviceReading) else self._after
+        norms = self._after.norms() if isinstance(self._after, DeviceReading) else self._after
         return float(np.sqrt(np.dot(norms, norms)))
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -223,8 +202,15 @@ class Lane:
             torch._foreach_mul_(present, torch.tensor(coefficient))
 
     def device_total(self) -> Tensor | None:
-        """0-dim total norm on the device where this window was read there, else None."""
-        return self._norms.device_total() if isinstance(self._norms, DeviceReading) else None
+        """0-dim total norm on the device, of the gradients as they stand at the boundary, loss scale included.
+
+        None where they were not read on a device.
+        """
+        return self._after.device_total() if isinstance(self._after, DeviceReading) else None
+
+    def clip_on_device(self, total: Tensor, max_norm: float) -> None:
+        """Clip every gradient by the 0-dim `total`, without the host knowing it."""
+        device.clip(self.grads(), total, max_norm)
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
@@ -251,20 +237,25 @@ class Lane:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(self, grads: Sequence[Tensor | None], scale: float) -> None:
+    def _take(self, grads: Sequence[Tensor | None], scale: Number) -> None:
         self._scale = scale
         if not self.on_cpu:
             self._norms = device.read(grads, scale)
             return
+        norms, self._details = self._exact(grads)
+        self._norms = _divided(norms, arrived(scale))
+
+    def _exact(self, grads: Sequence[Tensor | None]) -> tuple[Norms, dict[int, Detail]]:
+        """The norms of CPU gradients, and a second look where the fast sum cannot be trusted."""
         squares = self._reader.read(grads)
         norms: Norms = np.sqrt(squares)
-        self._details = {}
+        details: dict[int, Detail] = {}
         for k in map(int, suspicious(squares, self._floor)):
             grad = grads[k]
             if grad is not None:
-                self._details[k] = detail = inspect(grad)
+                details[k] = detail = inspect(grad)
                 norms[k] = detail.norm
-        self._norms = norms if scale == 1.0 else norms / scale
+        return norms, details
 
     def _changed(
         self,
@@ -272,19 +263,23 @@ class Lane:
         ids: list[int],
         versions: list[int],
         raw: Norms | DeviceReading,
-        scale: float,
+        scale: Number,
     ) -> Norms | DeviceReading:
         if isinstance(raw, DeviceReading):
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         if len(changed) * 2 > len(grads):
-            return np.sqrt(self._reader.read(grads)) / scale
-        after = raw.copy()
+            return _divided(self._exact(grads)[0], arrived(scale))
+        after, left = raw.copy(), arrived(scale)
         for k in changed:
             grad = grads[k]
-            after[k] = 0.0 if grad is None else math.sqrt(sum_of_squares(grad)) / scale
+            after[k] = 0.0 if grad is None else self._norm_of(grad, k) / (left or math.nan)
         return after
+
+    def _norm_of(self, grad: Tensor, k: int) -> float:
+        square = sum_of_squares(grad)
+        return math.sqrt(square) if self._floor[k] <= square < math.inf else inspect(grad).norm
 
     def _presence(
         self, grads: Sequence[Tensor | None], ids: list[int], versions: list[int], raw: Norms | DeviceReading
@@ -355,6 +350,14 @@ class Lane:
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
         self._pattern = self._versions
+
+
+def _divided(norms: Norms, scale: float) -> Norms:
+    """Norms without the loss scale in them."""
+    if scale == 1.0:
+        return norms
+    with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
+        return norms / scale
 
 
 def _is_shard(param: nn.Parameter) -> bool:
