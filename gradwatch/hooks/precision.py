@@ -8,8 +8,8 @@ told here, per optimizer; a loop may scale one loss and not the other, or use se
 A step whose gradients overflowed is rejected by the scaler, most often without calling the optimizer: that is
 told here too, since no hook of the optimizer ever runs for it.
 
-`GradScaler._unscale_grads_`, `.step` and `.update` are wrapped once, on the class. Subclasses that replace
-some of them (FSDP's ShardedGradScaler replaces `scale`, `unscale_` and `update`) still pass through the first two.
+`GradScaler._unscale_grads_`, `.step` and `.update` are wrapped once, on the class and on every subclass that has
+its own (FSDP's ShardedGradScaler).
 """
 
 from __future__ import annotations
@@ -45,47 +45,60 @@ class ScalerListener(Protocol):
 
 
 _listeners: list[ScalerListener] = []
-_originals: dict[str, tuple[Any, Any]] = {}
-_stepping: set[int] = set()
-"""Optimizers inside `scaler.step`, by id: there a fused one is only checked for Inf, with a factor of 1."""
+_originals: dict[tuple[type[GradScaler], str], tuple[Any, Any]] = {}
+_inside: set[tuple[str, int]] = set()
+"""Calls under way, by method and `id(optimizer)`: a subclass's method may call the one it replaces."""
 
 
 def listen(listener: ScalerListener) -> Callable[[], None]:
-    """Add a listener; the returned call removes it. The last one out puts `GradScaler` back as found."""
+    """Add a listener; the returned call removes it. The last one out puts every scaler class back as found."""
     _listeners.append(listener)
-    if not _originals:
-        _wrap("_unscale_grads_", _around_unscale)
-        _wrap("step", _around_step)
-        _wrap("update", _around_update)
+    _wrap_with_subclasses(GradScaler)
 
     def remove() -> None:
         if listener in _listeners:
             _listeners.remove(listener)
         if not _listeners:
-            for name, (original, wrapped) in _originals.items():
+            for (kind, name), (original, wrapped) in _originals.items():
                 # Left alone where somebody has wrapped it again since.
-                if getattr(GradScaler, name) is wrapped:
-                    setattr(GradScaler, name, original)
+                if kind.__dict__.get(name) is wrapped:
+                    setattr(kind, name, original)
             _originals.clear()
 
     return remove
 
 
-def _wrap(name: str, around: Callable[..., Any]) -> None:
-    original = getattr(GradScaler, name)
+def _wrap_with_subclasses(kind: type[GradScaler]) -> None:
+    for name, around in _AROUND.items():
+        if name in kind.__dict__ and (kind, name) not in _originals:
+            _wrap(kind, name, around)
+    for subclass in kind.__subclasses__():
+        _wrap_with_subclasses(subclass)
+
+
+def _wrap(kind: type[GradScaler], name: str, around: Callable[..., Any]) -> None:
+    original = kind.__dict__[name]
 
     @functools.wraps(original)
     def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        return around(original, scaler, *args, **kwargs)
+        key = name, id(args[0] if args else kwargs.get("optimizer"))
+        if key in _inside or not scaler.is_enabled():
+            return original(scaler, *args, **kwargs)
+        _inside.add(key)
+        try:
+            return around(original, scaler, *args, **kwargs)
+        finally:
+            _inside.discard(key)
 
-    _originals[name] = (original, wrapped)
-    setattr(GradScaler, name, wrapped)
+    _originals[kind, name] = (original, wrapped)
+    setattr(kind, name, wrapped)
 
 
 def _around_unscale(
-    original: Callable[..., Any], scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> Any:
-    only_checked = id(optimizer) in _stepping and supports_scaling(optimizer)
+    # Inside `scaler.step` a fused optimizer is only checked for Inf, with a factor of 1.
+    only_checked = ("step", id(optimizer)) in _inside and supports_scaling(optimizer)
     scale = scaler._scale
     if scale is not None and not only_checked:
         _tell(lambda listener: listener.unscaled(optimizer, scale))
@@ -93,16 +106,11 @@ def _around_unscale(
 
 
 def _around_step(
-    original: Callable[..., Any], scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> Any:
-    if not scaler.is_enabled():
-        return original(scaler, optimizer, *args, **kwargs)
+    _wrap_with_subclasses(GradScaler)  # one that was imported after the watch began
     before = step_hooks.begun()
-    _stepping.add(id(optimizer))
-    try:
-        result = original(scaler, optimizer, *args, **kwargs)
-    finally:
-        _stepping.discard(id(optimizer))
+    result = original(scaler, optimizer, *args, **kwargs)
     # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
     if step_hooks.begun() == before and getattr(type(optimizer).step, "hooked", False):
         for listener in tuple(_listeners):
@@ -115,6 +123,13 @@ def _around_update(original: Callable[..., Any], scaler: GradScaler, *args: Any,
     return original(scaler, *args, **kwargs)
 
 
+_AROUND: Mapping[str, Callable[..., Any]] = {
+    "_unscale_grads_": _around_unscale,
+    "step": _around_step,
+    "update": _around_update,
+}
+
+
 def _tell(call: Callable[[ScalerListener], None]) -> None:
     for listener in tuple(_listeners):
         try:
@@ -125,8 +140,6 @@ def _tell(call: Callable[[ScalerListener], None]) -> None:
 
 def _unscaled_only(scaler: GradScaler) -> dict[int, Tensor | None]:
     """found_inf of the optimizers whose gradients were unscaled since the last update, and then not stepped."""
-    if not scaler.is_enabled():
-        return {}
     found: dict[int, Tensor | None] = {}
     for identity, state in scaler._per_optimizer_states.items():
         if state["stage"] is OptState.UNSCALED:
