@@ -57,7 +57,7 @@ def assemble(
     raw, after = window.resolve()
     count = len(window.sites)
     missing = len(sites) - count
-    total = _total(raw, window.calls)
+    total = _total(raw, window)
     # A total that float32 holds says that no norm is NaN, infinite or beyond float32.
     norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not window.details else as_float32(raw)
     columns = {} if total < FLOAT32_MAX else _suspicions(window, raw, norms, missing)
@@ -70,7 +70,7 @@ def assemble(
         calls=_pad(window.calls, missing),
         coef=_pad(_coefficients(raw, after), missing, 1),
         total_norm=total,
-        total_norm_applied=total if after is raw else _total(after, window.calls),
+        total_norm_applied=total if after is raw else _total(after, window),
         loss_scale=None if window.loss_scale is None else arrived(window.loss_scale),
         columns=columns,
         scalars=scalars,
@@ -89,15 +89,18 @@ def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
     return narrow
 
 
-def _total(norms: NDArray[np.float64], calls: NDArray[np.int32]) -> float:
+def _total(norms: NDArray[np.float64], window: Window) -> float:
+    calls = window.calls
     kept = norms if not len(calls) or np.minimum.reduce(calls) > 0 else norms[calls > 0]
-    total = math.sqrt(np.dot(kept, kept))
-    if 0 < total < math.inf or not len(kept):
-        return total
-    largest = float(np.maximum.reduce(kept))
+    return _safe_root(kept) if window.details else math.sqrt(np.dot(kept, kept))
+
+
+def _safe_root(norms: NDArray[np.float64]) -> float:
+    """Root sum of squares, also of float64 norms whose squares exceed float64 or vanish in it."""
+    largest = float(np.maximum.reduce(norms, initial=0.0))
     if not 0 < largest < math.inf:
-        return total
-    scaled = kept / largest  # float64 gradients whose squares exceed float64, or vanish in it
+        return largest
+    scaled = norms / largest
     return largest * math.sqrt(np.dot(scaled, scaled))
 
 
