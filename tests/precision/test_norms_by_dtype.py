@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.hooks.assemble import Extras, assemble
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.norms import FLOAT32_MAX
 from gradwatch.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched
 
@@ -61,11 +62,8 @@ def base(dtype: torch.dtype, magnitude: float, size: int = 24) -> Tensor:
     """Numbers of that size, of both signs, in four dimensions."""
     generator = torch.Generator().manual_seed(1)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    values = (
-        torch.randn(6, 5, size, 7, generator=generator, dtype=wide).clamp(-2, 2)
-        if not dtype.is_complex
-        else (torch.randn(6, 5, size, 7, generator=generator, dtype=wide))
-    )
+    values = torch.randn(6, 5, size, 7, generator=generator, dtype=wide)
+    values = values if dtype.is_complex else values.clamp(-2, 2)
     return (values * magnitude).to(dtype)
 
 
@@ -156,7 +154,7 @@ def test_any_finite_float32_gradient(values: np.ndarray, on_device: bool) -> Non
     (norm,), _ = lane.settle().resolve()
     assert norm == pytest.approx(exact(grad), rel=1e-5)
     seen = snapshot_of([grad], on_device)
-    overflow = exact(grad) > np.finfo(np.float32).max
+    overflow = exact(grad) > FLOAT32_MAX
     assert bool(seen.columns["norm_overflow"].values[0] if seen.columns else 0) == overflow
     assert not seen.columns or not seen.columns["nonfinite"].values.any()
     assert bool(seen.norm[0] == 0) == (not values.any())
