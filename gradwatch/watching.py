@@ -342,7 +342,7 @@ class Watch:
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
         rejected = bool(values.get("scaler_skip"))
-        if decision.max_norm is not None and not rejected:
+        if decision.max_norm is not None:
             snapshot = clipped(snapshot, decision, window.total_applied())
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)

@@ -154,8 +154,10 @@ class Boundary:
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
         """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
-        left = precision.at_step(optimizer)
+        left, divisor = precision.at_step(optimizer)
         window = lane.settle(left)
+        if divisor is not None:
+            lane.divide_applied(window, divisor)
         window.loss_scale = self._scales.pop(id(optimizer), None)
         if skipped is not None:
             window.loss_scale = left if window.loss_scale is None else window.loss_scale

@@ -170,6 +170,15 @@ class Lane:
         self.settled = self._backwards
         return window
 
+    def divide_applied(self, window: Window, divisor: Number) -> None:
+        """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
+        after = window.after
+        if isinstance(after, DeviceReading):
+            window.after = after.divided(divisor)
+        else:
+            window.after = _divided(after, arrived(divisor))
+        self._after = window.after
+
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1

@@ -48,6 +48,8 @@ _listeners: list[ScalerListener] = []
 _originals: dict[tuple[type[GradScaler], str], tuple[Any, Any]] = {}
 _inside: set[tuple[str, int]] = set()
 """Calls under way, by method and `id(optimizer)`: a subclass's method may call the one it replaces."""
+_carried: dict[int, tuple[Tensor, Tensor | None]] = {}
+"""Inside `scaler.step` of a fused optimizer whose gradients still carry the scale: that, and the user's own divisor."""
 
 
 def listen(listener: ScalerListener) -> Callable[[], None]:
@@ -110,7 +112,12 @@ def _around_step(
 ) -> Any:
     _wrap_with_subclasses(GradScaler)  # one that was imported after the watch began
     before = step_hooks.begun()
-    result = original(scaler, optimizer, *args, **kwargs)
+    if supports_scaling(optimizer) and scaler._scale is not None and not _is_unscaled(scaler, optimizer):
+        _carried[id(optimizer)] = scaler._scale, getattr(optimizer, "grad_scale", None)
+    try:
+        result = original(scaler, optimizer, *args, **kwargs)
+    finally:
+        _carried.pop(id(optimizer), None)
     # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
     if step_hooks.begun() == before and getattr(type(optimizer).step, "hooked", False):
         for listener in tuple(_listeners):
@@ -147,15 +154,27 @@ def _unscaled_only(scaler: GradScaler) -> dict[int, Tensor | None]:
     return found
 
 
+def _is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return state is not None and state["stage"] is not OptState.READY
+
+
 def supports_scaling(optimizer: Optimizer) -> bool:
     """Whether the optimizer divides by the scale and heeds `found_inf` itself (torch's fused ones do)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def at_step(optimizer: Optimizer) -> Number:
-    """The factor still in the gradients when a fused optimizer under a GradScaler steps; 1 otherwise."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return kept(scale) if isinstance(scale, Tensor) else 1.0
+def at_step(optimizer: Optimizer) -> tuple[Number, Number | None]:
+    """What a fused optimizer will divide its gradients by: the loss scale still in them (1 = none), and the rest.
+
+    The rest is a loop's own clipping by `optimizer.grad_scale`; None where there is none. All other optimizers
+    divide by nothing.
+    """
+    divisor = getattr(optimizer, "grad_scale", None)
+    if not isinstance(divisor, Tensor):
+        return 1.0, None
+    scale, rest = _carried.get(id(optimizer), (None, divisor))
+    return (1.0 if scale is None else kept(scale)), (kept(rest) if isinstance(rest, Tensor) else None)
 
 
 def found_inf(optimizer: Optimizer) -> Number | None:

@@ -246,6 +246,39 @@ rules:
         assert seen[1][name] == pytest.approx(values, rel=1e-5), name
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("how", ["no scaler", "implicit", "unscale_"])
+def test_a_divisor_of_the_users_own_is_a_clip(how: str, kind: Any) -> None:
+    """`optimizer.grad_scale` of a fused optimizer: `norm` is before it, `norm_applied` after; nothing changes."""
+    runs = []
+    for watch in (False, True):
+        model = net()
+        optimizer = kind(model.parameters(), 1e-2, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0, enabled=how != "no scaler")
+        gw, sink = watched(model, optimizer) if watch else (None, None)
+        for _ in range(5):
+            optimizer.zero_grad()
+            want = exact_norms(model, lambda m: m(X).pow(2).sum())
+            scaler.scale(model(X).pow(2).sum()).backward()
+            if how == "unscale_":
+                scaler.unscale_(optimizer)
+            optimizer.grad_scale = torch.tensor(4.0)
+            scaler.step(optimizer)
+            if scaler.is_enabled():
+                scaler.update()
+                assert not hasattr(optimizer, "grad_scale")
+            if sink is not None:
+                snapshot = sink.records[-1].snapshot
+                assert norms_in(sink.records[-1]) == pytest.approx(want, rel=1e-5)
+                assert snapshot.coef.tolist() == pytest.approx([0.25] * 4, rel=1e-5)
+                assert snapshot.total_norm_applied == pytest.approx(snapshot.total_norm / 4, rel=1e-5)
+                assert snapshot.loss_scale == (None if how == "no scaler" else 512.0)
+        if gw is not None:
+            gw.close()
+        runs.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_a_rule_that_stops_does_so_on_a_rejected_step() -> None:
     """`scale_collapse` with `do: [stop]` ends training from within `scaler.step`, though no optimizer ran."""
     loop = ScaledLoop(OPTIMIZERS["adamw"], frozenset(range(100)), init_scale=8.0)
