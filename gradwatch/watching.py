@@ -8,7 +8,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, arrived, clipped, json_safe, kept
+from gradwatch.course import CALM, Clock, Course, clipped, json_safe
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import precision, sampling
+from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.deferred import Measured
+from gradwatch.hooks.device import arrived, capturing, is_ready, kept
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
-from gradwatch.hooks.precision import LossScale
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.window import Window
 from gradwatch.rules import RuleSet
@@ -41,6 +42,9 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
 IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
+IN_GRAPH = (
+    "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
+)
 COVERAGE_EVERY = 16  # steps
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
@@ -114,7 +118,6 @@ class Watch:
                 self._taps.close()
             self._capture.close()
             raise
-        self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
         for component in REPORTED:
             self.health.mark(component, True)
@@ -243,7 +246,7 @@ class Watch:
             return
         self._last_state = self.state_dict()
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
+        parts = [self._boundary, self._taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -292,34 +295,48 @@ class Watch:
         """Whether some rule skips non-finite steps."""
         return self._engine.skips_nonfinite
 
-    def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
+    def max_norm(self, lane: Lane) -> float | None:
+        """The standing clip of the rule file; None without one."""
+        return self._courses[lane.index].bound.max_norm
+
+    def captured(self) -> None:
+        """A step was captured in a CUDA graph, and nothing of it was touched."""
+        self._leave_alone(IN_GRAPH)
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
         course = self._courses[lane.index]
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
-            left = 1.0 if optimizer is None else precision.at_step(optimizer)
-            sampled = course.sampler.collect(window.step, lane.params, lane.grads, left)
+            sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
             params += [] if sampled is None else [sampled]
+        scale = 1.0 if window.loss_scale is None else window.loss_scale
         if course.local is not None:
-            params.append(course.local.collect(self._loss_scale.in_backward()))
+            params.append(course.local.collect(scale))
         modules = []
         if self._taps is not None and lane.index == 0:
-            modules.append(self._taps.collect(window.step, self._loss_scale.in_backward()))
+            modules.append(self._taps.collect(window.step, scale))
         scalars = self._unseen(course)
         if optimizer is not None:
-            scalars |= self._of_optimizer(lane, optimizer)
-        scale = self._loss_scale.current()
+            scalars |= self._of_optimizer(optimizer)
+        if window.skipped is not None:
+            scalars["scaler_skip"] = window.skipped
         if window.calm:
             window.calm = (
                 self._may_wait
                 and course.calm >= CALM
-                and scale is None
+                and window.loss_scale is None
+                and window.skipped is None
                 and not (params or modules or lane.sharded or course.sampler.expects_move)
                 and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
             )
         extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
-        return lambda: self._judge(lane, course, window, extras, scalars, scale, at)
+
+        def ready() -> bool:
+            return window.ready() and extras.ready() and all(map(is_ready, scalars.values()))
+
+        return Measured(ready, lambda: self._judge(lane, course, window, extras, scalars, at))
 
     def _clock(self, course: Course) -> Clock:
         """When this step is, and what it cost."""
@@ -333,15 +350,9 @@ class Watch:
         course.observed = self._observed
         return fresh
 
-    def _of_optimizer(self, lane: Lane, optimizer: Optimizer) -> dict[str, Any]:
-        """`lr`, and `scaler_skip` on a step that a fused optimizer under a GradScaler will skip by itself."""
-        found: dict[str, Any] = {}
-        lr = optimizer.param_groups[0].get("lr", 0.0)
-        if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu":
-            found["lr"] = float(lr)
-        if (lane.on_cpu or self.needs_host(lane)) and precision.rejected(optimizer):
-            found["scaler_skip"] = 1.0
-        return found
+    def _of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`lr`; a tensor of a capturable optimizer is read without waiting."""
+        return {"lr": kept(optimizer.param_groups[0].get("lr", 0.0))}
 
     def _judge(
         self,
@@ -350,21 +361,22 @@ class Watch:
         window: Window,
         extras: Extras,
         scalars: Mapping[str, Any],
-        scale: float | None,
         at: Clock,
     ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
-        snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
+        snapshot = assemble(lane.index, course.sites, window, extras, values, self._coverage(lane))
         verdict, decision = self._ask(course, snapshot)
         if lane.sharded and (decision.skip or decision.max_norm is not None):
             # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
+        rejected = bool(values.get("scaler_skip"))
         if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, lane.total_applied())
+            snapshot = clipped(snapshot, decision, window.total_applied())
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
-            course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
+            moved &= not (decision.skip or rejected)
+            course.sampler.moved(moved, window.step)
         if lane.thinned and not window.trusted and window.repeats is not None:
             lane.ambiguous = True
             self._capture.restore(lane)
@@ -414,19 +426,20 @@ class Watch:
     def _backward_ended(self) -> None:
         if self._closed or self._pausing():
             return
-        scale = self._loss_scale.in_backward()
+        if capturing():
+            return  # a read of ours would become part of the user's CUDA graph, or break it
         with torch.no_grad():
             for lane in self._capture.lanes:
                 if lane.index not in self._courses:
                     self.bound(lane)
                 if lane.backwards and lane.due():
-                    lane.read(scale)
+                    lane.read()
 
-    def _leave_alone(self) -> None:
-        """Say once that an optimizer stepping inside backward is not watched; no fault, so nothing pauses."""
+    def _leave_alone(self, reason: str = IN_BACKWARD) -> None:
+        """Say once that some steps are not watched; no fault, so nothing pauses."""
         if not self._left_alone:
             self._left_alone = True
-            self.health.report("capture", AttachError(IN_BACKWARD))
+            self.health.report("capture", AttachError(reason))
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
@@ -448,13 +461,6 @@ class Watch:
         self._named.update(found)
         self._wanted.clear()
         return [optimizer for optimizer in found if self._capture.lane_of(optimizer) is None]
-
-    def _scaler_stepped(self, optimizers: frozenset[int]) -> None:
-        """A window still open after `scaler.step` was rejected by the scaler: nothing is learned from it."""
-        for lane in [] if self._closed else self._capture.lanes:
-            optimizer = None if lane.optimizer is None else lane.optimizer()
-            if optimizer is not None and id(optimizer) in optimizers and lane.backwards:
-                lane.discard()
 
     def _spent(self) -> float:
         """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""

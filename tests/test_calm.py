@@ -17,8 +17,8 @@ from torch import nn
 import gradwatch
 from gradwatch import watching
 from gradwatch.course import CALM
-from gradwatch.hooks import backlog
-from gradwatch.hooks.backlog import LONGEST, MOST, Backlog
+from gradwatch.hooks import deferred
+from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
 from gradwatch.journal import read_journal
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Decision, Record
@@ -163,18 +163,30 @@ def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
 
 
 def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock, too, a step becomes due."""
-    now = [100.0]
-    monkeypatch.setattr(backlog.time, "monotonic", lambda: now[0])
-    waiting = Backlog()
+    """By the clock, too, steps become due; all are judged, in order, though one of them fails."""
+    now, judged, failed = [100.0], [], []
+    monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
+    waiting = Deferred()
+
+    def step(number: int) -> Measured:
+        def judge() -> Decision:
+            judged.append(number)
+            if number == 0:
+                raise ValueError
+            return Decision()
+
+        return Measured(lambda: False, judge)
+
     assert not waiting.due()
-    waiting.add(Decision)
+    waiting.add(step(0))
     now[0] += LONGEST * 0.9
-    waiting.add(Decision)
+    waiting.add(step(1))
     assert not waiting.due()
-    now[0] += LONGEST * 0.1
+    now[0] += LONGEST * 0.1 + 1e-6
     assert waiting.due()
-    assert waiting.take() == [Decision, Decision]
+    waiting.judge_all(failed.append)
+    assert judged == [0, 1]
+    assert len(failed) == 1
     assert not waiting.due()
 
 

@@ -7,11 +7,9 @@ inside `step`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +18,9 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import precision, step_hooks
-from gradwatch.hooks.backlog import Backlog
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.device import capturing
+from gradwatch.hooks.deferred import Deferred, Measured
+from gradwatch.hooks.device import Number, arrived, capturing, kept, on_host
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.policies.norm import clip_coefficient
@@ -46,8 +44,14 @@ class Judge(Protocol):
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
 
-    def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
-        """Note everything about a window that must be read now; the result judges it, now or later.
+    def max_norm(self, lane: Lane) -> float | None:
+        """The standing clip of the total norm, which a device applies without the host; None = none."""
+
+    def captured(self) -> None:
+        """A step was captured in a CUDA graph: nobody will see its replays."""
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
+        """Note everything about a window that must be read now; the result judges it, now or some steps later.
 
         Where a rule may have something to say at once, `window.calm` is taken away.
         """
@@ -65,26 +69,31 @@ class Boundary:
         self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
         self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
         self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
-        self._gates: dict[int, tuple[Optimizer, Any]] = {}
-        self._deferred: dict[int, Callable[[], Decision]] = {}
-        self._backlogs: defaultdict[int, Backlog] = defaultdict(Backlog)
+        self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
+        self._deferred: dict[int, Deferred] = {}
+        self._scales: dict[
+            int, Number
+        ] = {}  # by optimizer: the scale its gradients have just been divided by
         self.spent_seconds = 0.0
-        self._remove = step_hooks.listen(self)
+        self._removes = [step_hooks.listen(self), precision.listen(self)]
 
     def close(self) -> None:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
-        self._remove()
+        for remove in self._removes:
+            remove()
         self.settle_deferred()
+        for index in list(self._gates):
+            self._open_gate(index)
         for index in [*self._set_aside, *self._emptied]:
             self._give_back(index)
 
     def settle_deferred(self) -> None:
         """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
-        for backlog in self._backlogs.values():
-            for judge in backlog.take():
-                self._guarded("boundary", judge)
-        for index in list(self._deferred):
-            self._guarded("boundary", self._deferred.pop(index))
+        for waiting in self._deferred.values():
+            self._guarded("boundary", lambda waiting=waiting: waiting.judge_all(self._judging_failed))  # type: ignore[misc]
+
+    def _judging_failed(self, error: Exception) -> None:
+        self._judge.failed("boundary", error)
 
     # -- before ------------------------------------------------------------------------------------------
 
@@ -128,6 +137,8 @@ class Boundary:
         self._capture.drain()
         lane = self._lane(optimizer)
         if not lane.on_cpu and capturing():
+            lane.discard()
+            self._judge.captured()
             return
         if self._inside.get(lane.index) and lane.settled == lane.backwards:
             self._inside[lane.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
@@ -136,41 +147,43 @@ class Boundary:
             lane.tainted = True  # the step before this one raised: this window holds two
         self._inside[lane.index] = 1
         self._give_back(lane.index, into_params=False)
-        window = lane.settle(precision.at_step(optimizer))
+        self._open_gate(lane.index)  # left behind by a step that raised
+        window = self._settle(optimizer, lane, precision.found_inf(optimizer))
+        waiting = self._deferred.setdefault(lane.index, Deferred())
+        if not lane.on_cpu and not self._must_wait(lane, optimizer):
+            waiting.judge_arrived()
+            waiting.add(self._judge.measure(lane, window))
+            self._act_on_device(optimizer, lane)
+            return
+        measured = self._judge.measure(lane, window)
+        if window.calm:
+            waiting.add(measured)
+        if not window.calm or waiting.due():
+            waiting.judge_all(self._judging_failed)
+        if not window.calm:
+            self._carry_out(optimizer, lane, measured.judge())
+
+    def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
+        """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
+        left, divisor = precision.at_step(optimizer)
+        window = lane.settle(left)
+        if divisor is not None:
+            lane.divide_applied(window, divisor)
+        window.loss_scale = self._scales.pop(id(optimizer), None)
+        if skipped is not None:
+            window.loss_scale = left if window.loss_scale is None else window.loss_scale
+        elif window.loss_scale is not None:
+            skipped = 0.0
+        window.skipped = skipped
         if lane.thinned and not window.trusted:
             self._capture.restore(lane)
-        waiting = self._deferred.pop(lane.index, None)
-        if waiting is not None:
-            waiting()  # the step before this one; its numbers have arrived by now
-        judged = self._judge.measure(lane, window)
-        backlog = self._backlogs[lane.index]
-        if window.calm:
-            backlog.add(judged)
-        if not window.calm or backlog.due():
-            self._catch_up(backlog)
-        if window.calm:
-            return
-        if lane.on_cpu or self._must_wait(lane, optimizer):
-            self._carry_out(optimizer, lane, judged())
-            return
-        self._deferred[lane.index] = judged
-        if self._judge.skips_nonfinite(lane):
-            self._gate(optimizer, lane)
-
-    def _catch_up(self, backlog: Backlog) -> None:
-        """Judge what was put off; a fault in one must not cost the others."""
-        for judge in backlog.take():
-            try:
-                judge()
-            except TrainingStopped:
-                raise
-            except Exception as error:
-                self._judge.failed("boundary", error)
+        return window
 
     def _lane(self, optimizer: Optimizer) -> Lane:
         lane = self._capture.lane_of(optimizer)
         if lane is None or self._changed(optimizer, lane):
-            self.settle_deferred()  # they belong to the lane as it was
+            if lane is not None and lane.index in self._deferred:
+                self._deferred[lane.index].judge_all(self._judging_failed)  # before rules are bound anew
             lane = self._capture.adopt(optimizer, lane)
             self._judge.bound(lane)
         return lane
@@ -188,8 +201,65 @@ class Boundary:
         return [id(param) for params in groups for param in params] != lane.watched_ids
 
     def _must_wait(self, lane: Lane, optimizer: Optimizer) -> bool:
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        fused = precision.supports_scaling(optimizer)
         return self._judge.needs_host(lane) or (self._judge.skips_nonfinite(lane) and not fused)
+
+    # -- under a GradScaler ------------------------------------------------------------------------------
+
+    def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """The gradients are about to lose the loss scale; what was read of them loses it too."""
+        lane = self._capture.lane_of(optimizer)
+        if (lane is None or not lane.on_cpu) and capturing():
+            return
+        if lane is None and not self._judge.owns(optimizer):
+            return
+        self._scales[id(optimizer)] = number = kept(scale)
+        if lane is not None:
+            self._capture.drain()
+            lane.unscaled(number)
+
+    def rejected(self, optimizer: Optimizer) -> None:
+        """The scaler found an overflow and did not call the optimizer: a step all the same, judged as such."""
+        self._guarded("boundary", lambda: self._at_rejected(optimizer))
+
+    def _at_rejected(self, optimizer: Optimizer) -> None:
+        if not self._judge.owns(optimizer) or capturing():
+            return
+        self._capture.drain()
+        lane = self._lane(optimizer)
+        self._inside.pop(lane.index, None)
+        self._give_back(lane.index, into_params=False)
+        window = self._settle(optimizer, lane, 1.0)
+        waiting = self._deferred.setdefault(lane.index, Deferred())
+        measured = self._judge.measure(lane, window)
+        if lane.on_cpu or self._must_wait(lane, optimizer):
+            waiting.judge_all(self._judging_failed)
+            decision = measured.judge()
+        else:
+            waiting.judge_arrived()
+            waiting.add(measured)
+            decision = Decision()
+        stop = _why(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
+        lane.advance()
+        if stop:
+            raise TrainingStopped(stop)
+
+    def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
+        """A loop that unscaled its gradients and then did not step: an overflow, or its own affair."""
+        for lane in self._capture.lanes if found else ():
+            optimizer = None if lane.optimizer is None else lane.optimizer()
+            if optimizer is None or id(optimizer) not in found:
+                continue
+            overflow = found[id(optimizer)]
+            if overflow is not None and on_host(overflow) and arrived(kept(overflow)):
+                self.rejected(optimizer)
+            else:
+                self._scales.pop(id(optimizer), None)
+                lane.discard()
+
+    def scaler_failed(self, error: BaseException) -> None:
+        """Count a fault of ours around a GradScaler."""
+        self._judge.failed("precision", error)
 
     # -- acting ------------------------------------------------------------------------------------------
 
@@ -222,18 +292,43 @@ class Boundary:
         for param in params:
             param.grad = None
 
-    def _gate(self, optimizer: Optimizer, lane: Lane) -> None:
-        """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
-
-        An overflow of the float32 norm counts as non-finite here: the device cannot tell them apart cheaply.
-        """
-        total = lane.device_total()
+    def _act_on_device(self, optimizer: Optimizer, lane: Lane) -> None:
+        """What the host would do if it knew the numbers, with a verdict that never leaves the device."""
+        if lane.sharded:
+            return  # each rank sees only its shard: acting on one alone would let the ranks' weights drift apart
+        max_norm = self._judge.max_norm(lane)
+        skips = self._judge.skips_nonfinite(lane)
+        total = lane.device_total() if skips or max_norm is not None else None
         if total is None:
             return
+        if max_norm is not None:
+            scale = getattr(optimizer, "grad_scale", None)
+            carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+            lane.clip_on_device(total / carried, max_norm)
+        if skips:
+            self._gate(optimizer, lane, total)
+
+    def _gate(self, optimizer: Optimizer, lane: Lane, total: Tensor) -> None:
+        """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
+
+        The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
+        """
         bad = (~torch.isfinite(total)).to(torch.float32)
         before = getattr(optimizer, "found_inf", None)
-        self._gates[lane.index] = (optimizer, before)
-        optimizer.found_inf = bad if before is None else torch.maximum(before, bad)  # type: ignore[attr-defined]
+        if before is not None:
+            bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
+        self._gates[lane.index] = (optimizer, bad, before)
+        optimizer.found_inf = bad  # type: ignore[attr-defined]
+
+    def _open_gate(self, index: int) -> None:
+        """Restore `found_inf` as it was, not deleted: GradScaler deletes its own; not if it is no longer ours."""
+        optimizer, ours, before = self._gates.pop(index, (None, None, None))
+        if optimizer is None or getattr(optimizer, "found_inf", None) is not ours:
+            return
+        if before is None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.found_inf = before  # type: ignore[attr-defined]
 
     # -- after -------------------------------------------------------------------------------------------
 
@@ -254,14 +349,7 @@ class Boundary:
         if self._inside[lane.index]:
             return
         self._give_back(lane.index)
-        if lane.index in self._gates:
-            gated, before = self._gates.pop(lane.index)
-            # Restored, not deleted: GradScaler deletes its own.
-            if before is None:
-                with contextlib.suppress(AttributeError):
-                    del gated.found_inf  # type: ignore[attr-defined]
-            else:
-                gated.found_inf = before  # type: ignore[attr-defined]
+        self._open_gate(lane.index)
         lane.advance()
         if lane.thinnable():
             self._capture.thin(lane)

@@ -36,9 +36,17 @@ class HostReading:
         """Whether the norms are known, second looks included."""
         return self._norms is not None
 
+    def divided(self, scale: float) -> HostReading:
+        """The same reading without a factor that was in the gradients when they were read."""
+        other = HostReading(self._rows, self._floor, self._scale * scale)
+        other.details = self.details
+        if self._norms is not None:
+            other._norms = _divided(self._norms, scale)
+        return other
+
     def near(self, usual: float) -> bool:
         """Whether the total is about `usual`; one operation."""
-        return usual / NEAR <= self._rows.total() / self._scale <= usual * NEAR
+        return usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
 
     def finite(self) -> bool:
         """Whether every norm is; one operation."""
@@ -53,7 +61,7 @@ class HostReading:
             if grad is not None:
                 self.details[k] = detail = inspect(grad)
                 norms[k] = detail.norm
-        self._norms = norms if self._scale == 1.0 else norms / self._scale
+        self._norms = _divided(norms, self._scale)
 
     def doubtful(self) -> NDArray[np.bool_] | None:
         """bool[K]: the norms a second look was due for and not taken; None when they all are as they should."""
@@ -69,7 +77,7 @@ class HostReading:
     def norms(self) -> NDArray[np.float64]:
         """float64[K], 0 where there was no gradient."""
         if self._norms is None:
-            return np.sqrt(self._rows.squares()) / self._scale
+            return _divided(np.sqrt(self._rows.squares()), self._scale)
         return self._norms
 
     def with_norms(self, changed: Mapping[int, float]) -> HostReading:
@@ -79,3 +87,10 @@ class HostReading:
         for k, norm in changed.items():
             norms[k] = norm
         return other
+
+
+def _divided(norms: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+    if scale == 1.0:
+        return norms
+    with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
+        return norms / scale

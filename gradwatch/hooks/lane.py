@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.hooks import device
-from gradwatch.hooks.device import DeviceReading
+from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.host import HostReading
-from gradwatch.hooks.norms import UNDERFLOW, CpuReader, sum_of_squares
+from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
 from gradwatch.hooks.versions import grown_alike, signature, versions_of
 from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
 from gradwatch.snapshot import Sites
@@ -59,7 +59,6 @@ class Lane:
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
         self._after: Reading | None = None
-        self._scale = 1.0
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those of the pattern
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
@@ -122,21 +121,25 @@ class Lane:
             return True
         return self._backwards >= self._expected
 
-    def read(self, scale: float = 1.0) -> None:
-        """Read every gradient of the lane; `scale` is the loss scale still multiplied into them."""
+    def read(self) -> None:
+        """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
         grads = self.grads()
         # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
         self._assumed = self.thinned and self._left_alone
         self._ids = list(map(id, grads))
         self._versions = self._pattern if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
-        self._norms = self._take(grads, scale)
-        self._scale = scale
+        self._norms = self._take(grads, 1.0)
         self._read_at = self._backwards
+
+    def unscaled(self, scale: Number) -> None:
+        """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        if self._norms is not None:  # what is read later no longer carries it
+            self._norms = _without(self._norms, scale)
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
-    def settle(self, scale: float = 1.0) -> Window:
+    def settle(self, scale: Number = 1.0) -> Window:
         """Close the window just before `optimizer.step()`: read what is unread, notice what changed.
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
@@ -145,8 +148,10 @@ class Lane:
         ids, versions = signature(grads)
         unread = self._norms is None or self._read_at != self._backwards
         if unread:
-            self._ids, self._versions, self._scale, self._assumed = ids, versions, scale, False
+            self._ids, self._versions, self._assumed = ids, versions, False
             self._norms = self._take(grads, scale)
+        elif not isinstance(scale, float) or scale != 1.0:
+            self.unscaled(scale)
         raw = self._norms
         assert raw is not None
         after = raw
@@ -166,7 +171,7 @@ class Lane:
             self._backwards,
             early or self.tainted or not trusted,
             trusted,
-            self._scale,
+            scale,
             calm and trusted,
             repeats if calm else None,
         )
@@ -195,6 +200,11 @@ class Lane:
         self.advance()
         self.step = steps
 
+    def divide_applied(self, window: Window, divisor: Number) -> None:
+        """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
+        window.calm = False
+        window.after = self._after = _without(window.after, divisor)
+
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
         assert self._after is not None
@@ -209,8 +219,15 @@ class Lane:
             torch._foreach_mul_(present, torch.tensor(coefficient))
 
     def device_total(self) -> Tensor | None:
-        """0-dim total norm on the device where this window was read there, else None."""
-        return self._norms.device_total() if isinstance(self._norms, DeviceReading) else None
+        """0-dim total norm on the device, of the gradients as they stand at the boundary, loss scale included.
+
+        None where they were not read on a device.
+        """
+        return self._after.device_total() if isinstance(self._after, DeviceReading) else None
+
+    def clip_on_device(self, total: Tensor, max_norm: float) -> None:
+        """Clip every gradient by the 0-dim `total`, without the host knowing it."""
+        device.clip(self.grads(), total, max_norm)
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
@@ -237,11 +254,11 @@ class Lane:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(self, grads: Sequence[Tensor | None], scale: float) -> Reading:
+    def _take(self, grads: Sequence[Tensor | None], scale: Number) -> Reading:
         """Read these gradients; on the host, look twice unless their total is as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
-        reading = HostReading(self._reader.read(grads), self._floor, scale)
+        reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
         if self.usual is None or not reading.near(self.usual):
             reading.look(grads)
         return reading
@@ -252,15 +269,25 @@ class Lane:
         ids: list[int],
         versions: list[int],
         raw: Reading,
-        scale: float,
+        scale: Number,
     ) -> Reading:
         if isinstance(raw, DeviceReading):
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
+        left = arrived(scale)
         if len(changed) * 2 > len(grads):
-            return HostReading(self._reader.read(grads), self._floor, scale)
-        return raw.with_norms({k: _norm(grads[k]) / scale for k in changed})
+            after = HostReading(self._reader.read(grads), self._floor, left)
+            if raw.looked:
+                after.look(grads)
+            return after
+        return raw.with_norms({k: self._norm_of(grads[k], k) / (left or math.nan) for k in changed})
+
+    def _norm_of(self, grad: Tensor | None, k: int) -> float:
+        if grad is None:
+            return 0.0
+        square = sum_of_squares(grad)
+        return math.sqrt(square) if self._floor[k] <= square < math.inf else inspect(grad).norm
 
     def _presence(
         self,
@@ -348,5 +375,6 @@ def _is_shard(param: nn.Parameter) -> bool:
     return flat or hasattr(param, "to_local")
 
 
-def _norm(grad: Tensor | None) -> float:
-    return 0.0 if grad is None else math.sqrt(sum_of_squares(grad))
+def _without(reading: Reading, scale: Number) -> Reading:
+    """A reading free of a factor that is in the gradients."""
+    return reading.divided(scale) if isinstance(reading, DeviceReading) else reading.divided(arrived(scale))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.dense import dense
-from gradwatch.hooks.device import Arriving
+from gradwatch.hooks.device import Arriving, Number
 from gradwatch.hooks.sampling import Sampled
 
 
@@ -42,7 +42,7 @@ class LocalNorms:
         for k, param in enumerate(params):
             self._handles.append(param.register_hook(hook(k)))
 
-    def collect(self, scale: float) -> Sampled:
+    def collect(self, scale: Number) -> Sampled:
         """The local norms of this step; starts the next one."""
         sampled = Sampled(self._count)
         positions = np.array(sorted(self._heard), np.intp)
@@ -51,9 +51,9 @@ class LocalNorms:
         by_device: dict[torch.device, list[int]] = {}
         for k in positions:
             by_device.setdefault(self._heard[int(k)].device, []).append(int(k))
-        stacks = [torch.stack([self._heard[k] for k in ks]) / scale for ks in by_device.values()]
+        stacks = [torch.stack([self._heard[k] for k in ks]) for ks in by_device.values()]
         order = np.array([k for ks in by_device.values() for k in ks], np.intp)
-        sampled.parts["norm_local"] = Arriving(stacks, order, self._count)
+        sampled.parts["norm_local"] = Arriving(stacks, order, self._count, scale=scale)
         sampled.present["norm_local"] = present
         self._heard.clear()
         return sampled

@@ -29,6 +29,7 @@ class StepListener(Protocol):
 _listeners: list[StepListener] = []
 _handles: list[RemovableHandle] = []
 _depth = 0
+_begun = 0
 
 
 def listen(listener: StepListener) -> Callable[[], None]:
@@ -71,6 +72,11 @@ def installed() -> int:
     return len(_handles)
 
 
+def begun() -> int:
+    """How many steps of any optimizer have begun since the first listener came."""
+    return _begun
+
+
 def _tidy() -> None:
     if not _listeners and not _depth:
         for handle in _handles:
@@ -79,7 +85,8 @@ def _tidy() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    global _depth
+    global _begun, _depth
+    _begun += 1
     _depth += 1
     changed = None
     try:

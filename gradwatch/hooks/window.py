@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.hooks.device import DeviceReading
+from gradwatch.hooks.device import DeviceReading, Number, is_ready
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import Detail
 from gradwatch.snapshot import Sites
@@ -22,9 +22,11 @@ class Window:
     """What one step boundary found; `resolve()` says how large the gradients were.
 
     `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `trusted` that thinned marks told the truth; `scale` the loss scale that was still in
-    the gradients when they were read. `calm`: nothing looked unusual, so `resolve` may wait a few steps;
-    `repeats` is then what tells, by then, whether some gradient was the last step's.
+    `micro` backwards; `trusted` that thinned marks told the truth; `left` the loss scale still in the
+    gradients at the boundary (fused optimizers). `calm`: nothing looked unusual, so `resolve` may wait a few
+    steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
+    that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
+    0, None without a scaler.
     """
 
     sites: Sites
@@ -35,9 +37,11 @@ class Window:
     micro: int
     provisional: bool
     trusted: bool
-    scale: float
+    left: Number = 1.0
     calm: bool = False
     repeats: Repeats | None = None
+    loss_scale: Number | None = None
+    skipped: Number | None = None
 
     @property
     def details(self) -> Mapping[int, Detail]:
@@ -46,7 +50,13 @@ class Window:
 
     def ready(self) -> bool:
         """Whether `resolve()` would return without waiting."""
-        return self.raw.ready() and self.after.ready()
+        numbers = (self.left, self.loss_scale or 1.0, self.skipped or 0.0)
+        return self.raw.ready() and self.after.ready() and all(map(is_ready, numbers))
+
+    def total_applied(self) -> float:
+        """Root sum of squares of what the optimizer gets, gradients that nobody renewed included."""
+        norms = self.after.norms()
+        return float(np.sqrt(np.dot(norms, norms)))
 
     def resolve(self) -> tuple[Norms, Norms]:
         """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
