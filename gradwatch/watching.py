@@ -17,10 +17,11 @@ from gradwatch.course import Course, arrived, clipped, json_safe, kept
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import precision, sampling
+from gradwatch.hooks import clipping, precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.device import capturing
 from gradwatch.hooks.lane import Lane, Window
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
@@ -110,6 +111,7 @@ class Watch:
             raise
         self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
+        self._ignore_clipping = clipping.listen(_through(self, "about_to_clip"))
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -145,6 +147,26 @@ class Watch:
                 self._scalars[name] = (self._observed, kept(value))
             except Exception as error:
                 self.failed("observe", error)
+
+    def about_to_clip(self) -> None:
+        """Have the gradients read now, before code of your own clips them; changes and raises nothing.
+
+        torch's `clip_grad_*` functions do this by themselves. Other code needs it for the window of an
+        accumulating loop that ends early: without it that step is flagged provisional, its norm read too late.
+        """
+        if self._closed or os.getpid() != self.run.pid or self._pausing() or capturing():
+            return
+        try:
+            late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]  # attached after backward
+            for lane in late:
+                self.bound(lane)
+            with torch.no_grad():
+                for lane in self._capture.lanes:
+                    if lane in late or (lane.backwards and lane.unread and lane.index in self._courses):
+                        optimizer = None if lane.optimizer is None else lane.optimizer()
+                        lane.read(self._loss_scale.remaining(optimizer))
+        except Exception as error:
+            self.failed("capture", error)
 
     @property
     def url(self) -> str | None:
@@ -227,6 +249,7 @@ class Watch:
         if self._closed:
             return
         self._last_state = self.state_dict()
+        self._ignore_clipping()
         locals_ = [course.local for course in self._courses.values()]
         parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
         for part in parts:
@@ -478,6 +501,18 @@ class Watch:
 def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:
     zeros = np.zeros(len(names), np.int64)
     return Sites(names, (kind,) * len(names), zeros, zeros, np.arange(len(names)))
+
+
+def _through(gw: Watch, method: str) -> Callable[[], None]:
+    """Calls a method of a Watch without keeping the Watch alive."""
+    owner = weakref.ref(gw)
+
+    def call() -> None:
+        alive = owner()
+        if alive is not None:
+            getattr(alive, method)()
+
+    return call
 
 
 def _close_sinks(sinks: list[Breaker], pid: int) -> None:

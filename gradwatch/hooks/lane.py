@@ -118,6 +118,11 @@ class Lane:
         """Backwards heard since the last step."""
         return self._backwards
 
+    @property
+    def unread(self) -> bool:
+        """Whether a backward was heard whose gradients have not been read."""
+        return self._read_at != self._backwards
+
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
         return [param.grad for param in self.params]

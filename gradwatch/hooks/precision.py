@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 _listeners: list[LossScale] = []
@@ -54,6 +55,13 @@ class LossScale:
     def in_backward(self) -> float:
         """The factor in gradients as backward leaves them; 1 unless a loss was scaled since the last update."""
         return (self.current() or 1.0) if self._scaled else 1.0
+
+    def remaining(self, optimizer: Optimizer | None) -> float:
+        """The factor in an optimizer's gradients between backward and step: none once `unscale_` took it out."""
+        scaler = self._scaler()
+        # Through `get`: looking an optimizer up would make an entry for it in the scaler.
+        state = {} if scaler is None else scaler._per_optimizer_states.get(id(optimizer), {})
+        return 1.0 if state.get("stage") is OptState.UNSCALED else self.in_backward()
 
     def current(self) -> float | None:
         """The scaler's present scale, or None without one."""
