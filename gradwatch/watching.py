@@ -111,7 +111,7 @@ class Watch:
             raise
         self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
-        self._ignore_clipping = clipping.listen(_through(self, "about_to_clip"))
+        self._ignore_clipping = clipping.listen(self.about_to_clip)
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -157,7 +157,8 @@ class Watch:
         if self._closed or os.getpid() != self.run.pid or self._pausing() or capturing():
             return
         try:
-            late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]  # attached after backward
+            # Of optimizers named at an attach that came after the backward.
+            late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
             for lane in late:
                 self.bound(lane)
             with torch.no_grad():
@@ -501,18 +502,6 @@ class Watch:
 def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:
     zeros = np.zeros(len(names), np.int64)
     return Sites(names, (kind,) * len(names), zeros, zeros, np.arange(len(names)))
-
-
-def _through(gw: Watch, method: str) -> Callable[[], None]:
-    """Calls a method of a Watch without keeping the Watch alive."""
-    owner = weakref.ref(gw)
-
-    def call() -> None:
-        alive = owner()
-        if alive is not None:
-            getattr(alive, method)()
-
-    return call
 
 
 def _close_sinks(sinks: list[Breaker], pid: int) -> None:

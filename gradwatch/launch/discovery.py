@@ -50,9 +50,7 @@ def discover(
 
 def stepping() -> list[Optimizer]:
     """Every live optimizer that has a gradient to step with."""
-    return [
-        each for each in _scan()[1] if any(tensor.grad is not None for tensor in parameters_of(each))
-    ]
+    return [each for each in _scan()[1] if any(tensor.grad is not None for tensor in parameters_of(each))]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
