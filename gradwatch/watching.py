@@ -27,6 +27,7 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.placement import placed
 from gradwatch.hooks.precision import LossScale
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.rules import RuleSet
@@ -79,7 +80,7 @@ class Watch:
         self._left_alone = False
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
-        self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
+        self.run: RunInfo = placed(run_info(ruleset, self._engine.rule_infos, settings))
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)

@@ -105,6 +105,7 @@ class Lane:
         self._equal = 0
         self._varied = -VARIED
         self._pattern: list[int] = []
+        self._pattern_backwards = 0
         self._steady = 0
         self._blocked_until = 0
         self._ambiguous = False
@@ -296,7 +297,7 @@ class Lane:
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
-            trusted = self._backwards > 0 and self._versions == self._pattern and not self._stale(ids, raw)
+            trusted = self._backwards > 0 and self._versions == self._usual() and not self._stale(ids, raw)
             return self._calls_of(self._pattern if trusted else self._versions), trusted
         if self._calls is not None:
             self._heard = (self._calls + self._heard).tolist()  # sync: numpy
@@ -307,6 +308,13 @@ class Lane:
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
                     heard[k] = 1
         return np.array(heard, np.int32), True
+
+    def _usual(self) -> list[int]:
+        """The versions that this many backwards give: each but the first adds into the gradient in place."""
+        short = self._pattern_backwards - self._backwards
+        return (
+            [version - short if version >= 0 else -1 for version in self._pattern] if short else self._pattern
+        )
 
     def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that these versions stand for; the same array while nothing changes."""
@@ -359,7 +367,7 @@ class Lane:
         )
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
-        self._pattern = self._versions
+        self._pattern, self._pattern_backwards = self._versions, self._backwards
 
 
 def _is_shard(param: nn.Parameter) -> bool:
