@@ -155,18 +155,14 @@ class Watch:
         torch's `clip_grad_*` functions do this by themselves. Other code needs it for the window of an
         accumulating loop that ends early: without it that step is flagged provisional, its norm read too late.
         """
-        if self._closed or os.getpid() != self.run.pid or self._pausing() or capturing():
+        if self._closed:
             return
         try:
-            # Of optimizers named at an attach that came after the backward.
-            late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
-            for lane in late:
-                self.bound(lane)
-            with torch.no_grad():
-                for lane in self._capture.lanes:
-                    if lane in late or (lane.backwards and lane.unread and lane.index in self._courses):
-                        optimizer = None if lane.optimizer is None else lane.optimizer()
-                        lane.read(self._loss_scale.remaining(optimizer))
+            lanes = [lane for lane in self._capture.lanes if lane.backwards and lane.unread]
+            if (lanes or self._wanted) and not (
+                os.getpid() != self.run.pid or self._pausing() or capturing()
+            ):
+                self._read_before_clip(lanes)
         except Exception as error:
             self.failed("capture", error)
 
@@ -416,6 +412,17 @@ class Watch:
                     self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read(scale)
+
+    @torch.no_grad()
+    def _read_before_clip(self, lanes: list[Lane]) -> None:
+        late = [
+            self._capture.adopt(optimizer) for optimizer in self._waiting()
+        ]  # attached after the backward
+        for lane in [*lanes, *late]:
+            if lane.index not in self._courses:
+                self.bound(lane)
+            optimizer = None if lane.optimizer is None else lane.optimizer()
+            lane.read(self._loss_scale.remaining(optimizer))
 
     def _leave_alone(self) -> None:
         """Say once that an optimizer stepping inside backward is not watched; no fault, so nothing pauses."""
