@@ -246,7 +246,10 @@ class Watch:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
-        self._last_state = self.state_dict()
+        try:
+            self._last_state = self.state_dict()
+        except Exception as error:  # a watch that cannot tell its state must still let go
+            self.health.report("close", error)
         self._ignore_clipping()
         locals_ = [course.local for course in self._courses.values()]
         parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]

@@ -127,14 +127,17 @@ def transformers(watched: Any = (), folder: str = "out", resume: Any = None, **o
         "weight_decay": 0.0,
         "logging_steps": 1,
         "save_strategy": "no",
+        "eval_strategy": "epoch",
         "remove_unused_columns": False,
     }
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
     model = Model()
+    rows = [{"x": x, "y": y} for x, y in examples()]
     trainer = InOrder(
         model=model,
         args=TrainingArguments(**{**settings, **quiet, **options}),
-        train_dataset=[{"x": x, "y": y} for x, y in examples()],
+        train_dataset=rows,
+        eval_dataset=rows,
         callbacks=list(watched),
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -20,8 +20,10 @@ from gradwatch.hooks import step_hooks
 from gradwatch.journal import read_journal
 from tests import framework_jobs
 from tests.framework_jobs import EPOCHS, loader, network, squared_error
+from tests.launch_cases import GRADWATCH, ROOT
 from tests.recorder import norms_of
 from tests.test_frameworks import WINDOWS
+from tests.test_launch_training import execute
 from tests.test_watch import Collector
 
 with warnings.catch_warnings():  # of the frameworks, about their own imports
@@ -199,6 +201,78 @@ def test_lightning_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     trainer(second, max_epochs=2).fit(Plain(), loader(), ckpt_path="one.ckpt", weights_only=True)
     assert second.state_dict()["lanes"]["0"]["step"] == STEPS
     assert second.state_dict() == whole.state_dict() != first.state_dict()
+
+
+def test_lightning_checkpoints_are_saved_though_our_state_cannot_be() -> None:
+    """A fault while the state is put together costs that state, not the checkpoint; it is counted."""
+
+    class Unreadable(LightningCallback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            def fails() -> dict[str, Any]:
+                raise MemoryError("no state")
+
+            assert self.gw is not None
+            self.gw.state_dict = fails  # type: ignore[method-assign]
+
+    callback = Unreadable(sinks=[])
+    trainer(callback, enable_checkpointing=True, max_epochs=2).fit(Plain(), loader())
+    assert callback.gw is not None
+    assert callback.gw.health.errors() == {"checkpoint": 2, "close": 1}
+    assert nothing_left()
+
+
+def test_lightning_under_a_gradscaler() -> None:
+    """Norms are free of the loss scale, read after `unscale_` and before the clip, in every window."""
+    truth = []
+
+    class Scaled(Plain):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            truth.append(norms_of(self.named_parameters()))
+            super().configure_gradient_clipping(optimizer, *args, **kwargs)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    sink = Collector()
+    callback = LightningCallback(sinks=[sink], strict=True)
+    trainer(callback, plugins=[plugin], gradient_clip_val=0.1, max_epochs=2).fit(Scaled(), loader())
+    assert len(sink.records) == len(truth) == STEPS
+    for record, norms in zip(sink.records, truth, strict=True):
+        snapshot = record.snapshot
+        assert dict(zip(snapshot.sites.names, snapshot.norm.tolist(), strict=True)) == pytest.approx(norms)
+        assert snapshot.total_norm_applied == pytest.approx(0.1, rel=1e-3)
+        assert snapshot.loss_scale == 256.0
+        assert not snapshot.provisional
+
+
+def test_lightning_callback_under_the_launcher_is_the_one_that_watches(tmp_path: Path) -> None:
+    """A script with the callback behind `gradwatch run`: one journal, complete."""
+    Path("train.py").write_text(
+        f"import sys; sys.path.insert(0, {ROOT!r})\n"
+        "from gradwatch.integrations.lightning import GradwatchCallback\n"
+        "from tests.framework_jobs import lightning\n"
+        "lightning([GradwatchCallback()])\n"
+    )
+    launcher = [*GRADWATCH, "run", "--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0", "--"]
+    done = execute([*launcher, sys.executable, "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (journal,) = read_journal("runs/r")
+    assert [each.record.snapshot.step for each in journal.records()] == list(range(STEPS))
+
+
+def test_plain_watch_takes_a_lightning_optimizer() -> None:
+    """`gradwatch.watch(module, module.optimizers())` inside a fit finds the optimizer in Lightning's wrapper."""
+    sink = Collector()
+
+    class Own(Plain):
+        def on_train_start(self) -> None:
+            self.watch = [gradwatch.watch(self.net, self.optimizers(), sinks=[sink], strict=True)]  # type: ignore[arg-type]
+
+        def on_train_end(self) -> None:
+            self.watch.pop().close()
+
+    trainer(pl.callbacks.Timer()).fit(Own(), loader())
+    assert steps(sink) == list(range(len(WINDOWS)))
+    assert {record.snapshot.optimizer for record in sink.records} == {0}
 
 
 def test_lightning_callback_can_be_copied_and_pickled() -> None:

@@ -36,9 +36,8 @@ class LightningHooks:
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The loss of a batch, which Lightning has divided by `accumulate_grad_batches`."""
-        if pl_module.automatic_optimization and isinstance(outputs, Mapping) and "loss" in outputs:
-            loss = outputs["loss"]
-            self._session.observe(None if loss is None else loss * trainer.accumulate_grad_batches)
+        if pl_module.automatic_optimization and isinstance(outputs, Mapping):
+            self._session.observe(outputs.get("loss"), times=trainer.accumulate_grad_batches)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The fit failed or was interrupted."""

@@ -69,10 +69,10 @@ class Session:
             self.gw.close()
         self._open = False
 
-    def observe(self, loss: Any) -> None:
-        """Tell the rules the loss, if it is one number."""
+    def observe(self, loss: Any, times: int = 1) -> None:
+        """Tell the rules the loss, if it is one number; `times` undoes a framework's division."""
         if self.gw is not None:
-            observe_number(self.gw, loss)
+            observe_number(self.gw, loss, times)
 
     def about_to_clip(self) -> None:
         """Have the gradients read before the framework clips them."""
@@ -81,7 +81,13 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the present or last watch, for a checkpoint: numbers, strings, lists and dicts."""
-        return {} if self.gw is None else self.gw.state_dict()
+        if self.gw is None:
+            return {}
+        try:
+            return self.gw.state_dict()
+        except Exception as error:
+            self.gw.failed("checkpoint", error)
+            return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state, now or, between two fits, at the start of the next.
@@ -94,10 +100,12 @@ class Session:
             resume(self.gw, state)
 
 
-def observe_number(gw: Watch, loss: Any) -> None:
-    """`gw.observe(loss=loss)` where it is one number, a tensor of one element included."""
-    if isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-        gw.observe(loss=loss)
+def observe_number(gw: Watch, loss: Any, times: int = 1) -> None:
+    """`gw.observe(loss=loss * times)` where it is one number, a tensor of one element included."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        gw.observe(loss=loss.detach() * times)
+    elif isinstance(loss, (int, float)):
+        gw.observe(loss=loss * times)
 
 
 def resume(gw: Watch, state: Mapping[str, Any]) -> None:
