@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -38,6 +37,8 @@ from tests.test_launch_training import execute
 from tests.test_watch import Collector
 
 Gradient = dict[str, NDArray[np.float64]]
+pytestmark = pytest.mark.usefixtures("framework_folder")
+
 WINDOWS = (2, 2, 2, 2, 1)  # batches of each optimizer step of an epoch
 FRAMEWORKS = tuple(JOBS)
 
@@ -110,16 +111,6 @@ def integrated(framework: str, **options: Any) -> tuple[Any, Callable[[], Any]]:
         return made[0]  # type: ignore[no-any-return]
 
     return around, lambda: made[0]
-
-
-@pytest.fixture(autouse=True)
-def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Frameworks write into the working folder and warn about their own and each other's habits."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
