@@ -80,7 +80,8 @@ class Watch:
         self._left_alone = False
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
-        self.run: RunInfo = placed(run_info(ruleset, self._engine.rule_infos, settings))
+        run = run_info(ruleset, self._engine.rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)
