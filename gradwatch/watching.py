@@ -17,11 +17,11 @@ from gradwatch.course import Course, arrived, clipped, json_safe, kept
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import clipping, precision, sampling
+from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.device import capturing
+from gradwatch.hooks.clipping import BeforeClip
 from gradwatch.hooks.lane import Lane, Window
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
@@ -113,7 +113,10 @@ class Watch:
             raise
         self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
-        self._ignore_clipping = clipping.listen(self.about_to_clip)
+        remaining = self._loss_scale.remaining
+        self._before_clip = BeforeClip(
+            self._capture, self._waiting, self.bound, remaining, self._resting, self.failed
+        )
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -156,16 +159,8 @@ class Watch:
         torch's `clip_grad_*` functions do this by themselves. Other code needs it for the window of an
         accumulating loop that ends early: without it that step is flagged provisional, its norm read too late.
         """
-        if self._closed:
-            return
-        try:
-            lanes = [lane for lane in self._capture.lanes if lane.backwards and lane.unread]
-            if (lanes or self._wanted) and not (
-                os.getpid() != self.run.pid or self._pausing() or capturing()
-            ):
-                self._read_before_clip(lanes)
-        except Exception as error:
-            self.failed("capture", error)
+        if not self._closed:
+            self._before_clip.read()
 
     @property
     def url(self) -> str | None:
@@ -251,9 +246,8 @@ class Watch:
             self._last_state = self.state_dict()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
-        self._ignore_clipping()
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
+        parts = [self._before_clip, self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -417,22 +411,14 @@ class Watch:
                 if lane.backwards and lane.due():
                     lane.read(scale)
 
-    @torch.no_grad()
-    def _read_before_clip(self, lanes: list[Lane]) -> None:
-        late = [
-            self._capture.adopt(optimizer) for optimizer in self._waiting()
-        ]  # attached after the backward
-        for lane in [*lanes, *late]:
-            if lane.index not in self._courses:
-                self.bound(lane)
-            optimizer = None if lane.optimizer is None else lane.optimizer()
-            lane.read(self._loss_scale.remaining(optimizer))
-
     def _leave_alone(self) -> None:
         """Say once that an optimizer stepping inside backward is not watched; no fault, so nothing pauses."""
         if not self._left_alone:
             self._left_alone = True
             self.health.report("capture", AttachError(IN_BACKWARD))
+
+    def _resting(self) -> bool:
+        return self._closed or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

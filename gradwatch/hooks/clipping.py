@@ -15,6 +15,11 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.device import capturing
+from gradwatch.hooks.lane import Lane
 
 SORTER = "_group_tensors_by_device_and_dtype"
 
@@ -39,6 +44,48 @@ def listen(about_to_clip: Callable[[], None]) -> Callable[[], None]:
             _put_back()
 
     return remove
+
+
+class BeforeClip:
+    """Reads, when clipping begins, the gradients of a Capture that the end of no backward was there to read.
+
+    `waiting` names optimizers that have no lane yet (attached after their backward); `bound` is told of the
+    lane each gets. `scale` gives the loss scale still in an optimizer's gradients. `resting` says that nothing
+    may be read at present.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        waiting: Callable[[], list[Optimizer]],
+        bound: Callable[[Lane], None],
+        scale: Callable[[Optimizer | None], float],
+        resting: Callable[[], bool],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._capture = capture
+        self._waiting = waiting
+        self._bound = bound
+        self._scale = scale
+        self._resting = resting
+        self._failed = failed
+        self.close = listen(self.read)
+
+    def read(self) -> None:
+        """Read what is unread; raises only if `failed` does."""
+        try:
+            if not self._resting() and not capturing():
+                self._read()
+        except Exception as error:
+            self._failed("capture", error)
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
+        for lane in late:
+            self._bound(lane)
+        for lane in [*late, *(lane for lane in self._capture.lanes if lane.backwards and lane.unread)]:
+            lane.read(self._scale(None if lane.optimizer is None else lane.optimizer()))
 
 
 def _wrap(original: Callable[..., Any]) -> None:
