@@ -24,6 +24,7 @@ from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.clipping import BeforeClip
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, capturing, is_ready, kept
 from gradwatch.hooks.lane import Lane
@@ -31,6 +32,7 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.placement import placed
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.window import Window
 from gradwatch.rules import RuleSet
@@ -88,7 +90,8 @@ class Watch:
         self._engine = Engine(ruleset)
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
         self._may_wait = not self._engine.acts_on_host and ruleset.clip is None
-        self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
+        run = run_info(ruleset, self._engine.rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)
@@ -119,6 +122,7 @@ class Watch:
             self._capture.close()
             raise
         self._boundary = Boundary(self._capture, self)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -155,6 +159,15 @@ class Watch:
                 self._scalars[name] = (self._observed, kept(value))
             except Exception as error:
                 self.failed("observe", error)
+
+    def about_to_clip(self) -> None:
+        """Have the gradients read now, before code of your own clips them; changes and raises nothing.
+
+        torch's `clip_grad_*` functions do this by themselves. Other code needs it for the window of an
+        accumulating loop that ends early: without it that step is flagged provisional, its norm read too late.
+        """
+        if not self._closed:
+            self._before_clip.read()
 
     @property
     def url(self) -> str | None:
@@ -244,9 +257,12 @@ class Watch:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
-        self._last_state = self.state_dict()
+        try:
+            self._last_state = self.state_dict()
+        except Exception as error:  # a watch that cannot tell its state must still let go
+            self.health.report("close", error)
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._boundary, self._taps, *locals_, self._capture]
+        parts = [self._before_clip, self._boundary, self._taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -440,6 +456,9 @@ class Watch:
         if not self._left_alone:
             self._left_alone = True
             self.health.report("capture", AttachError(reason))
+
+    def _resting(self) -> bool:
+        return self._closed or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

@@ -77,6 +77,7 @@ class Lane:
         self._equal = 0
         self._varied = -VARIED
         self._pattern: list[int] = []
+        self._pattern_backwards = 0
         self._steady = 0
         self._blocked_until = 0
         self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
@@ -89,6 +90,11 @@ class Lane:
     def backwards(self) -> int:
         """Backwards heard since the last step."""
         return self._backwards
+
+    @property
+    def unread(self) -> bool:
+        """Whether a backward was heard whose gradients have not been read."""
+        return self._read_at != self._backwards
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
@@ -127,7 +133,7 @@ class Lane:
         # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
         self._assumed = self.thinned and self._left_alone
         self._ids = list(map(id, grads))
-        self._versions = self._pattern if self._assumed else versions_of(grads)
+        self._versions = self._usual() if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._norms = self._take(grads, 1.0)
         self._read_at = self._backwards
@@ -300,7 +306,7 @@ class Lane:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
             told = versions if self._assumed else self._versions
-            trusted = self._backwards > 0 and grown_alike(self._pattern, told, self._assumed)
+            trusted = self._backwards > 0 and grown_alike(self._usual(), told, self._assumed)
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())
                 trusted = not self.ambiguous
@@ -316,6 +322,13 @@ class Lane:
         if self._told_heard is None or self._told_heard[0] != heard:
             self._told_heard = heard, np.array(heard, np.int32)
         return self._told_heard[1], True
+
+    def _usual(self) -> list[int]:
+        """The versions that this many backwards give: each but the first adds into the gradient in place."""
+        short = self._pattern_backwards - self._backwards
+        return (
+            [version - short if version >= 0 else -1 for version in self._pattern] if short else self._pattern
+        )
 
     def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that these versions stand for; the same array while nothing changes."""
@@ -366,7 +379,7 @@ class Lane:
         )
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
-        self._pattern = self._versions
+        self._pattern, self._pattern_backwards = self._versions, self._backwards
 
 
 def _is_shard(param: nn.Parameter) -> bool:
