@@ -86,6 +86,8 @@ class Lane:
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
+        self.silent = False  # a gradient arrived that no mark announced, though there should be one
+        self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
@@ -215,6 +217,14 @@ class Lane:
         norms = np.sqrt(self._after.squares()) if isinstance(self._after, DeviceReading) else self._after
         return float(np.sqrt(np.dot(norms, norms)))
 
+    def total_read(self, scale: float) -> float:
+        """Root sum of squares of what this window's last backward left, read now where it is unread."""
+        if self._norms is None or self._read_at != self._backwards:
+            self.read(scale)
+        norms = np.sqrt(self._norms.squares()) if isinstance(self._norms, DeviceReading) else self._norms
+        assert norms is not None
+        return float(np.sqrt(np.dot(norms, norms)))
+
     def multiply(self, coefficient: np.float32) -> None:
         """Multiply every gradient in place; a coefficient of 1 touches nothing."""
         present = [grad for grad in self.grads() if grad is not None]
@@ -246,7 +256,7 @@ class Lane:
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
-        self.params, self.slots, self.position = [], np.zeros(0, np.intp), {}
+        self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = None
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -300,7 +310,7 @@ class Lane:
         if 0 in heard:
             for k, count in enumerate(heard):
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
-                    heard[k] = 1
+                    heard[k], self.silent = 1, True
         return np.array(heard, np.int32), True
 
     def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
