@@ -242,7 +242,9 @@ class Capture:
             self.scan()  # a parameter was replaced or added: its name is in the model
         named = [param for param in fresh if param.requires_grad and not is_lazy(param) and param.numel()]
         slots = [self.slot(param, fallback(param)) for param in named]
-        order = sorted(range(len(slots)), key=lambda k: slots[k])
+        # One name, one site: an optimizer may still hold what a module of the same name replaced.
+        latest = {self.names[slot]: k for k, slot in sorted(enumerate(slots), key=lambda pair: pair[1])}
+        order = sorted(latest.values(), key=lambda k: slots[k])
         return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
 
     def _predecessor(self, wanted: set[int]) -> Lane | None:
@@ -293,9 +295,12 @@ class Capture:
         if stands_for != contents(param):
             revive(param, "_post_accumulate_grad_hooks", last)
         touched, task, arm = self._touched, self._ends.task, self._arming()
-        current = torch._C._current_graph_task_id
+        current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
         def mark(_: torch.Tensor) -> None:
+            if tracing():  # compiled autograd: what follows would break its graph
+                touched.append(slot)
+                return
             # Keyed by the graph task: after a backward that raised, its callback never ran.
             if task[0] != current():
                 arm()
@@ -360,9 +365,11 @@ class Capture:
                 lane.arrived(mine)
 
     def drain(self) -> None:
-        """Count marks whose callback never ran (compiled autograd drops it) as one backward."""
+        """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
         if self._touched:
             self._backward_end()
+            for lane in self.lanes:
+                lane.late = lane.backwards > 0
 
     # -- thinning ----------------------------------------------------------------------------------------
 

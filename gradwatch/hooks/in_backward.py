@@ -9,7 +9,6 @@ hook comes before the read: `norm` is then what the optimizer got.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -23,8 +22,9 @@ from gradwatch.hooks import precision
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.device import Arriving, DeviceReading
+from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.lane import Lane, Norms, Window
-from gradwatch.hooks.norms import Detail, inspect, sum_of_squares
+from gradwatch.hooks.norms import Detail
 from gradwatch.snapshot import Decision
 
 
@@ -106,10 +106,9 @@ class InBackward:
         if grad.device.type != "cpu":
             self._norms[key] = torch.linalg.vector_norm(dense(grad), dtype=torch.float32) / scale
             return
-        norm = math.sqrt(sum_of_squares(grad))
-        if not 1e-15 < norm < math.inf:  # where float32 squares are not exact, or not finite
-            self._details[key] = detail = inspect(grad)
-            norm = detail.norm
+        norm, detail = exact_norm(grad)
+        if detail is not None:
+            self._details[key] = detail
         self._norms[key] = norm / scale
 
     def _current(self) -> Lane:

@@ -30,6 +30,7 @@ Norms = NDArray[np.float64]
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
+UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 
 
@@ -87,6 +88,7 @@ class Lane:
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
         self.silent = False  # a gradient arrived that no mark announced, though there should be one
+        self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self._reader = CpuReader()
@@ -183,7 +185,7 @@ class Lane:
             calls,
             self._details,
             self._backwards,
-            early or self.tainted or not trusted,
+            early or self.tainted or not trusted or (self.late and max(versions, default=0) > UNTOUCHED),
             trusted,
             self._scale,
         )
@@ -197,7 +199,7 @@ class Lane:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
         self.settled = -1
-        self.tainted = False
+        self.tainted = self.late = False
         self._backwards = 0
         self._read_at = 0
         self._calls = None
