@@ -133,7 +133,9 @@ def overwrite_only(job: Job) -> None:
 REPORTED = [assign_only, overwrite_only]
 
 
-@pytest.fixture(params=[(2, "observe-only"), (20, "observe-only"), (3, LOCAL)], ids=["few", "thinned", "local"])
+@pytest.fixture(
+    params=[(2, "observe-only"), (20, "observe-only"), (3, LOCAL)], ids=["few", "thinned", "local"]
+)
 def job(request: pytest.FixtureRequest) -> Iterator[Job]:
     layers, rules = request.param
     made = Job(layers, rules if rules == "observe-only" else parse_rules(rules))
@@ -285,7 +287,10 @@ def test_a_strangers_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_registration_hooks_leave_with_the_watch() -> None:
     """P40: torch's global registration hooks are given back by close."""
-    hooks = (torch_module._global_parameter_registration_hooks, torch_module._global_module_registration_hooks)
+    hooks = (
+        torch_module._global_parameter_registration_hooks,
+        torch_module._global_module_registration_hooks,
+    )
     before = [len(each) for each in hooks]
     job = Job(2, "observe-only")
     assert [len(each) for each in hooks] == [count + 1 for count in before]

@@ -150,12 +150,12 @@ class Boundary:
         if turn.count == 1 or lane is None:
             self._at_step(optimizer)
             return
-        if turn.withheld:
-            _withhold(optimizer)
+        if turn.skipped or turn.spoilt:
             return
         self._capture.drain()
         total = lane.total_read(precision.at_step(optimizer))
         if not math.isfinite(total):
+            turn.spoilt = True
             self._inside[lane.index] = 0
             lane.step += 1  # a Snapshot of its own
             self._at_step(optimizer)
@@ -227,9 +227,10 @@ class Boundary:
             raise TrainingStopped(_why(decision, lane))
         try:
             if turn is not None:
-                turn.withheld, turn.max_norm = decision.skip, decision.max_norm
+                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
             if decision.skip:
-                self._skip(lane, optimizer)
+                if turn is None or not turn.must_finish:
+                    self._skip(lane, optimizer)
             elif decision.max_norm is not None:
                 lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
         except Exception as error:
@@ -250,7 +251,8 @@ class Boundary:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._set_aside[lane.index] = [(param, param.grad) for param in params]
-        _withhold(optimizer)
+        for param in params:
+            param.grad = None
 
     def _gate(self, optimizer: Optimizer, lane: Lane) -> None:
         """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
@@ -278,7 +280,7 @@ class Boundary:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         turn = self._evaluations.pop(id(optimizer), None)
-        if turn is not None and turn.withheld and turn.memory is not None:
+        if turn is not None and turn.skipped and turn.memory is not None:
             turn.memory.restore()
         lane = self._capture.lane_of(optimizer)
         if lane is None or not self._inside.get(lane.index):
@@ -306,13 +308,6 @@ class Boundary:
         for param, grad in self._set_aside.pop(index, ()):
             if into_params and param.grad is None:
                 param.grad = grad
-
-
-def _withhold(optimizer: Optimizer) -> None:
-    """Leave a step nothing to do."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = None
 
 
 def _why(decision: Decision, lane: Lane) -> str:

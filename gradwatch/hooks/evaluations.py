@@ -2,9 +2,9 @@
 
 One step is one Snapshot, that of its first gradient: the gradient at the weights the step starts from, before
 anything moved, and comparable from step to step however many evaluations follow. The later gradients are
-looked at for finiteness; one that is not finite becomes a Snapshot of its own. A skip is then no longer a
-matter of withholding gradients (a line search would take zeros for a minimum and stay there): the whole step
-is taken back, weights and, for LBFGS, its state.
+looked at for finiteness; the first that is not finite becomes a Snapshot of its own. A skip is then no longer
+a matter of withholding gradients (LBFGS would take zeros for a minimum and stay there): the step runs to its
+end, and the whole of it is taken back, weights and, for LBFGS, its state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ class Evaluations:
 
     def __init__(self, memory: Memory | None) -> None:
         self.count = 0
-        self.withheld = False  # the step was skipped: gradients of later evaluations are withheld too
+        self.skipped = False
+        self.spoilt = False  # a later evaluation was not finite: what follows it says nothing new
         self.max_norm: float | None = None  # a standing bound, for every evaluation of the step
         self.memory = memory
+
+    @property
+    def must_finish(self) -> bool:
+        """Whether a skip is left to the end of the step: in the midst of it LBFGS must not find zeros."""
+        return self.count > 1 and self.memory is not None and self.memory.exact
 
 
 class Memory:
@@ -40,6 +46,11 @@ class Memory:
                 key: {name: _kept(value) for name, value in entry.items()}
                 for key, entry in optimizer.state.items()
             }
+
+    @property
+    def exact(self) -> bool:
+        """Whether the optimizer's state is remembered too, not only the weights."""
+        return self._state is not None
 
     def restore(self) -> None:
         """Put everything back."""
