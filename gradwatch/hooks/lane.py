@@ -309,6 +309,8 @@ class Lane:
             self._heard = (self._calls + self._heard).tolist()  # sync: numpy
             self._calls = None
         heard = self._heard
+        if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
+            heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
             for k, count in enumerate(heard):
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
@@ -340,11 +342,10 @@ class Lane:
         if not isinstance(raw, DeviceReading) and raw[k] == 0:
             return False
         last_ids, last_versions, last = self._last
-        if ids[k] == last_ids[k] and versions[k] == last_versions[k]:
-            return False
-        # The optimizer itself may bump a version; an equal norm says that nothing arrived.
-        on_host = not isinstance(raw, DeviceReading) and not isinstance(last, DeviceReading)
-        return not (on_host and raw[k] == last[k])  # type: ignore[index]
+        if isinstance(raw, DeviceReading) or isinstance(last, DeviceReading):
+            return ids[k] != last_ids[k] or versions[k] != last_versions[k]
+        # Not by id: the new gradient may lie where the old one did. An equal norm says that nothing arrived.
+        return bool(raw[k] != last[k])
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
         if self.born:  # made in the middle of this window: what it heard is not the whole of it
