@@ -43,11 +43,14 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
-IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
 IN_GRAPH = (
     "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
 )
-COVERAGE_EVERY = 16  # steps
+BLIND = (
+    "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
+    "give them to the optimizer (add_param_group, or a new one)"
+)
+OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
 
@@ -80,12 +83,12 @@ class Watch:
         self._courses: dict[int, Course] = {}
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
-        self._seen_coverage = (-COVERAGE_EVERY, 1.0)
+        self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
         self._restored: Mapping[str, Any] = {}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
-        self._left_alone = False
+        self._captured = False
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
@@ -109,10 +112,10 @@ class Watch:
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._taps: ModuleTaps | None = None
         try:
-            if not self._capture.marked:
+            if not self._capture.marked and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
-                    "attach after unfreezing it (requires_grad_), or after the first forward of lazy modules"
+                    "attach after unfreezing it (requires_grad_)"
                 )
             self._taps = self._module_taps(models)
             self._engine.check(self._all_sites())
@@ -181,7 +184,7 @@ class Watch:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
-        return 0.0 if self._closed else self._capture.coverage()
+        return 0.0 if self._closed else self._capture.count_coverage()
 
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
@@ -279,14 +282,11 @@ class Watch:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
         if self._closed or os.getpid() != self.run.pid or self._pausing():
             return False
-        if torch._C._current_graph_task_id() != -1:
-            self._leave_alone()
-            return False
         if self._capture.lane_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
-        return any(self._capture.knows(p) for group in optimizer.param_groups for p in group["params"])
+        return self._capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
@@ -316,8 +316,10 @@ class Watch:
         return self._courses[lane.index].bound.max_norm
 
     def captured(self) -> None:
-        """A step was captured in a CUDA graph, and nothing of it was touched."""
-        self._leave_alone(IN_GRAPH)
+        """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
+        if not self._captured:
+            self._captured = True
+            self.health.report("capture", AttachError(IN_GRAPH))
 
     def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
@@ -380,13 +382,16 @@ class Watch:
         at: Clock,
     ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
-        snapshot = assemble(lane.index, course.sites, window, extras, values, self._coverage(lane))
+        snapshot = assemble(lane.index, course.sites, window, extras, values, self._coverage())
         verdict, decision = self._ask(course, snapshot)
         if lane.sharded and (decision.skip or decision.max_norm is not None):
             # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
         rejected = bool(values.get("scaler_skip"))
+        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+            self.health.report("action", AttachError(OBSERVED))
+            decision = decision.withheld()
         if decision.max_norm is not None:
             snapshot = clipped(snapshot, decision, window.total_applied())
         if course.sampler.expects_move:
@@ -451,12 +456,6 @@ class Watch:
                 if lane.backwards and lane.due():
                     lane.read()
 
-    def _leave_alone(self, reason: str = IN_BACKWARD) -> None:
-        """Say once that some steps are not watched; no fault, so nothing pauses."""
-        if not self._left_alone:
-            self._left_alone = True
-            self.health.report("capture", AttachError(reason))
-
     def _resting(self) -> bool:
         return self._closed or os.getpid() != self.run.pid or self._pausing()
 
@@ -488,14 +487,14 @@ class Watch:
         boundary.spent_seconds = capture.spent_seconds = 0.0
         return spent
 
-    def _coverage(self, lane: Lane) -> float:
-        """The coverage, counted anew every few steps of the first lane."""
-        seen_at, coverage = self._seen_coverage
-        if lane.step - seen_at >= COVERAGE_EVERY or lane.step < seen_at:
-            coverage = self._capture.coverage()
-            self._capture.remark(lane)
-            self._seen_coverage = (lane.step, coverage)
-        return coverage
+    def _coverage(self) -> float:
+        """The coverage as of this boundary; a fall is said once, until it is whole again."""
+        ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
+        if missing and not self._said_blind:
+            listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
+        self._said_blind = bool(missing)
+        return ratio
 
     def _restore(self, lane: Lane) -> None:
         saved = self._restored.get(str(lane.index))

@@ -358,30 +358,6 @@ def test_fused_overflow_under_a_scaler_is_no_incident() -> None:
             assert sink.records[-1].snapshot.total_norm == pytest.approx(total(model), rel=1e-5)
 
 
-def test_step_inside_backward_is_left_alone() -> None:
-    """Optimizers that step in gradient hooks run unwatched, said once; the others stay watched, nothing pauses."""
-    model, _ = build()
-    ordinary, optimizer = build(1)
-    sink = Collector()
-    with gradwatch.watch([model, ordinary], sinks=[sink], strict=True) as gw:
-        for parameter in model.parameters():
-            own = torch.optim.SGD([parameter], 0.1)
-
-            def at_once(tensor: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
-                own.step()
-                own.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(at_once)
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        for _ in range(3):
-            model(X).pow(2).sum().backward()
-            step(ordinary, optimizer)
-        assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-        assert [record.snapshot.step for record in sink.records] == [0, 1, 2]
-        assert gw.health.errors() == {"capture": 1}
-        assert gw.health.up()["capture"] is True
-
-
 def test_a_clip_counts_gradients_nobody_renewed() -> None:
     """The recorded coefficient is the one applied, also where a stale gradient is part of what is clipped."""
     model = nn.ModuleDict({"often": nn.Linear(3, 2), "once": nn.Linear(3, 2)})

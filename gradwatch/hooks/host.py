@@ -24,6 +24,13 @@ class HostReading:
 
     __slots__ = ("_floor", "_norms", "_rows", "_scale", "details")
 
+    @classmethod
+    def of(cls, norms: NDArray[np.float64], details: dict[int, Detail]) -> HostReading:
+        """What was read and looked at one by one."""
+        reading = cls(RowNorms.of(np.square(norms)), np.zeros(len(norms)), 1.0)
+        reading._norms, reading.details = norms, details
+        return reading
+
     def __init__(self, rows: RowNorms, floor: NDArray[np.float64], scale: float) -> None:
         self._rows = rows
         self._floor = floor

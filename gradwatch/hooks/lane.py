@@ -30,6 +30,7 @@ from gradwatch.snapshot import Sites
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
+UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
 
@@ -54,6 +55,9 @@ class Lane:
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
+        self.silent = False  # a gradient arrived that no mark announced, though there should be one
+        self.late = False  # the end of its last backward was not heard: read at the step boundary
+        self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
@@ -175,7 +179,7 @@ class Lane:
             after,
             calls,
             self._backwards,
-            early or self.tainted or not trusted,
+            early or self.tainted or not trusted or (self.late and max(versions, default=0) > UNTOUCHED),
             trusted,
             scale,
             calm and trusted,
@@ -193,7 +197,7 @@ class Lane:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
         self.settled = -1
-        self.tainted = False
+        self.tainted = self.late = False
         self._backwards = 0
         self._read_at = 0
         self._calls = None
@@ -215,6 +219,14 @@ class Lane:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
         assert self._after is not None
         norms = self._after.norms()
+        return float(np.sqrt(np.dot(norms, norms)))
+
+    def total_read(self) -> float:
+        """Root sum of squares of what this window's last backward left, read now where it is unread."""
+        if self._norms is None or self._read_at != self._backwards:
+            self.read()
+        assert self._norms is not None
+        norms = self._norms.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -255,7 +267,7 @@ class Lane:
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
-        self.params, self.slots, self.position = [], np.zeros(0, np.intp), {}
+        self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = None
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -315,10 +327,12 @@ class Lane:
             self._heard = (self._calls + self._heard).tolist()  # sync: numpy
             self._calls = None
         heard = self._heard
+        if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
+            heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
             for k, count in enumerate(heard):
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
-                    heard[k] = 1
+                    heard[k], self.silent = 1, True
         if self._told_heard is None or self._told_heard[0] != heard:
             self._told_heard = heard, np.array(heard, np.int32)
         return self._told_heard[1], True
@@ -354,10 +368,10 @@ class Lane:
         if on_host and raw.norms()[k] == 0:
             return False
         last_ids, last_versions, last = self._last
-        if ids[k] == last_ids[k] and versions[k] == last_versions[k]:
-            return False
-        # The optimizer itself may bump a version; an equal norm says that nothing arrived.
-        return not (on_host and isinstance(last, HostReading) and raw.norms()[k] == last.norms()[k])
+        if not on_host or not isinstance(last, HostReading):
+            return ids[k] != last_ids[k] or versions[k] != last_versions[k]
+        # Not by id: the new gradient may lie where the old one did. An equal norm says that nothing arrived.
+        return bool(raw.norms()[k] != last.norms()[k])
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
         if self.born:  # made in the middle of this window: what it heard is not the whole of it

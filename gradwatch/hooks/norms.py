@@ -132,6 +132,14 @@ class RowNorms:
         self._missed = missed
         self._squares: Squares | None = None
 
+    @classmethod
+    def of(cls, squares: Squares) -> RowNorms:
+        """Sums that were taken elsewhere."""
+        plan = _Plan([None] * len(squares))
+        rows = cls(plan, plan.sheet(), {}, [])
+        rows._squares = squares
+        return rows
+
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
         if self._sheet is None or self._missed:
