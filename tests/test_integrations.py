@@ -237,6 +237,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import gradwatch.integrations
 from gradwatch.errors import GradwatchError
+assert "torch" not in sys.modules
 try:
     import gradwatch.integrations.{module}
 except ImportError as error:
