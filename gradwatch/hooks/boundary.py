@@ -143,14 +143,24 @@ class Boundary:
         self._give_back(lane.index, into_params=False)
         self._open_gate(lane.index)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))
-        waiting = self._deferred.setdefault(lane.index, Deferred())
         if lane.on_cpu or self._must_wait(lane, optimizer):
-            waiting.judge_all()
-            self._carry_out(optimizer, lane, self._judge.measure(lane, window).judge())
-            return
+            self._carry_out(optimizer, lane, self._judge_now(lane, window))
+        else:
+            self._judge_later(lane, window)
+            self._act_on_device(optimizer, lane)
+
+    def _judge_now(self, lane: Lane, window: Window) -> Decision:
+        if self._deferred:
+            self._queue(lane).judge_all()
+        return self._judge.measure(lane, window).judge()
+
+    def _judge_later(self, lane: Lane, window: Window) -> None:
+        waiting = self._queue(lane)
         waiting.judge_arrived()
         waiting.add(self._judge.measure(lane, window))
-        self._act_on_device(optimizer, lane)
+
+    def _queue(self, lane: Lane) -> Deferred:
+        return self._deferred.setdefault(lane.index, Deferred())
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
         """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
@@ -171,8 +181,8 @@ class Boundary:
     def _lane(self, optimizer: Optimizer) -> Lane:
         lane = self._capture.lane_of(optimizer)
         if lane is None or self._changed(optimizer, lane):
-            if lane is not None and lane.index in self._deferred:
-                self._deferred[lane.index].judge_all()  # before the rules are bound anew
+            if lane is not None:
+                self._queue(lane).judge_all()  # before the rules are bound anew
             lane = self._capture.adopt(optimizer, lane)
             self._judge.bound(lane)
         return lane
@@ -219,16 +229,12 @@ class Boundary:
         self._inside.pop(lane.index, None)
         self._give_back(lane.index, into_params=False)
         window = self._settle(optimizer, lane, 1.0)
-        waiting = self._deferred.setdefault(lane.index, Deferred())
-        measured = self._judge.measure(lane, window)
+        stop = ""
         if lane.on_cpu or self._must_wait(lane, optimizer):
-            waiting.judge_all()
-            decision = measured.judge()
+            decision = self._judge_now(lane, window)
+            stop = _why(decision, lane) if decision.stop else ""  # there is nothing to skip or to clip
         else:
-            waiting.judge_arrived()
-            waiting.add(measured)
-            decision = Decision()
-        stop = _why(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
+            self._judge_later(lane, window)
         lane.advance()
         if stop:
             raise TrainingStopped(stop)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.dense import dense
-from gradwatch.hooks.device import Arriving, Number
+from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.sampling import Sampled
 
 
@@ -30,7 +30,7 @@ class LocalNorms:
         def hook(k: int) -> Callable[[Tensor | None], None]:
             def observe(grad: Tensor | None) -> None:
                 try:
-                    if grad is not None:  # a custom Function may return None for it
+                    if grad is not None and not capturing():  # a custom Function may return None for it
                         norm = torch.linalg.vector_norm(dense(grad.detach()).float())
                         before = heard.get(k)
                         heard[k] = norm if before is None else torch.maximum(before, norm)
