@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Record, Sites, Snapshot
+
+CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
+
+
+class Clock(NamedTuple):
+    """When a step was: our own cost since the last Record, the time since the last step, seconds since the epoch."""
+
+    overhead_seconds: float
+    step_seconds: float | None
+    wall_time: float
 
 
 @dataclass(slots=True)
@@ -23,6 +34,7 @@ class Course:
     local: LocalNorms | None
     last_step: float | None = None
     observed: int = 0
+    calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
 
 

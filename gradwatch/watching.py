@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import math
 import os
 import time
 import weakref
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.course import Course, clipped, json_safe
+from gradwatch.course import CALM, Clock, Course, clipped, json_safe
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
@@ -21,6 +24,7 @@ from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.clipping import BeforeClip
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, capturing, is_ready, kept
 from gradwatch.hooks.lane import Lane
@@ -28,6 +32,7 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.placement import placed
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.window import Window
 from gradwatch.rules import RuleSet
@@ -38,11 +43,14 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
-IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
 IN_GRAPH = (
     "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
 )
-COVERAGE_EVERY = 16  # steps
+BLIND = (
+    "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
+    "give them to the optimizer (add_param_group, or a new one)"
+)
+OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
 
@@ -75,15 +83,18 @@ class Watch:
         self._courses: dict[int, Course] = {}
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
-        self._seen_coverage = (-COVERAGE_EVERY, 1.0)
+        self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
         self._restored: Mapping[str, Any] = {}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
-        self._left_alone = False
+        self._captured = False
         self._paused_until = 0.0
         self._engine = Engine(ruleset)
-        self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        self._may_wait = not self._engine.acts_on_host and ruleset.clip is None
+        run = run_info(ruleset, self._engine.rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)
@@ -101,10 +112,10 @@ class Watch:
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._taps: ModuleTaps | None = None
         try:
-            if not self._capture.marked:
+            if not self._capture.marked and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
-                    "attach after unfreezing it (requires_grad_), or after the first forward of lazy modules"
+                    "attach after unfreezing it (requires_grad_)"
                 )
             self._taps = self._module_taps(models)
             self._engine.check(self._all_sites())
@@ -114,6 +125,7 @@ class Watch:
             self._capture.close()
             raise
         self._boundary = Boundary(self._capture, self)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -121,6 +133,7 @@ class Watch:
             sink.open(self.run)
         _live.append(weakref.ref(self))
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+        _at_exit()
         self._ends_with(models)
 
     # -- for users ---------------------------------------------------------------------------------------
@@ -150,6 +163,15 @@ class Watch:
             except Exception as error:
                 self.failed("observe", error)
 
+    def about_to_clip(self) -> None:
+        """Have the gradients read now, before code of your own clips them; changes and raises nothing.
+
+        torch's `clip_grad_*` functions do this by themselves. Other code needs it for the window of an
+        accumulating loop that ends early: without it that step is flagged provisional, its norm read too late.
+        """
+        if not self._closed:
+            self._before_clip.read()
+
     @property
     def url(self) -> str | None:
         """Where /metrics is served, None without an endpoint."""
@@ -162,10 +184,11 @@ class Watch:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
-        return 0.0 if self._closed else self._capture.coverage()
+        return 0.0 if self._closed else self._capture.count_coverage()
 
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
+        self._catch_up()
         records = [course.record for course in self._courses.values() if course.record is not None]
         return {
             "run_id": self.run.run_id,
@@ -200,7 +223,7 @@ class Watch:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
         if self._closed:
             return True
-        self._boundary.settle_deferred()
+        self._catch_up()
         deadline = time.monotonic() + timeout
         done = [sink.flush(max(0.0, deadline - time.monotonic())) for sink in self._sinks]
         return all(done)
@@ -209,6 +232,7 @@ class Watch:
         """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
         if self._closed:
             return self._last_state
+        self._catch_up()
         lanes = dict(self._restored)  # loaded, and not taken up by a step yet
         for lane in self._capture.lanes:
             course = self._courses.get(lane.index)
@@ -222,17 +246,26 @@ class Watch:
             raise AttachError(
                 f"this state was saved by another version: {state.get('version')!r}, expected 1"
             )
+        self._catch_up()
         self._restored = dict(state["lanes"])
         for lane in [] if self._closed else self._capture.lanes:
             self._restore(lane)
+
+    def _catch_up(self) -> None:
+        """Judge what was put off, unless this is a forked child, which has no steps of its own."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._boundary.settle_deferred()
 
     def close(self) -> None:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
-        self._last_state = self.state_dict()
+        try:
+            self._last_state = self.state_dict()
+        except Exception as error:  # a watch that cannot tell its state must still let go
+            self.health.report("close", error)
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._boundary, self._taps, *locals_, self._capture]
+        parts = [self._before_clip, self._boundary, self._taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -249,14 +282,11 @@ class Watch:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
         if self._closed or os.getpid() != self.run.pid or self._pausing():
             return False
-        if torch._C._current_graph_task_id() != -1:
-            self._leave_alone()
-            return False
         if self._capture.lane_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
-        return any(self._capture.knows(p) for group in optimizer.param_groups for p in group["params"])
+        return self._capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
@@ -286,8 +316,10 @@ class Watch:
         return self._courses[lane.index].bound.max_norm
 
     def captured(self) -> None:
-        """A step was captured in a CUDA graph, and nothing of it was touched."""
-        self._leave_alone(IN_GRAPH)
+        """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
+        if not self._captured:
+            self._captured = True
+            self.health.report("capture", AttachError(IN_GRAPH))
 
     def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
@@ -308,12 +340,27 @@ class Watch:
             scalars |= self._of_optimizer(optimizer)
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
-        extras, now = Extras(tuple(params), tuple(modules)), time.perf_counter()
+        if window.calm:
+            window.calm = (
+                self._may_wait
+                and course.calm >= CALM
+                and window.loss_scale is None
+                and window.skipped is None
+                and not (params or modules or lane.sharded or course.sampler.expects_move)
+                and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
+            )
+        extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
 
         def ready() -> bool:
             return window.ready() and extras.ready() and all(map(is_ready, scalars.values()))
 
-        return Measured(ready, lambda: self._judge(lane, course, window, extras, scalars, now))
+        return Measured(ready, lambda: self._judge(lane, course, window, extras, scalars, at))
+
+    def _clock(self, course: Course) -> Clock:
+        """When this step is, and what it cost."""
+        now = time.perf_counter()
+        before, course.last_step = course.last_step, now
+        return Clock(self._spent(), None if before is None else now - before, time.time())
 
     def _unseen(self, course: Course) -> dict[str, Any]:
         """What was observed since this lane's last step; every lane sees every value once."""
@@ -332,25 +379,32 @@ class Watch:
         window: Window,
         extras: Extras,
         scalars: Mapping[str, Any],
-        now: float,
+        at: Clock,
     ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
-        snapshot = assemble(lane.index, course.sites, window, extras, values, self._coverage(lane))
+        snapshot = assemble(lane.index, course.sites, window, extras, values, self._coverage())
         verdict, decision = self._ask(course, snapshot)
         if lane.sharded and (decision.skip or decision.max_norm is not None):
             # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
             self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
             decision = decision.withheld()
         rejected = bool(values.get("scaler_skip"))
+        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+            self.health.report("action", AttachError(OBSERVED))
+            decision = decision.withheld()
         if decision.max_norm is not None:
             snapshot = clipped(snapshot, decision, window.total_applied())
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
             moved &= not (decision.skip or rejected)
             course.sampler.moved(moved, window.step)
-        step_seconds = None if course.last_step is None else now - course.last_step
-        course.last_step = now
-        course.record = record = Record(snapshot, verdict, decision, self._spent(), step_seconds, time.time())
+        if lane.thinned and not window.trusted and window.repeats is not None:
+            lane.ambiguous = True
+            self._capture.restore(lane)
+        unusual = verdict.events or verdict.breaching or window.details or snapshot.provisional
+        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
+        lane.usual = snapshot.total_norm if self._may_wait and course.calm >= CALM else None
+        course.record = record = Record(snapshot, verdict, decision, *at)
         for sink in self._sinks:
             sink.write(record)
         if decision.stop:
@@ -402,11 +456,8 @@ class Watch:
                 if lane.backwards and lane.due():
                     lane.read()
 
-    def _leave_alone(self, reason: str = IN_BACKWARD) -> None:
-        """Say once that some steps are not watched; no fault, so nothing pauses."""
-        if not self._left_alone:
-            self._left_alone = True
-            self.health.report("capture", AttachError(reason))
+    def _resting(self) -> bool:
+        return self._closed or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
@@ -436,14 +487,14 @@ class Watch:
         boundary.spent_seconds = capture.spent_seconds = 0.0
         return spent
 
-    def _coverage(self, lane: Lane) -> float:
-        """The coverage, counted anew every few steps of the first lane."""
-        seen_at, coverage = self._seen_coverage
-        if lane.step - seen_at >= COVERAGE_EVERY or lane.step < seen_at:
-            coverage = self._capture.coverage()
-            self._capture.remark(lane)
-            self._seen_coverage = (lane.step, coverage)
-        return coverage
+    def _coverage(self) -> float:
+        """The coverage as of this boundary; a fall is said once, until it is whole again."""
+        ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
+        if missing and not self._said_blind:
+            listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
+        self._said_blind = bool(missing)
+        return ratio
 
     def _restore(self, lane: Lane) -> None:
         saved = self._restored.get(str(lane.index))
@@ -488,6 +539,17 @@ def _close_sinks(sinks: list[Breaker], pid: int) -> None:
     if os.getpid() == pid:
         for sink in sinks:
             sink.close()
+
+
+@functools.cache
+def _at_exit() -> None:
+    """At exit, judge what was put off before the sinks are closed: atexit goes backwards."""
+    atexit.register(_catch_up_all)
+
+
+def _catch_up_all() -> None:
+    for watch in live_watches():
+        watch._catch_up()
 
 
 def _model_gone(owner: weakref.ref[Watch]) -> None:

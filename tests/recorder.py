@@ -46,7 +46,7 @@ class Recorder:
         assert self.errors == []
 
     def owns(self, optimizer: Optimizer) -> bool:
-        return any(self.capture.knows(p) for group in optimizer.param_groups for p in group["params"])
+        return self.capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
         lane.on_cpu = lane.on_cpu and not self.on_device

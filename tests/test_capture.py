@@ -309,6 +309,33 @@ def test_backward_that_raises_is_followed_by_a_right_one() -> None:
             close(seen(recorder.snapshots[-1]), want)
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_backward_that_raised_midway_counts_for_nothing(cleared: bool) -> None:
+    """Retried at once: one arrival each, the norm of what is in `.grad`, cleared in between or not."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model) as recorder:
+        for step in range(6):
+            optimizer.zero_grad()
+            if step == 3:
+                handle = model[0].weight.register_hook(lambda grad: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model).backward()
+                handle.remove()
+                if cleared:
+                    optimizer.zero_grad()
+            loss_of(model).backward()
+            want = norms_of(model.named_parameters())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            snapshot = recorder.snapshots[-1]
+            if step:
+                close(seen(snapshot), want)
+                assert snapshot.calls.tolist() == [1, 1, 1, 1]
+                assert snapshot.micro == 1
+                assert not snapshot.provisional
+
+
 def test_add_param_group_and_replaced_parameter() -> None:
     """Parameters that join later are sites from their first step on, under their own names."""
     model = net()

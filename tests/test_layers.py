@@ -23,14 +23,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("course",),
     ("watching",),
     ("attach",),
-    ("launch", "demo"),
+    ("launch", "demo", "integrations"),
     ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = [
     name
     for name in LEVEL
-    if name not in ("hooks", "course", "watching", "attach", "launch", "demo", "cli", "__main__")
+    if name
+    not in ("hooks", "course", "watching", "attach", "launch", "demo", "integrations", "cli", "__main__")
 ]
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "bootstrap" not in path.parts)
 

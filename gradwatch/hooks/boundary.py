@@ -8,6 +8,7 @@ inside `step`.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
-from gradwatch.hooks import precision, step_hooks
+from gradwatch.hooks import graph_task, precision, step_hooks
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.deferred import Deferred, Measured
 from gradwatch.hooks.device import Number, arrived, capturing, kept, on_host
+from gradwatch.hooks.evaluations import Evaluations, Memory, evaluates_often
+from gradwatch.hooks.in_backward import InBackward
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.policies.norm import clip_coefficient
@@ -51,7 +54,10 @@ class Judge(Protocol):
         """A step was captured in a CUDA graph: nobody will see its replays."""
 
     def measure(self, lane: Lane, window: Window) -> Measured:
-        """Note everything about a window that must be read now; the result judges it, now or some steps later."""
+        """Note everything about a window that must be read now; the result judges it, now or some steps later.
+
+        Where a rule may have something to say at once, `window.calm` is taken away.
+        """
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""
@@ -68,9 +74,10 @@ class Boundary:
         self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
         self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
         self._deferred: dict[int, Deferred] = {}
-        self._scales: dict[
-            int, Number
-        ] = {}  # by optimizer: the scale its gradients have just been divided by
+        self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
+        self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
+        self._in_backward = InBackward(capture, judge)
+        capture.after_backward = self._in_backward.finish
         self.spent_seconds = 0.0
         self._removes = [step_hooks.listen(self), precision.listen(self)]
 
@@ -78,6 +85,7 @@ class Boundary:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
         for remove in self._removes:
             remove()
+        self._guarded("boundary", self._in_backward.finish)
         self.settle_deferred()
         for index in list(self._gates):
             self._open_gate(index)
@@ -85,28 +93,41 @@ class Boundary:
             self._give_back(index)
 
     def settle_deferred(self) -> None:
-        """Judge the windows whose numbers were still on their way from a device."""
+        """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
         for waiting in self._deferred.values():
-            self._guarded("boundary", waiting.judge_all)
+            self._guarded("boundary", lambda waiting=waiting: waiting.judge_all(self._judging_failed))  # type: ignore[misc]
+        self._guarded("boundary", self._in_backward.settle_deferred)
+
+    def _judging_failed(self, error: Exception) -> None:
+        self._judge.failed("boundary", error)
 
     # -- before ------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
+        if graph_task.current() != graph_task.NONE:
+            self._guarded("boundary", lambda: self._step_in_backward(optimizer))
+            return None
+        self._evaluations.pop(id(optimizer), None)  # of a step that raised
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._guarded("boundary", lambda: self._at_step(optimizer))
             return None
-        judged = [False]
+        if hasattr(closure, "gradwatch_evaluations"):
+            return None  # a subclass whose step calls super().step(closure): wrapped already
+        self._evaluations[id(optimizer)] = turn = Evaluations(None)
+        self._guarded("boundary", lambda: self._remember(optimizer, turn))
 
         @functools.wraps(closure)
         def watched() -> Any:
+            if turn.count:
+                self._guarded("boundary", lambda: self._next_evaluation(optimizer))
             result = closure()
-            if not judged[0]:  # LBFGS calls it many times; the first gradient is the step's
-                judged[0] = True
-                self._guarded("boundary", lambda: self._at_step(optimizer))
+            turn.count += 1
+            self._guarded("boundary", lambda: self._evaluated(optimizer, turn))
             return result
 
+        watched.gradwatch_evaluations = turn  # type: ignore[attr-defined]
         if "closure" in kwargs:
             return args, {**kwargs, "closure": watched}
         return (args[0], watched, *args[2:]), kwargs
@@ -121,6 +142,42 @@ class Boundary:
             raise
         except Exception as error:
             self._judge.failed(component, error)
+
+    def _step_in_backward(self, optimizer: Optimizer) -> None:
+        if self._judge.owns(optimizer):
+            self._in_backward.step(optimizer)
+
+    # -- closures ----------------------------------------------------------------------------------------
+
+    def _remember(self, optimizer: Optimizer, turn: Evaluations) -> None:
+        """Keep what a skip must bring back, where a step may move the weights before its last evaluation."""
+        if evaluates_often(optimizer) and self._judge.owns(optimizer):
+            lane = self._capture.lane_of(optimizer)
+            if lane is None or self._judge.skips_nonfinite(lane) or self._judge.needs_host(lane):
+                turn.memory = Memory(optimizer)
+
+    def _next_evaluation(self, optimizer: Optimizer) -> None:
+        lane = self._capture.lane_of(optimizer)
+        if lane is not None:
+            lane.discard()
+
+    def _evaluated(self, optimizer: Optimizer, turn: Evaluations) -> None:
+        """The closure has run once more: the first gradient is the step's, a later one must be finite."""
+        lane = self._capture.lane_of(optimizer)
+        if turn.count == 1 or lane is None:
+            self._at_step(optimizer)
+            return
+        if turn.skipped or turn.spoilt:
+            return
+        self._capture.drain()
+        total = lane.total_read()
+        if not math.isfinite(total):
+            turn.spoilt = True
+            self._inside[lane.index] = 0
+            lane.step += 1  # a Snapshot of its own
+            self._at_step(optimizer)
+        elif turn.max_norm is not None:
+            lane.multiply(clip_coefficient(total, turn.max_norm))
 
     def _at_step(self, optimizer: Optimizer) -> None:
         if not self._judge.owns(optimizer):
@@ -143,24 +200,19 @@ class Boundary:
         self._give_back(lane.index, into_params=False)
         self._open_gate(lane.index)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))
-        if lane.on_cpu or self._must_wait(lane, optimizer):
-            self._carry_out(optimizer, lane, self._judge_now(lane, window))
-        else:
-            self._judge_later(lane, window)
+        waiting = self._deferred.setdefault(lane.index, Deferred())
+        if not lane.on_cpu and not self._must_wait(lane, optimizer):
+            waiting.judge_arrived()
+            waiting.add(self._judge.measure(lane, window))
             self._act_on_device(optimizer, lane)
-
-    def _judge_now(self, lane: Lane, window: Window) -> Decision:
-        if self._deferred:
-            self._queue(lane).judge_all()
-        return self._judge.measure(lane, window).judge()
-
-    def _judge_later(self, lane: Lane, window: Window) -> None:
-        waiting = self._queue(lane)
-        waiting.judge_arrived()
-        waiting.add(self._judge.measure(lane, window))
-
-    def _queue(self, lane: Lane) -> Deferred:
-        return self._deferred.setdefault(lane.index, Deferred())
+            return
+        measured = self._judge.measure(lane, window)
+        if window.calm:
+            waiting.add(measured)
+        if not window.calm or waiting.due():
+            waiting.judge_all(self._judging_failed)
+        if not window.calm:
+            self._carry_out(optimizer, lane, measured.judge())
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
         """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
@@ -176,26 +228,27 @@ class Boundary:
         window.skipped = skipped
         if lane.thinned and not window.trusted:
             self._capture.restore(lane)
+        if self._capture.look_after(lane, window):
+            self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks
         return window
 
     def _lane(self, optimizer: Optimizer) -> Lane:
         lane = self._capture.lane_of(optimizer)
         if lane is None or self._changed(optimizer, lane):
-            if lane is not None:
-                self._queue(lane).judge_all()  # before the rules are bound anew
+            if lane is not None and lane.index in self._deferred:
+                self._deferred[lane.index].judge_all(self._judging_failed)  # before rules are bound anew
             lane = self._capture.adopt(optimizer, lane)
             self._judge.bound(lane)
         return lane
 
-    @staticmethod
-    def _changed(optimizer: Optimizer, lane: Lane) -> bool:
+    def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
         groups = [group["params"] for group in optimizer.param_groups]
         if sum(map(len, groups)) != len(lane.watched_ids) or any(
             param.requires_grad for param in lane.frozen
         ):
             return True
-        if lane.thinned and lane.step % RECHECK:
+        if lane.thinned and lane.step % RECHECK and not self._capture.coverage.disturbed(lane):
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
         return [id(param) for params in groups for param in params] != lane.watched_ids
 
@@ -229,12 +282,16 @@ class Boundary:
         self._inside.pop(lane.index, None)
         self._give_back(lane.index, into_params=False)
         window = self._settle(optimizer, lane, 1.0)
-        stop = ""
+        waiting = self._deferred.setdefault(lane.index, Deferred())
+        measured = self._judge.measure(lane, window)
         if lane.on_cpu or self._must_wait(lane, optimizer):
-            decision = self._judge_now(lane, window)
-            stop = _why(decision, lane) if decision.stop else ""  # there is nothing to skip or to clip
+            waiting.judge_all(self._judging_failed)
+            decision = measured.judge()
         else:
-            self._judge_later(lane, window)
+            waiting.judge_arrived()
+            waiting.add(measured)
+            decision = Decision()
+        stop = _why(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
         lane.advance()
         if stop:
             raise TrainingStopped(stop)
@@ -259,11 +316,17 @@ class Boundary:
     # -- acting ------------------------------------------------------------------------------------------
 
     def _carry_out(self, optimizer: Optimizer, lane: Lane, decision: Decision) -> None:
+        turn = self._evaluations.get(id(optimizer))
         if decision.stop:
+            if turn is not None and turn.memory is not None:
+                turn.memory.restore()
             raise TrainingStopped(_why(decision, lane))
         try:
+            if turn is not None:
+                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
             if decision.skip:
-                self._skip(lane, optimizer)
+                if turn is None or not turn.must_finish:
+                    self._skip(lane, optimizer)
             elif decision.max_norm is not None:
                 lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
         except Exception as error:
@@ -337,6 +400,9 @@ class Boundary:
             self._judge.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        turn = self._evaluations.pop(id(optimizer), None)
+        if turn is not None and turn.skipped and turn.memory is not None:
+            turn.memory.restore()
         lane = self._capture.lane_of(optimizer)
         if lane is None or not self._inside.get(lane.index):
             return

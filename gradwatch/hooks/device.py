@@ -13,7 +13,7 @@ must be coalesced, and accelerators other than CUDA, whose copies to the host wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import dense
+from gradwatch.hooks.norms import Detail
 from gradwatch.hooks.pinned import RING
 
 NO_FLOAT64 = frozenset({"mps"})
@@ -112,6 +113,14 @@ class DeviceReading:
         """Whether `norms()` would return at once."""
         return self._arriving.ready() and all(map(is_ready, self._scales))
 
+    @property
+    def details(self) -> Mapping[int, Detail]:
+        """No second looks: they would make the host wait."""
+        return {}
+
+    def doubtful(self) -> None:
+        """Nothing was put off: these norms are float64 sums."""
+
     def divided(self, scale: Number) -> DeviceReading:
         """The same reading without a factor that was in the gradients when they were read."""
         return DeviceReading(self._norms, self._arriving, (*self._scales, scale))
@@ -134,10 +143,6 @@ class DeviceReading:
             for scale in self._scales:
                 found /= arrived(scale)
         return found
-
-    def squares(self) -> NDArray[np.float64]:
-        """float64[K]: the squares of `norms()`."""
-        return np.square(self.norms())
 
 
 def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceReading:

@@ -44,7 +44,9 @@ class Tap:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
+        if not torch.compiler.is_dynamo_compiling():
+            self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__

@@ -88,6 +88,7 @@ class Sampler:
         self._every = dict(every or {})
         self._previous: tuple[int, list[Tensor], Moved] | None = None
         self._awaiting: deque[Moved] = deque(maxlen=AWAITING)
+        self._asked, self._idle_until = 0, 0  # nothing is due from the one step to before the other
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
@@ -103,6 +104,17 @@ class Sampler:
             return step >= first and step % every == 0
         return step >= first and (step - first) % PERIOD < BURST  # bursts, so that `for: 3` can be met
 
+    def _next(self, step: int) -> int:
+        """The first step after this one at which something is due; looks ahead a period at most."""
+        return next(
+            (
+                later
+                for later in range(step + 1, step + PERIOD)
+                if self.due("update_ratio", later + 1) or any(self.due(name, later) for name in self._wanted)
+            ),
+            step + PERIOD,
+        )
+
     def collect(
         self,
         step: int,
@@ -114,10 +126,13 @@ class Sampler:
 
         `scale` is the loss scale still in the gradients here.
         """
+        if self._asked <= step < self._idle_until:
+            return None
         due = [name for name in self._wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
         if not due and not keep:
             self._previous = None
+            self._asked, self._idle_until = step, self._next(step)
             return None
         sampled = Sampled(len(params))
         if GRADIENT_COLUMNS.intersection(due):
