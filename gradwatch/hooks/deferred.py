@@ -30,7 +30,11 @@ class Measured(NamedTuple):
 
 
 class Deferred:
-    """The windows of one lane that wait to be judged."""
+    """The windows of one lane that wait to be judged.
+
+    When each of them is judged depends on the device, and so differs between ranks: what ranks do together
+    (a collective) belongs where a window is measured, never in its `judge`.
+    """
 
     __slots__ = ("_since", "_waiting")
 

@@ -160,7 +160,7 @@ def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceReading:
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     """0-dim norms of tensors of one device, in order; one launch per dtype (and per 110 tensors, inside torch)."""
-    wide = torch.float32 if tensors[0].device.type in NO_FLOAT64 else torch.float64
+    wide = widest(tensors[0].device)
     norms: list[Tensor | None] = [None] * len(tensors)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -170,6 +170,11 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
         for index, norm in zip(indices, torch._foreach_norm(group, 2, dtype=wide), strict=True):
             norms[index] = norm
     return [norm for norm in norms if norm is not None]
+
+
+def widest(where: torch.device) -> torch.dtype:
+    """The float type in which norms are summed on a device."""
+    return torch.float32 if where.type in NO_FLOAT64 else torch.float64
 
 
 def clip(grads: Sequence[Tensor | None], total: Tensor, max_norm: float) -> None:

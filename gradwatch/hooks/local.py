@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.hooks.dense import dense
-from gradwatch.hooks.device import Arriving, Number
+from gradwatch.hooks.device import Arriving, Number, capturing, widest
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
@@ -78,8 +78,8 @@ def _observer(
                 if grad.device.type == "cpu":
                     norm, _ = exact_norm(grad)
                     heard[k] = norm if before is None else _larger(norm, float(before))
-                else:
-                    moving = torch.linalg.vector_norm(dense(grad).detach(), dtype=torch.float32)
+                elif not capturing():
+                    moving = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
                     heard[k] = moving if before is None else torch.maximum(moving, torch.as_tensor(before))
         except Exception as error:
             failed("norm_local", error)

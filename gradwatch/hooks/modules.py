@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.errors import AttachError
 from gradwatch.hooks.dense import dense
-from gradwatch.hooks.device import Arriving, Number
+from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
 
 TapKind = Literal["output", "full_backward"]
@@ -112,6 +112,8 @@ class ModuleTaps:
 
         def observe(module: nn.Module, args: Any, output: Any) -> None:
             try:
+                if capturing():
+                    return
                 leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
                 if activations and module.training and self._step % PERIOD < BURST and leaves:
                     self._activation(m, leaves[0])
@@ -139,7 +141,7 @@ class ModuleTaps:
 
         def add(grad: Tensor | None) -> None:
             try:
-                if isinstance(grad, Tensor):
+                if isinstance(grad, Tensor) and not capturing():
                     square = torch.linalg.vector_norm(dense(grad.detach()).float()).square()
                     heard[m] = square if m not in heard else heard[m] + square
             except Exception as error:

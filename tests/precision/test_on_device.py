@@ -130,6 +130,50 @@ def test_on_meta_every_read_of_a_number_would_raise(monkeypatch: pytest.MonkeyPa
     assert gw.health.errors() == {}
 
 
+TAPPED = """
+version: 1
+modules: {tap: output, names: ["2"]}
+rules:
+  a: {detect: {kind: above, of: norm_local, threshold: 1e30}}
+  b: {detect: {kind: above, of: grad_output_norm, threshold: 1e30}}
+  c: {detect: {kind: above, of: activation_std, threshold: 1e30}}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_taps_and_local_norms_on_meta(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks inside backward look at no number either; and under a CUDA graph's capture they do nothing."""
+    ring = Ring()
+
+    class Wire:
+        def send(self, part: Tensor) -> Sending:
+            return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
+
+    monkeypatch.setattr(device, "RING", Wire())
+    names: list[list[str]] = []
+    for rules in (TAPPED, "version: 1\nrules: {}"):
+        with torch.device("meta"):
+            model, x = net().to(dtype), torch.randn(4, 3, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+        gw, sink = watched(model, optimizer, parse_rules(rules))
+        with gw:
+            for step in range(5):
+                optimizer.zero_grad()
+                with monkeypatch.context() as patch, Operations() as operations:
+                    if step == 4:
+                        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+                        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                    model(x).pow(2).sum().backward()
+                    optimizer.step()
+            assert gw.health.errors() == {"capture": 1}  # said once, of the last step
+        names.append(operations.names)
+        if rules is TAPPED:
+            columns = sink.records[-1].snapshot.columns
+            assert columns.keys() >= {"norm_local", "grad_output_norm"}
+            assert columns["norm_local"].values[:4].tolist() == [0.5] * 4
+    assert names[0] == names[1]
+
+
 def test_several_devices_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients on two devices: one batch each, every norm at its own position."""
     ring, seen = Ring(), []
