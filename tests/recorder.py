@@ -65,6 +65,9 @@ class Recorder:
 
         return judge
 
+    def forget(self, lane: Lane) -> None:
+        pass
+
     def failed(self, component: str, error: BaseException) -> None:
         self.errors.append((component, error))
 

@@ -49,6 +49,9 @@ class Judge(Protocol):
     def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
         """Note everything about a window that must be read now; the result judges it, now or a step later."""
 
+    def forget(self, lane: Lane) -> None:
+        """What was heard since the last Snapshot of a lane belongs to no step."""
+
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""
 
@@ -143,6 +146,7 @@ class Boundary:
         lane = self._capture.lane_of(optimizer)
         if lane is not None:
             lane.discard()
+            self._judge.forget(lane)
 
     def _evaluated(self, optimizer: Optimizer, turn: Evaluations) -> None:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
@@ -285,6 +289,8 @@ class Boundary:
         lane = self._capture.lane_of(optimizer)
         if lane is None or not self._inside.get(lane.index):
             return
+        if turn is not None and turn.count > 1:
+            self._judge.forget(lane)
         self._inside[lane.index] -= 1
         if self._inside[lane.index]:
             return

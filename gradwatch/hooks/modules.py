@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.errors import AttachError
-from gradwatch.hooks.dense import dense
+from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
 
@@ -137,8 +137,9 @@ class ModuleTaps:
 
         def add(grad: Tensor | None) -> None:
             try:
-                if isinstance(grad, Tensor):
-                    square = torch.linalg.vector_norm(dense(grad.detach()).float()).square()
+                kept = alias(grad) if isinstance(grad, Tensor) else None
+                if kept is not None:
+                    square = torch.linalg.vector_norm(dense(kept).float()).square()
                     heard[m] = square if m not in heard else heard[m] + square
             except Exception as error:
                 failed("modules", error)
