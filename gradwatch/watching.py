@@ -111,6 +111,7 @@ class Watch:
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._taps: ModuleTaps | None = None
+        self._early: LocalNorms | None = None
         try:
             if not self._capture.marked and not self._capture.lazy_names():
                 raise AttachError(
@@ -124,6 +125,10 @@ class Watch:
                 self._taps.close()
             self._capture.close()
             raise
+        if "norm_local" in self._engine.columns:
+            # Until a lane takes them over: the first backward counts too.
+            wanted = [param for param in self._capture.params if param.requires_grad]
+            self._early = LocalNorms(wanted, self.failed)
         self._boundary = Boundary(self._capture, self)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
@@ -265,7 +270,7 @@ class Watch:
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._before_clip, self._boundary, self._taps, *locals_, self._capture]
+        parts = [self._before_clip, self._boundary, self._taps, self._early, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -296,12 +301,19 @@ class Watch:
         before = self._courses.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         needs = bound.needs
-        if before is not None and before.local is not None:
-            before.local.close()
-        local = LocalNorms(lane.params, self.failed) if "norm_local" in needs.columns else None
+        former = self._early if before is None or before.local is None else before.local
+        local = LocalNorms(lane.params, self.failed, former) if "norm_local" in needs.columns else None
+        if former is not None and former is not self._early:
+            former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
         self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
         self._restore(lane)
+
+    def forget(self, lane: Lane) -> None:
+        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.forget()
 
     def needs_host(self, lane: Lane) -> bool:
         """Whether some rule acts on this very step otherwise than by skipping a non-finite one."""
@@ -449,6 +461,10 @@ class Watch:
             return
         if capturing():
             return  # a read of ours would become part of the user's CUDA graph, or break it
+        if self._early is not None:  # some rule asks for `norm_local`
+            for local in [self._early, *(course.local for course in self._courses.values())]:
+                if local is not None:
+                    local.backward_ended()
         with torch.no_grad():
             for lane in self._capture.lanes:
                 if lane.index not in self._courses:

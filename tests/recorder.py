@@ -72,6 +72,9 @@ class Recorder:
 
         return Measured(window.ready, judge)
 
+    def forget(self, lane: Lane) -> None:
+        pass
+
     def failed(self, component: str, error: BaseException) -> None:
         self.errors.append((component, error))
 

@@ -59,6 +59,9 @@ class Judge(Protocol):
         Where a rule may have something to say at once, `window.calm` is taken away.
         """
 
+    def forget(self, lane: Lane) -> None:
+        """What was heard since the last Snapshot of a lane belongs to no step."""
+
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""
 
@@ -160,6 +163,7 @@ class Boundary:
         lane = self._capture.lane_of(optimizer)
         if lane is not None:
             lane.discard()
+            self._judge.forget(lane)
 
     def _evaluated(self, optimizer: Optimizer, turn: Evaluations) -> None:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
@@ -308,6 +312,7 @@ class Boundary:
             else:
                 self._scales.pop(id(optimizer), None)
                 lane.discard()
+                self._judge.forget(lane)
 
     def scaler_failed(self, error: BaseException) -> None:
         """Count a fault of ours around a GradScaler."""
@@ -406,6 +411,8 @@ class Boundary:
         lane = self._capture.lane_of(optimizer)
         if lane is None or not self._inside.get(lane.index):
             return
+        if turn is not None and turn.count > 1:
+            self._judge.forget(lane)
         self._inside[lane.index] -= 1
         if self._inside[lane.index]:
             return

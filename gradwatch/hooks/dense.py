@@ -25,6 +25,18 @@ def dense(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
+def alias(grad: Tensor) -> Tensor | None:
+    """`grad.detach()`, which may be kept: autograd can still steal the buffer of the original.
+
+    None for the batched tensors of `autograd.grad(is_grads_batched=True)`, which allow no such thing and end
+    in no `.grad`.
+    """
+    try:
+        return grad.detach()
+    except RuntimeError:
+        return None
+
+
 def flat(grad: Tensor) -> Tensor:
     """A dense gradient as one dimension, without copying where its memory has no gaps (channels_last too)."""
     if grad.is_contiguous():

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.hooks.dense import dense
-from gradwatch.hooks.device import Arriving, Number, capturing, widest
+from gradwatch.hooks import graph_task
+from gradwatch.hooks.dense import alias, dense
+from gradwatch.hooks.device import Arriving, Number
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
@@ -20,20 +21,34 @@ class LocalNorms:
     """`Tensor.register_hook` on K parameters; the largest local norm over the backwards of a step.
 
     A hook sees the gradient of one backward: not accumulated, not reduced over ranks, and still multiplied by
-    the loss scale, which `collect` divides out. NaN beats every number.
+    the loss scale, which `collect` divides out. NaN beats every number. A tensor hook also fires for
+    `torch.autograd.grad`, which leaves nothing in `.grad`: what it saw counts once the gradient has been
+    accumulated, and a second hook says so. What a backward that raised has left behind does not count either.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], failed: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        failed: Callable[[str, BaseException], None],
+        before: LocalNorms | None = None,
+    ) -> None:
+        """`before` is one that listened to some of these parameters until now; it hands them over."""
         self._count = len(params)
         self._heard: dict[int, float | Tensor] = {}  # a tensor where the gradient is on a device
-        self._handles: list[RemovableHandle] = []
-        self._params = list(params)
-        self._stand_for = list(map(contents, params))
+        self._running = Running()
+        self._taps: dict[int, tuple[int, nn.Parameter, int, tuple[RemovableHandle, ...]]] = {}
         for k, param in enumerate(params):
-            self._handles.append(param.register_hook(_observer(k, self._heard, failed)))
+            heard = None if before is None else before._let_go(param)
+            if heard is not None:
+                self._heard[k] = heard
+            observe, accumulated = _hooks(k, self._running, failed)
+            handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
+            self._taps[id(param)] = k, param, contents(param), handles
 
     def collect(self, scale: Number) -> Sampled:
         """The local norms of this step; starts the next one."""
+        if graph_task.current() == graph_task.NONE:
+            self.backward_ended()
         sampled = Sampled(self._count)
         present = np.zeros(self._count, bool)
         present[list(self._heard)] = True
@@ -50,45 +65,99 @@ class LocalNorms:
             order += on_host
         sampled.parts["norm_local"] = Arriving(stacks, np.array(order, np.intp), self._count, scale=scale)
         sampled.present["norm_local"] = present
-        self._heard.clear()
+        self.forget()
         return sampled
 
+    def backward_ended(self) -> None:
+        """The running backward has come to its end: what was heard of it counts."""
+        for k, norm in self._running.heard.items():
+            self._heard[k] = _larger_of(self._heard.get(k), norm)
+        self._running.heard.clear()
+        self._running.task = graph_task.IDLE
+
+    def forget(self) -> None:
+        """What was heard belongs to no step, as when a GradScaler rejects one."""
+        self._heard.clear()
+        self._running.heard.clear()
+        self._running.arriving.clear()
+
     def close(self) -> None:
-        """Remove the hooks; where a swap silenced them, leave the parameter able to take new ones."""
-        for param, handle, before in zip(self._params, self._handles, self._stand_for, strict=True):
-            handle.remove()
-            if contents(param) != before:
-                revive(param, "_backward_hooks", handle.id)
-        self._handles.clear()
-        self._params.clear()
+        """Remove the hooks."""
+        for _, param, _, _ in list(self._taps.values()):
+            self._let_go(param)
+
+    def _let_go(self, param: nn.Parameter) -> float | Tensor | None:
+        """Stop listening to one parameter; what was heard of it in this step."""
+        if id(param) not in self._taps:
+            return None
+        k, _, stood_for, (seen, accumulated) = self._taps.pop(id(param))
+        seen.remove()
+        accumulated.remove()
+        if contents(param) != stood_for:  # a swap silenced them: leave it able to take new ones
+            revive(param, "_backward_hooks", seen.id)
+            revive(param, "_post_accumulate_grad_hooks", accumulated.id)
+        return self._heard.pop(k, None)
 
 
-def _observer(
-    k: int, heard: dict[int, float | Tensor], failed: Callable[[str, BaseException], None]
-) -> Callable[[Tensor | None], None]:
-    """The hook of one parameter. It must not reach the LocalNorms: parameter -> hook -> object would leak."""
+class Running:
+    """One backward: gradients between the two hooks, and norms, by position."""
+
+    def __init__(self) -> None:
+        self.task = graph_task.IDLE
+        self.arriving: dict[int, Tensor] = {}
+        self.heard: dict[int, float | Tensor] = {}
+
+    def accumulated(self, k: int) -> None:
+        """The gradient that arrived at k is in `.grad` now."""
+        grad = self.arriving.pop(k, None)
+        if grad is None:
+            return
+        task = graph_task.current()
+        if task != self.task:
+            if self.heard and not graph_task.nested():
+                self.heard.clear()  # the backward before this one raised
+            self.task = task
+        self.heard[k] = _larger_of(self.heard.get(k), _norm(grad))
+
+
+Hook = Callable[[Tensor], None]
+
+
+def _hooks(k: int, running: Running, failed: Callable[[str, BaseException], None]) -> tuple[Hook, Hook]:
+    """The two hooks of one parameter. They must not reach the LocalNorms: parameter -> hook -> object leaks."""
+    tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what they do would break its graph
 
     def observe(grad: Tensor | None) -> None:
+        if tracing() or grad is None:  # a custom Function may return None for it
+            return
+        kept = alias(grad)
+        if kept is not None:
+            running.arriving[k] = kept
+
+    def accumulated(_: Tensor) -> None:
+        if tracing() or capturing():
+            return
         try:
-            # A custom Function may return None for it; compiled autograd cannot trace what follows.
-            if grad is None or torch.compiler.is_dynamo_compiling():
-                return
             with torch.no_grad():
-                before = heard.get(k)
-                if grad.device.type == "cpu":
-                    norm, _ = exact_norm(grad)
-                    heard[k] = norm if before is None else _larger(norm, float(before))
-                elif not capturing():
-                    moving = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
-                    heard[k] = moving if before is None else torch.maximum(moving, torch.as_tensor(before))
+                running.accumulated(k)
         except Exception as error:
             failed("norm_local", error)
 
-    # Sending a parameter with a hook to another process would otherwise warn.
-    hook: Callable[[Tensor | None], None] = unserializable_hook(observe)
-    return hook
+    # Sending a parameter with a tensor hook to another process would otherwise warn.
+    return unserializable_hook(observe), accumulated
 
 
-def _larger(a: float, b: float) -> float:
+def _norm(grad: Tensor) -> float | Tensor:
+    if grad.device.type == "cpu":
+        return exact_norm(grad)[0]
+    return torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
+
+
+def _larger_of(before: float | Tensor | None, norm: float | Tensor) -> float | Tensor:
     """The larger one; NaN beats every number."""
-    return a if a > b or a != a else b
+    if before is None:
+        return norm
+    if isinstance(norm, Tensor):
+        return torch.maximum(norm, torch.as_tensor(before, device=norm.device))
+    before = float(before)
+    return norm if norm > before or norm != norm else before

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.errors import AttachError
-from gradwatch.hooks.dense import dense
+from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
 
@@ -141,8 +141,9 @@ class ModuleTaps:
 
         def add(grad: Tensor | None) -> None:
             try:
-                if isinstance(grad, Tensor) and not capturing():
-                    square = torch.linalg.vector_norm(dense(grad.detach()).float()).square()
+                kept = alias(grad) if isinstance(grad, Tensor) and not capturing() else None
+                if kept is not None:
+                    square = torch.linalg.vector_norm(dense(kept).float()).square()
                     heard[m] = square if m not in heard else heard[m] + square
             except Exception as error:
                 failed("modules", error)

@@ -98,10 +98,11 @@ class Probe:
         self.note(optimizer)
         optimizer.step()
 
-    def forget(self) -> None:
-        """A window that ended without a step."""
+    def forget(self, local: bool = True) -> None:
+        """A window that ended without a step; `local` is False where its backwards were heard all the same."""
         self._norm.clear()
-        self._local.clear()
+        if local:
+            self._local.clear()
 
 
 def net(layers: int = 18, size: int = 6) -> nn.Sequential:
