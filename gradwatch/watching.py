@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import weakref
@@ -27,7 +28,10 @@ from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.precision import LossScale
+from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.shards import local_taps
+from gradwatch.rank_rules import check_ranks, placed, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
@@ -39,9 +43,13 @@ PAUSE_SECONDS = 60.0
 IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
 COVERAGE_EVERY = 16  # steps
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
-REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
+REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local", "ranks")
+NOT_ALONE = (
+    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
+)
 
 _live: list[weakref.ref[Watch]] = []
+_ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
 
 
 def live_watches() -> list[Watch]:
@@ -77,8 +85,11 @@ class Watch:
         self._failures = 0
         self._left_alone = False
         self._paused_until = 0.0
-        self._engine = Engine(ruleset)
-        self.run: RunInfo = run_info(ruleset, self._engine.rule_infos, settings)
+        self.run: RunInfo = placed(run_info(ruleset, Engine(ruleset).rule_infos, settings))
+        self._engine = Engine(ruleset, self.run.rank)
+        self._ranks = Ranks(
+            f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
+        )
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)
@@ -103,6 +114,7 @@ class Watch:
                 )
             self._taps = self._module_taps(models)
             self._engine.check(self._all_sites())
+            check_ranks(self._engine, self.run.world_size)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
@@ -228,7 +240,7 @@ class Watch:
             return
         self._last_state = self.state_dict()
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
+        parts = [self._ranks, self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -258,20 +270,34 @@ class Watch:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
-        bound = self._engine.bind(with_modules(lane.sites, modules))
+        sites = with_modules(self._ranks.sites(lane), modules)
+        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
         before = self._courses.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         needs = bound.needs
         if before is not None and before.local is not None:
             before.local.close()
-        local = LocalNorms(lane.params, self.failed) if "norm_local" in needs.columns else None
+        local = None
+        if needs.columns & {"norm_local", "rank_norm"}:
+            local = LocalNorms(local_taps(lane.params, self._capture.models()), self.failed)
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
         self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
         self._restore(lane)
 
     def needs_host(self, lane: Lane) -> bool:
-        """Whether some rule acts on this very step otherwise than by skipping a non-finite one."""
-        return self._engine.acts_on_host
+        """Whether some rule acts on this very step, and no device can decide it alone."""
+        # A device knows only its own rank's part of a pooled norm.
+        return self._engine.acts_on_host or (self._ranks.pools(lane) and self._engine.skips_nonfinite)
+
+    def arrive(self, optimizer: Optimizer) -> None:
+        """A step boundary begins."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._ranks.arrive(self._capture.lane_of(optimizer))
+
+    def depart(self, optimizer: Optimizer) -> None:
+        """A step boundary ends; no rank is left waiting for this one."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._ranks.depart(self._capture.lane_of(optimizer))
 
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether some rule skips non-finite steps."""
@@ -279,6 +305,8 @@ class Watch:
 
     def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
+        if self._ranks.enter(lane):
+            self.bound(lane)
         course = self._courses[lane.index]
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
@@ -328,16 +356,22 @@ class Watch:
         now: float,
     ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
-        snapshot = assemble(lane.index, course.sites, window, extras, values, scale, self._coverage(lane))
+        shared = self._ranks.share(lane, window, extras, values)
+        if shared is None:  # the other ranks' part of these numbers is missing
+            return Decision()
+        lane.reduced_total = shared.total_applied
+        coverage = self._coverage(lane)
+        snapshot = assemble(
+            lane.index, course.sites, shared.window, shared.extras, shared.values, scale, coverage
+        )
         verdict, decision = self._ask(course, snapshot)
-        if lane.sharded and (decision.skip or decision.max_norm is not None):
-            # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
-            self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
+        if not shared.may_act and (decision.skip or decision.max_norm is not None):
+            self.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
         if decision.max_norm is not None:
             snapshot = clipped(snapshot, decision, lane.total_applied())
         if course.sampler.expects_move:
-            moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
+            moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
         step_seconds = None if course.last_step is None else now - course.last_step
         course.last_step = now
@@ -355,7 +389,8 @@ class Watch:
             decision, course.state = course.bound.decide(state, verdict)
         except Exception as error:
             self.failed("engine", error)
-            return Verdict(), Decision()
+            # The other ranks judge the same numbers without this fault: do as they are about to.
+            return Verdict(), course.bound.fallback(snapshot) if self._ranks.several else Decision()
         self._failures = 0
         return verdict, decision
 
@@ -380,6 +415,11 @@ class Watch:
         deadline = time.monotonic() + timeout
         for sink in self._sinks:
             sink.flush(max(0.0, deadline - time.monotonic()))
+
+    def _of_ranks(self, component: str, error: BaseException) -> None:
+        """Something about the other ranks: told, but no fault of ours that would pause anything."""
+        self.health.report(component, error)
+        self.health.mark(component, not self._ranks.alone)
 
     def _backward_ended(self) -> None:
         if self._closed or self._pausing():

@@ -56,6 +56,10 @@ class Recorder:
     def skips_nonfinite(self, lane: Lane) -> bool:
         return self.gate
 
+    def arrive(self, optimizer: Optimizer) -> None: ...
+
+    def depart(self, optimizer: Optimizer) -> None: ...
+
     def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
         def judge() -> Decision:
             scale = self.scale.current()

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),
     ("hooks",),
-    ("course",),
+    ("course", "rank_rules"),
     ("watching",),
     ("attach",),
     ("launch", "demo"),
@@ -30,7 +30,8 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = [
     name
     for name in LEVEL
-    if name not in ("hooks", "course", "watching", "attach", "launch", "demo", "cli", "__main__")
+    if name
+    not in ("hooks", "course", "rank_rules", "watching", "attach", "launch", "demo", "cli", "__main__")
 ]
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "bootstrap" not in path.parts)
 

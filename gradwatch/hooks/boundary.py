@@ -43,6 +43,12 @@ class Judge(Protocol):
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
 
+    def arrive(self, optimizer: Optimizer) -> None:
+        """A step boundary begins, at which other ranks may wait for this one."""
+
+    def depart(self, optimizer: Optimizer) -> None:
+        """It has been left, by a fault of ours or not: see to it that nobody waits any longer."""
+
     def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
         """Note everything about a window that must be read now; the result judges it, now or a step later."""
 
@@ -111,16 +117,33 @@ class Boundary:
 
     def _at_step(self, optimizer: Optimizer) -> None:
         if not self._judge.owns(optimizer):
+            self._judge.arrive(optimizer)
+            self._judge.depart(optimizer)
             return
         known = self._capture.lane_of(optimizer)
         if known is not None and self._emptied.get(known.index):
             self._give_back(known.index)  # the step that was skipped raised all the same
         self._capture.drain()
+        if not (known is None or known.on_cpu) and capturing():
+            return
+        if known is not None and self._inside.get(known.index) and known.settled == known.backwards:
+            self._inside[known.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
+            return
+        self._among_ranks(optimizer)
+
+    def _among_ranks(self, optimizer: Optimizer) -> None:
+        """Close the window; whatever fails, no rank is left waiting for this one."""
+        self._judge.arrive(optimizer)
+        try:
+            self._close_window(optimizer)
+        except Exception:
+            self._judge.depart(optimizer)
+            raise
+        self._judge.depart(optimizer)
+
+    def _close_window(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
         if not lane.on_cpu and capturing():
-            return
-        if self._inside.get(lane.index) and lane.settled == lane.backwards:
-            self._inside[lane.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
             return
         if self._inside.get(lane.index):
             lane.tainted = True  # the step before this one raised: this window holds two

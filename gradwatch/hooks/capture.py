@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import named_parameters
+from gradwatch.hooks.shards import is_shard
 from gradwatch.snapshot import Sites
 
 _GONE = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -143,7 +144,8 @@ class Capture:
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
         if any(not self.knows(param) for param in fresh):
             self.scan()  # a parameter was replaced or added: its name is in the model
-        named = [param for param in fresh if param.requires_grad and param.numel()]
+        # A shard may be empty here and hold something on other ranks, which must see the same parameters.
+        named = [param for param in fresh if param.requires_grad and (param.numel() or is_shard(param))]
         slots = [self.slot(param, _fallback_name(optimizer, param)) for param in named]
         order = sorted(range(len(slots)), key=lambda k: slots[k])  # sites stand in model order
         params = [named[k] for k in order]

@@ -82,11 +82,13 @@ class Lane:
         self.step = 0
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
-        self.sharded = any(map(_is_shard, params))
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
         self.settled = -1  # backwards when the window was closed; -1 while it is open
+        self.reduced_total: float | None = (
+            None  # total norm over all ranks, where this one's is not all of it
+        )
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Norms | DeviceReading | None = None
@@ -196,6 +198,7 @@ class Lane:
         self.step += 1
         self.settled = -1
         self.tainted = False
+        self.reduced_total = None
         self._backwards = 0
         self._read_at = 0
         self._calls = None
@@ -211,6 +214,8 @@ class Lane:
 
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
+        if self.reduced_total is not None:
+            return self.reduced_total
         assert self._after is not None
         norms = np.sqrt(self._after.squares()) if isinstance(self._after, DeviceReading) else self._after
         return float(np.sqrt(np.dot(norms, norms)))
@@ -355,12 +360,6 @@ class Lane:
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
         self._pattern = self._versions
-
-
-def _is_shard(param: nn.Parameter) -> bool:
-    """Whether this rank holds only a part of a parameter (FSDP2's DTensor, FSDP1's flat parameter)."""
-    flat = getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
-    return flat or hasattr(param, "to_local")
 
 
 def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.dense import dense
@@ -18,10 +18,10 @@ class LocalNorms:
     """`Tensor.register_hook` on K parameters; the largest local norm over the backwards of a step.
 
     A hook sees the gradient of one backward: not accumulated, not reduced over ranks, and still multiplied by
-    the loss scale, which `collect` divides out. NaN beats every number.
+    the loss scale, which `collect` divides out. NaN beats every number. A parameter that cannot be heard is None.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], failed: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, params: Sequence[Tensor | None], failed: Callable[[str, BaseException], None]) -> None:
         self._count = len(params)
         self._heard: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -40,7 +40,8 @@ class LocalNorms:
             return observe
 
         for k, param in enumerate(params):
-            self._handles.append(param.register_hook(hook(k)))
+            if param is not None:
+                self._handles.append(param.register_hook(hook(k)))
 
     def collect(self, scale: float) -> Sampled:
         """The local norms of this step; starts the next one."""
