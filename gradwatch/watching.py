@@ -22,6 +22,7 @@ from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.flat import FlatTaps
 from gradwatch.hooks.lane import Lane, Window
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
@@ -106,6 +107,7 @@ class Watch:
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._taps: ModuleTaps | None = None
+        self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
             if not self._capture.marked:
                 raise AttachError(
@@ -113,11 +115,13 @@ class Watch:
                     "attach after unfreezing it (requires_grad_), or after the first forward of lazy modules"
                 )
             self._taps = self._module_taps(models)
+            self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites())
             check_ranks(self._engine, self.run.world_size)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
+            self._flat.close()
             self._capture.close()
             raise
         self._loss_scale = LossScale(self._scaler_stepped, self.failed)
@@ -240,7 +244,15 @@ class Watch:
             return
         self._last_state = self.state_dict()
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._ranks, self._boundary, self._loss_scale, self._taps, *locals_, self._capture]
+        parts = [
+            self._ranks,
+            self._boundary,
+            self._loss_scale,
+            self._taps,
+            self._flat,
+            *locals_,
+            self._capture,
+        ]
         for part in parts:
             try:
                 if part is not None:

@@ -52,6 +52,7 @@ class Capture:
         self._slot_of: dict[int, int] = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._touched: list[int] = []
+        self._silent: set[int] = set()
         self._task = [
             -2
         ]  # graph task the callback is queued for; a list so that marks need no attribute walk
@@ -251,7 +252,7 @@ class Capture:
         try:
             started = time.perf_counter()
             self._task[0] = -2
-            touched, count = self._touched[:], len(self.params)
+            touched, count = self._touched[:] + self._unmarked_arrivals(), len(self.params)
             self._touched.clear()
             if not self._arrival:
                 self._arrival = list(dict.fromkeys(touched))
@@ -262,6 +263,18 @@ class Capture:
             self.spent_seconds += time.perf_counter() - started
         except Exception as error:
             self._failed("capture", error)
+
+    def hear(self, params: list[nn.Parameter]) -> None:
+        """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
+        if self._task[0] != torch._C._current_graph_task_id():
+            self._arm()
+        self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
+
+    def _unmarked_arrivals(self) -> list[int]:
+        """The slots that `hear` told of, and that have a gradient now."""
+        silent = self._silent.difference(self._touched)
+        self._silent.clear()
+        return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
     def _tell_lanes(self, touched: list[int], count: int) -> None:
         if len(touched) < THIN_FROM:

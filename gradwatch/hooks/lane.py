@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.hooks import device
+from gradwatch.hooks.dense import local
 from gradwatch.hooks.device import DeviceReading
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, inspect, sum_of_squares, suspicious
 from gradwatch.snapshot import Sites
@@ -82,6 +83,7 @@ class Lane:
         self.step = 0
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
+        self.distributed = any(hasattr(param, "to_local") for param in params)
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
@@ -122,7 +124,9 @@ class Lane:
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
-        return [param.grad for param in self.params]
+        grads: list[Tensor | None] = [param.grad for param in self.params]
+        # In place on a DTensor bumps only the version of the shard behind it.
+        return [grad if grad is None else local(grad) for grad in grads] if self.distributed else grads
 
     # -- during backward ---------------------------------------------------------------------------------
 
@@ -170,7 +174,8 @@ class Lane:
         raw = self._norms
         assert raw is not None
         after = raw
-        if ids != self._ids or versions != self._versions:
+        # A clip of DTensors bumps no version, so theirs are always read again.
+        if ids != self._ids or versions != self._versions or (self.distributed and not unread):
             after = self._changed(grads, ids, versions, raw, scale)
         calls, trusted = self._presence(grads, ids, versions, raw)
         # A loop whose marks never speak is read here by design; any other unread window ended early.
@@ -283,7 +288,7 @@ class Lane:
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
-        if len(changed) * 2 > len(grads):
+        if self.distributed or len(changed) * 2 > len(grads):
             return np.sqrt(self._reader.read(grads)) / scale
         after = raw.copy()
         for k in changed:

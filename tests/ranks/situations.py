@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
 from gradwatch.rules import RuleSet
 from gradwatch.snapshot import Record
 
@@ -99,11 +98,15 @@ def local(model: nn.Module, step: int, rank: int) -> float:
     for param in model.parameters():
         param.grad = None
     loss_of(model, batch(step, 0, rank).double().requires_grad_(True)).backward()
-    return float(sum(param.grad.square().sum() for param in model.parameters() if param.grad is not None)) ** 0.5
+    return (
+        float(sum(param.grad.square().sum() for param in model.parameters() if param.grad is not None)) ** 0.5
+    )
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, optimizer: Any, rules: str | RuleSet = "default") -> Iterator[tuple[Any, Collector]]:
+def watching(
+    model: nn.Module, optimizer: Any, rules: str | RuleSet = "default"
+) -> Iterator[tuple[Any, Collector]]:
     """A strict watch: a fault of ours fails the situation."""
     collector = Collector()
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +163,9 @@ def trained(
             optimizer.zero_grad()
             for micro in range(micros):
                 last = micro == micros - 1
-                quiet = model.no_sync() if not last and hasattr(model, "no_sync") else contextlib.nullcontext()
+                quiet = (
+                    model.no_sync() if not last and hasattr(model, "no_sync") else contextlib.nullcontext()
+                )
                 with quiet:
                     x = batch(step, micro, rank)
                     loss_of(model, x.requires_grad_(True)).backward()
@@ -169,8 +174,9 @@ def trained(
             optimizer.step()
             total = sum(norm * norm for norm in wanted.values()) ** 0.5
             factor = min(1.0, CLIP / total) if clip is not None else 1.0
+            own = [local(twin64, step, each) for each in range(WORLD)]
+            told.append({"expected": wanted, "factor": factor, "local": own})
             _follow(twin64, step, micros, factor)
-            told.append({"expected": wanted, "factor": factor, "local": [local(twin64, step, r) for r in range(WORLD)]})
         found = [numbers(record) for record in collector.records]
         columns = [ranks_of(record, "rank_norm") for record in collector.records]
         return {"told": told, "found": found, "rank_norm": columns, "errors": gw.health.errors()}
@@ -214,7 +220,9 @@ def hsdp2(model: nn.Module) -> nn.Module:
 
 
 def fsdp1(original: bool) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    return lambda model: FullyShardedDataParallel(
+        model, use_orig_params=original, device_id=torch.device("cpu")
+    )
 
 
 NORMS: dict[str, Callable[[int], Any]] = {
