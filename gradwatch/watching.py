@@ -28,6 +28,7 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.precision import LossScale
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
@@ -126,6 +127,7 @@ class Watch:
             raise
         self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
+        self._stages = PipelineStages(self._stage_scaled, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -247,6 +249,7 @@ class Watch:
         parts = [
             self._ranks,
             self._boundary,
+            self._stages,
             self._loss_scale,
             self._taps,
             self._flat,
@@ -318,6 +321,7 @@ class Watch:
     def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
         if self._ranks.enter(lane):
+            self._stages.look()
             self.bound(lane)
         course = self._courses[lane.index]
         optimizer = lane.optimizer() if lane.optimizer is not None else None
@@ -443,6 +447,16 @@ class Watch:
                     self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read(scale)
+
+    def _stage_scaled(self, stage: nn.Module) -> None:
+        """The gradients of a pipeline stage are final: read again what its backwards left."""
+        if self._closed or self._pausing():
+            return
+        params = set(map(id, stage.parameters()))
+        with torch.no_grad():
+            for lane in self._capture.lanes:
+                if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
+                    lane.read(self._loss_scale.in_backward())
 
     def _leave_alone(self) -> None:
         """Say once that an optimizer stepping inside backward is not watched; no fault, so nothing pauses."""

@@ -225,6 +225,64 @@ def fsdp1(original: bool) -> Callable[[nn.Module], nn.Module]:
     )
 
 
+class Stage(nn.Module):
+    """One stage of a pipeline."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def pipelined(rank: int, schedule: Any, per_rank: int = 1, named: bool = True) -> dict[str, Any]:
+    """A pipeline of stages over the ranks; `named` = every stage has names of its own, as split models have."""
+    from torch.distributed.pipelining import PipelineStage
+
+    micros, count = 4, WORLD * per_rank
+    numbers_here = [rank + WORLD * k for k in range(per_rank)]
+    stages = {number: Stage(number) for number in numbers_here}
+    names = {number: f"stage{number}" if named else f"part{number // WORLD}" for number in range(count)}
+    model = nn.ModuleDict({names[number]: stage for number, stage in stages.items()})
+    placed = [PipelineStage(stage, n, count, torch.device("cpu")) for n, stage in stages.items()]
+    runner = schedule(
+        placed if per_rank > 1 else placed[0],
+        n_microbatches=micros,
+        loss_fn=lambda out, target: (out - target).square().sum(),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    whole = nn.Sequential(*(Stage(number) for number in range(count))).double()
+    told = []
+    with watching(model, optimizer) as (gw, collector):
+        for step in range(STEPS):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            whole.zero_grad()
+            (whole(x.double()).square().sum() / micros).backward()
+            wanted = {
+                f"{names[int(number)]}.{name}": float(param.grad.norm())
+                for number, stage in whole.named_children()
+                for name, param in stage.named_parameters()
+                if named or int(number) % WORLD == rank
+            }
+            optimizer.zero_grad()
+            runner.step(x) if rank == 0 else runner.step(target=torch.zeros(8, 4))
+            optimizer.step()
+            with torch.no_grad():
+                for param in whole.parameters():
+                    param -= 0.01 * param.grad
+            told.append({"expected": wanted, "factor": 1.0, "local": []})
+        found = [numbers(record) for record in collector.records]
+        return {"told": told, "found": found, "rank_norm": [[]], "errors": gw.health.errors()}
+
+
+def schedule(name: str) -> Any:
+    import torch.distributed.pipelining as pipelining
+
+    return getattr(pipelining, name)
+
+
 NORMS: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: trained(rank, ddp()),
     "ddp clipped": lambda rank: trained(rank, ddp(), clip=clip_torch),
@@ -244,6 +302,12 @@ NORMS: dict[str, Callable[[int], Any]] = {
     "fsdp2 accumulated": lambda rank: trained(rank, fsdp2, micros=2, clip=clip_torch),
     "hsdp2": lambda rank: trained(rank, hsdp2, clip=clip_torch),
     "fsdp1 original": lambda rank: trained(rank, fsdp1(True), clip=clip_fsdp),
+    "pipeline gpipe": lambda rank: pipelined(rank, schedule("ScheduleGPipe")),
+    "pipeline 1f1b": lambda rank: pipelined(rank, schedule("Schedule1F1B")),
+    "pipeline zero bubble": lambda rank: pipelined(
+        rank, schedule("ScheduleInterleavedZeroBubble"), per_rank=2
+    ),
+    "pipeline same names": lambda rank: pipelined(rank, schedule("ScheduleGPipe"), named=False),
     "fsdp1 flat": lambda rank: trained(rank, fsdp1(False), clip=clip_fsdp),
 }
 
