@@ -371,6 +371,27 @@ class Watch:
         scale: float | None,
         now: float,
     ) -> Decision:
+        """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        try:
+            return self._decided(lane, course, window, extras, scalars, scale, now)
+        except Exception as error:
+            totals = self._ranks.totals(lane, window)
+            if totals is None:
+                raise
+            self.failed("boundary", error)
+            lane.reduced_total = totals.applied
+            return course.bound.fallback(totals.raw)
+
+    def _decided(
+        self,
+        lane: Lane,
+        course: Course,
+        window: Window,
+        extras: Extras,
+        scalars: Mapping[str, Any],
+        scale: float | None,
+        now: float,
+    ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
         shared = self._ranks.share(lane, window, extras, values)
         if shared is None:  # the other ranks' part of these numbers is missing
@@ -406,7 +427,8 @@ class Watch:
         except Exception as error:
             self.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
-            return Verdict(), course.bound.fallback(snapshot) if self._ranks.several else Decision()
+            several = self._ranks.several
+            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
         self._failures = 0
         return verdict, decision
 

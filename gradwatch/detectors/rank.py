@@ -89,8 +89,8 @@ class RankOutlier(Detector):
         z = ((r - level.m) / deviation(level)).astype(np.float64)
         z = z if len(r) == 2 else np.abs(z)
         z = np.where(judged(level, self.warmup), z, np.nan)
-        finite = np.isfinite(r)
-        alone: BoolArray = sample.present & ~np.isfinite(sample.values) & bool(finite.any())
+        finite = np.isfinite(sample.values)
+        alone: BoolArray = sample.present & ~finite & bool((sample.present & finite).any())
         return np.where(alone, math.inf, z)
 
     def learn(self, state: State, sample: Sample) -> LevelState:

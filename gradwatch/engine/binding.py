@@ -164,12 +164,12 @@ class BoundEngine:
                     decision |= orders(one, consecutive)
         return decision, state
 
-    def fallback(self, snapshot: Snapshot) -> Decision:
+    def fallback(self, total_norm: float) -> Decision:
         """The orders that hold without a verdict, should `evaluate` fail on one rank of several.
 
         The standing clip, and the skip of a step whose gradients are not finite where a rule asks for it.
         """
-        broken = not math.isfinite(snapshot.total_norm)
+        broken = not math.isfinite(total_norm)
         skips = any(
             one.detector.kind == "nonfinite" and one.rule.acts and one.skip for one in self.plan.rules
         )

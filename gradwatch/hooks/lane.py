@@ -63,6 +63,11 @@ class Window:
         raw = self._host(self.raw)
         return raw, raw if self.after is self.raw else self._host(self.after)
 
+    def total(self) -> float:
+        """The total norm before clipping, of every gradient there is."""
+        raw, _ = self.resolve()
+        return float(np.sqrt(np.dot(raw, raw)))
+
     def _host(self, part: Norms | DeviceReading) -> Norms:
         return np.sqrt(part.squares()) if isinstance(part, DeviceReading) else part
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -76,6 +76,13 @@ class Shared:
     total_applied: float | None = None
 
 
+class Totals(NamedTuple):
+    """Total norms that every rank knows; `applied` None where this rank's own is that."""
+
+    raw: float
+    applied: float | None
+
+
 @dataclass(slots=True, eq=False)
 class Seat:
     """One lane's place among the ranks: what was agreed on, and the group it talks over (None = it does not)."""
@@ -90,6 +97,7 @@ class Seat:
     replicas: bool = False
     usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
     lost: bool = False
+    told: Told | None = None
 
     def lose(self, why: str, own: Sites) -> None:
         """Go on without the others; what was laid out for all ranks is laid out anew."""
@@ -138,6 +146,8 @@ class Ranks:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
         if lane is not None:
             self._turn.add(lane.index)
+            if lane.index in self._seats:
+                self._seats[lane.index].told = None
 
     def enter(self, lane: Lane) -> bool:
         """Meet the other ranks at the first boundary of a lane, or of its changed parameters; True if met now."""
@@ -257,8 +267,9 @@ class Ranks:
         self, index: int, seat: Seat, layout: Layout, group: Group, vector: reduce.Vector
     ) -> Told | None:
         self._turn.discard(index)
+        seat.told = None
         try:
-            told = Told(layout, group.total(vector))
+            told = seat.told = Told(layout, group.total(vector))
         except AloneError as error:
             seat.lose(str(error), seat.lane_sites)
             self._report("ranks", error)
@@ -267,6 +278,23 @@ class Ranks:
             ranks = ", ".join(map(str, told.blind))
             self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; nobody acts on it"))
         return told
+
+    def totals(self, lane: Lane, window: Window) -> Totals | None:
+        """What the other ranks decide by, should a fault of ours keep this one from judging as they do.
+
+        None where there are none, where they cannot know it either, or where they have not been told yet.
+        """
+        seat = self._seats.get(lane.index)
+        if seat is None or seat.alone or not self.several:
+            return None
+        if seat.layout is None:
+            return Totals(window.total(), None)
+        told = seat.told
+        if told is None or not told.complete or lane.index in self._turn:
+            return None
+        if not seat.layout.pooled:
+            return Totals(window.total(), None)
+        return Totals(*(float(np.sqrt(told.column(name).sum())) for name in ("squares", "applied")))
 
     def _catch_up(self, lane: Lane, window: Window, told: Told | None) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
