@@ -84,11 +84,14 @@ class RankOutlier(Detector):
         return empty_level(size)
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
-        """|z| of each rank, +inf of one that is not finite while another is; NaN where there is no judgement."""
+        """|z| of each rank, +inf of one that is not finite while another is; NaN where there is no judgement.
+
+        0 while warming up: a rank that was not finite must be able to recover before it has a baseline.
+        """
         level, r = cast(LevelState, state), _ratio(sample)
         z = ((r - level.m) / deviation(level)).astype(np.float64)
         z = z if len(r) == 2 else np.abs(z)
-        z = np.where(judged(level, self.warmup), z, np.nan)
+        z = np.where(judged(level, self.warmup) | np.isnan(r), z, 0.0)
         finite = np.isfinite(sample.values)
         alone: BoolArray = sample.present & ~finite & bool((sample.present & finite).any())
         return np.where(alone, math.inf, z)

@@ -7,6 +7,9 @@ the weights: whatever happens, the ranks must hold the same ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +33,8 @@ from gradwatch.rules import RuleSet
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Collector, Net, batch, fsdp2, loss_of
 
-TRIALS = 12
+TRIALS = 100
+TRIALS_PER_WATCH = 10
 ACTING = """
 version: 1
 clip: {total: {method: norm, max_norm: 0.05}}
@@ -52,6 +56,9 @@ ON_LOSS = "version: 1\nrules:\n  loss: {detect: {kind: loss_nonfinite}, do: [ski
 ON_LOCAL = (
     "version: 1\nrules:\n  far: {detect: {kind: above, of: norm_local, threshold: 9}, do: [skip_step]}\n"
 )
+
+
+BROKEN = (math.nan, math.inf, -math.inf)
 
 
 class Poison:
@@ -121,23 +128,26 @@ def told(collector: Collector, rule: str) -> list[Any]:
 
 
 def nan_on_one_rank(rank: int) -> list[dict[str, Any]]:
-    """Trials, each with a model and a watch of its own: a NaN on rank 1 at a random step and parameter."""
-    names = [name for name, _ in Net().named_parameters()]
+    """A NaN in one parameter of rank 1 at a random step, ten times under each of ten watches."""
+    generator = random.Random(5)
     found = []
-    for trial in range(TRIALS):
-        name, at = names[trial % len(names)], 1 + trial % 3
+    for _ in range(TRIALS // TRIALS_PER_WATCH):
         plain, model, optimizer = made()
-        poison = Poison(plain, rank, name)
+        names = [name for name, _ in plain.named_parameters()]
+        poisons = {name: Poison(plain, rank, name, generator.choice(BROKEN)) for name in names}
+        # Two healthy steps at least in between, so that every one is an incident of its own.
+        steps = list(itertools.accumulate(generator.randint(3, 5) for _ in range(TRIALS_PER_WATCH)))
+        chosen = {step: generator.choice(names) for step in steps}
         with watched(model, optimizer, "") as (gw, collector):
             hashes = []
-            for step in range(5):
-                poison.now = step == at
+            for step in range(steps[-1] + 2):
+                for name, poison in poisons.items():
+                    poison.now = chosen.get(step) == name
                 take_step(model, optimizer, step, rank)
                 hashes.append(weights(model))
             found.append(
                 {
-                    "name": name,
-                    "step": at,
+                    "chosen": list(chosen.items()),
                     "outlier": told(collector, "rank-outlier"),
                     "nonfinite": told(collector, "non-finite"),
                     "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
@@ -310,6 +320,7 @@ def corrupted(rank: int) -> dict[str, Any]:
 
         return work.get_future().then(flip)
 
+    hook.__annotations__.clear()  # DDP compares them with its own types, not with their names
     model.register_comm_hook(None, hook)
     with watched(model, optimizer, "") as (gw, collector):
         for step in range(8):

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -50,7 +49,6 @@ def launch(module: str, chosen: str = "") -> dict[str, list[Any]]:
         codes = [rank.returncode for rank in ranks]
         assert codes == [0] * WORLD, f"exit codes {codes}\n" + "\n".join(said)
         homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
-    print(said[0])
     return {name: [home[name] for home in homes] for name in homes[0]}
 
 
@@ -70,13 +68,11 @@ def main(module: str, folder: str, chosen: str, rank: int) -> None:
         if chosen and chosen not in name:
             continue
         torch.manual_seed(0)
-        began = time.monotonic()
         try:
             results[name] = situation(rank)
         except Exception:
             results[name] = {"raised": traceback.format_exc()}
         dist.barrier()
-        print(f"{name}: {time.monotonic() - began:.2f} s", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
