@@ -21,7 +21,10 @@ STEPS = 6
 def main(folder: str) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # torchrun keeps its store over a restart, and gloo would find the addresses of the first attempt in it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    own = dist.PrefixStore(f"attempt{attempt}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
