@@ -39,7 +39,8 @@ class RankOutlier(Detector):
     """A rank whose local gradient is out of line with the other ranks', before the reduction spreads it.
 
     r_k = ln n_k - median over ranks of ln n, n_k being the L2 norm of rank k's local gradients (all
-    parameters, largest micro-batch of each); then z as in `spike`, on each rank's own r. Fires where |z| > 8,
+    parameters, largest micro-batch of each); then z as in `spike`, on each rank's own r, less the median over
+    ranks of r - m: one rank that leaves must not move the middle and so all the others. Fires where |z| > 8,
     of two ranks only where z > 8 (their r are opposites, so that one of them falls when the other rises).
     A rank alone in being NaN or Inf scores infinity, from the first step on. Use `rank_mismatch` for ranks
     that no longer hold the same weights.
@@ -88,7 +89,8 @@ class RankOutlier(Detector):
 
         0 while warming up: a rank that was not finite must be able to recover before it has a baseline.
         """
-        level, r = cast(LevelState, state), _ratio(sample)
+        level = cast(LevelState, state)
+        r = _ratio(level, sample)
         z = ((r - level.m) / deviation(level)).astype(np.float64)
         z = z if len(r) == 2 else np.abs(z)
         z = np.where(judged(level, self.warmup) | np.isnan(r), z, 0.0)
@@ -100,7 +102,7 @@ class RankOutlier(Detector):
         """Absorb each rank's r, winsorised once 20 are known."""
         level = cast(LevelState, state)
         enough = mature(self.half_life, self.warmup)
-        return absorb(level, _ratio(sample), deviation(level), self.half_life, enough)
+        return absorb(level, _ratio(level, sample), deviation(level), self.half_life, enough)
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> LevelState:
         """Start over, unless it is to keep judging: what steers all ranks alike changes no ratio of theirs."""
@@ -108,13 +110,18 @@ class RankOutlier(Detector):
         return level if keep_judging else restart_level(level, mask, self.warmup, keep_judging)
 
 
-def _ratio(sample: Sample) -> Array32:
-    """r[W] = ln n_k - median ln n in nats, float32; NaN where missing, not finite, or where nobody else is."""
+def _ratio(level: LevelState, sample: Sample) -> Array32:
+    """r[W] in nats, float32, shifted so that most ranks are where they usually are.
+
+    NaN where missing, not finite, or where nobody else is.
+    """
     usable = sample.present & (sample.values >= 0) & (sample.values < math.inf)
     if np.count_nonzero(usable) < 2:
         return np.full(len(usable), np.float32(np.nan))
     x = np.log(np.maximum(np.where(usable, sample.values, 1.0), ZERO_NORM))
-    return np.where(usable, x - np.median(x[usable]), np.nan).astype(np.float32)
+    r = x - np.median(x[usable])
+    r -= np.median((r - level.m)[usable])
+    return np.where(usable, r, np.nan).astype(np.float32)
 
 
 @register_detector

@@ -68,8 +68,8 @@ class Series:
 
     @property
     def always(self) -> bool:
-        """Whether it has values on steps on which no column was measured beside the norms."""
-        return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS
+        """Whether it has values on steps on which no column was measured beside the norms (and by rank)."""
+        return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
         """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""
