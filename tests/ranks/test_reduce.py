@@ -137,11 +137,8 @@ def test_a_blind_rank_makes_the_facts_incomplete() -> None:
     told = Told(layouts[0], vector + reduce.blind(layouts[1]) + late)
     assert not told.complete
     assert told.blind == [1]
-    apart = Told(
-        layouts[0],
-        vector + late + reduce.encode(layouts[1], w, w.resolve(), {}, {}, None, Usual(np.zeros(K))),
-    )
-    assert not apart.complete
+    third = reduce.encode(layouts[1], w, w.resolve(), {}, {}, None, Usual(np.zeros(K)))
+    assert not Told(layouts[0], vector + late + third).complete
 
 
 def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
