@@ -85,7 +85,20 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
                 f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}; "
                 "leave it out and every optimizer is adopted at its first step"
             )
-    return optimizers
+    return [innermost(one) for one in optimizers]
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that really steps, inside the wrappers of Accelerate and Lightning.
+
+    Those are Optimizers by class only: they have no parameters of their own, and no step hook ever sees them.
+    """
+    while "param_groups" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
 
 
 def _make_room(models: list[nn.Module], origin: str) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
-import torch
+from typing import NamedTuple
 
 from gradwatch.engine import BoundEngine, EngineState
-from gradwatch.hooks.device import Arriving
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Record, Sites, Snapshot
 
-_FIRST = np.zeros(1, np.intp)
+CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
+
+
+class Clock(NamedTuple):
+    """When a step was: our own cost since the last Record, the time since the last step, seconds since the epoch."""
+
+    overhead_seconds: float
+    step_seconds: float | None
+    wall_time: float
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class Course:
     local: LocalNorms | None
     last_step: float | None = None
     observed: int = 0
+    calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
 
 
@@ -46,19 +51,6 @@ def clipped(snapshot: Snapshot, decision: Decision, total: float) -> Snapshot:
         return snapshot
     applied = snapshot.total_norm_applied * float(coefficient)
     return replace(snapshot, coef=snapshot.coef * coefficient, total_norm_applied=applied)
-
-
-def kept(value: float | torch.Tensor) -> float | Arriving:
-    """A number as it is; a tensor detached, and read without waiting where it lives on a device."""
-    if not isinstance(value, torch.Tensor):
-        return float(value)
-    value = value.detach()
-    return float(value) if value.device.type == "cpu" else Arriving([value.reshape(1)], _FIRST, 1)
-
-
-def arrived(value: Any) -> float:
-    """The number behind `kept`, waited for where it is still on its way."""
-    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
 
 
 def json_safe(value: float) -> float | str:

@@ -17,6 +17,10 @@ class AttachError(GradwatchError):
     """
 
 
+class MissingDependencyError(GradwatchError, ImportError):
+    """An integration was imported whose framework is not installed; the message names what to install."""
+
+
 class TrainingStopped(GradwatchError):  # noqa: N818 (an order, not an error)
     """A rule with `do: [stop]` fired; raised from `optimizer.step()` after the journal was flushed."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError
-from gradwatch.hooks.group import place
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.ranks import Wants
 from gradwatch.hooks.sampling import COLUMNS as SAMPLED_COLUMNS
-from gradwatch.snapshot import RANK_COLUMNS, RunInfo
+from gradwatch.snapshot import RANK_COLUMNS
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
@@ -55,9 +52,3 @@ def _refusal(engine: Engine) -> str:
         + "\n".join(refused)
         + "\nuse `mode: shadow`, take `do:` out, or judge `norm` or `total_norm`, which are reduced"
     )
-
-
-def placed(run: RunInfo) -> RunInfo:
-    """The run with the rank and world size of torch.distributed, where it is initialised already."""
-    rank, world = place()
-    return run if world == 1 else replace(run, rank=rank, world_size=world)

@@ -20,7 +20,7 @@ BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
 Severity = Literal["info", "warning", "critical"]
 
-SCALAR_COLUMNS = ("loss", "lr", "loss_scale", "total_norm")
+SCALAR_COLUMNS = ("loss", "lr", "loss_scale", "scaler_skip", "total_norm")
 """Columns with one value per step rather than one per site."""
 
 RANK_COLUMNS = frozenset({"rank_norm", "rank_mismatch"})
@@ -73,8 +73,11 @@ class Snapshot:
     `coef[S]` is the smallest multiplier applied between `norm` and the optimizer (1 = untouched).
     `total_norm` is the root sum of squares over all parameters; `total_norm_applied` the same after clipping.
     `columns` holds only what rules asked for, and `nonfinite` (elements) / `norm_overflow` on suspicion.
-    `scalars` holds the one-per-step values (`loss`, `lr`). `provisional`: the numbers may be post-clip because
-    the loop was not learned yet; exported, never learned. `coverage` is parameters measurable / expected, 0..1.
+    `loss_scale` is that of the GradScaler these gradients went through, None without one. `scalars` holds the
+    other one-per-step values: `loss`, `lr`, and under a GradScaler `scaler_skip`, 1 where it rejected the step
+    (gradients overflowed, the optimizer did not move) and 0 where not. `provisional`: the numbers may be
+    post-clip because the loop was not learned yet; exported, never learned. `coverage` is parameters
+    measurable / expected, 0..1.
     """
 
     optimizer: int
@@ -115,7 +118,7 @@ class Snapshot:
         return None
 
     def scalar(self, name: str) -> float | None:
-        """A one-per-step value (`loss`, `lr`, `loss_scale`, `total_norm`); None when not observed."""
+        """A one-per-step value (`loss`, `lr`, `loss_scale`, `scaler_skip`, `total_norm`); None when not observed."""
         if name == "total_norm":
             return self.total_norm
         if name == "loss_scale":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
+import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,26 +17,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.course import Course, arrived, clipped, json_safe, kept
+from gradwatch.course import CALM, Clock, Course, clipped, json_safe
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import precision, sampling
+from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.clipping import BeforeClip
+from gradwatch.hooks.deferred import Measured
+from gradwatch.hooks.device import arrived, capturing, is_ready, kept
 from gradwatch.hooks.flat import FlatTaps
-from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.pipeline import PipelineStages
-from gradwatch.hooks.precision import LossScale
+from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import local_taps
-from gradwatch.rank_rules import check_ranks, placed, wants
+from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import check_ranks, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
@@ -42,8 +49,14 @@ from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdi
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
-IN_BACKWARD = "an optimizer that steps inside backward is not watched by this version; it runs as it is"
-COVERAGE_EVERY = 16  # steps
+IN_GRAPH = (
+    "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
+)
+BLIND = (
+    "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
+    "give them to the optimizer (add_param_group, or a new one)"
+)
+OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local", "ranks")
 NOT_ALONE = (
@@ -80,18 +93,21 @@ class Watch:
         self._courses: dict[int, Course] = {}
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
-        self._seen_coverage = (-COVERAGE_EVERY, 1.0)
+        self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
         self._restored: Mapping[str, Any] = {}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
-        self._left_alone = False
+        self._captured = False
         self._paused_until = 0.0
-        self.run: RunInfo = placed(run_info(ruleset, Engine(ruleset).rule_infos, settings))
+        run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._engine = Engine(ruleset, self.run.rank)
         self._ranks = Ranks(
             f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
         )
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        self._may_wait = not self._engine.acts_on_host and ruleset.clip is None
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)
@@ -110,10 +126,10 @@ class Watch:
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
-            if not self._capture.marked:
+            if not self._capture.marked and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
-                    "attach after unfreezing it (requires_grad_), or after the first forward of lazy modules"
+                    "attach after unfreezing it (requires_grad_)"
                 )
             self._taps = self._module_taps(models)
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
@@ -125,9 +141,9 @@ class Watch:
             self._flat.close()
             self._capture.close()
             raise
-        self._loss_scale = LossScale(self._scaler_stepped, self.failed)
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
@@ -135,6 +151,7 @@ class Watch:
             sink.open(self.run)
         _live.append(weakref.ref(self))
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+        _at_exit()
         self._ends_with(models)
 
     # -- for users ---------------------------------------------------------------------------------------
@@ -164,6 +181,15 @@ class Watch:
             except Exception as error:
                 self.failed("observe", error)
 
+    def about_to_clip(self) -> None:
+        """Have the gradients read now, before code of your own clips them; changes and raises nothing.
+
+        torch's `clip_grad_*` functions do this by themselves. Other code needs it for the window of an
+        accumulating loop that ends early: without it that step is flagged provisional, its norm read too late.
+        """
+        if not self._closed:
+            self._before_clip.read()
+
     @property
     def url(self) -> str | None:
         """Where /metrics is served, None without an endpoint."""
@@ -176,10 +202,11 @@ class Watch:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
-        return 0.0 if self._closed else self._capture.coverage()
+        return 0.0 if self._closed else self._capture.count_coverage()
 
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
+        self._catch_up()
         records = [course.record for course in self._courses.values() if course.record is not None]
         return {
             "run_id": self.run.run_id,
@@ -214,7 +241,7 @@ class Watch:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
         if self._closed:
             return True
-        self._boundary.settle_deferred()
+        self._catch_up()
         deadline = time.monotonic() + timeout
         done = [sink.flush(max(0.0, deadline - time.monotonic())) for sink in self._sinks]
         return all(done)
@@ -223,6 +250,7 @@ class Watch:
         """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
         if self._closed:
             return self._last_state
+        self._catch_up()
         lanes = dict(self._restored)  # loaded, and not taken up by a step yet
         for lane in self._capture.lanes:
             course = self._courses.get(lane.index)
@@ -236,26 +264,27 @@ class Watch:
             raise AttachError(
                 f"this state was saved by another version: {state.get('version')!r}, expected 1"
             )
+        self._catch_up()
         self._restored = dict(state["lanes"])
         for lane in [] if self._closed else self._capture.lanes:
             self._restore(lane)
+
+    def _catch_up(self) -> None:
+        """Judge what was put off, unless this is a forked child, which has no steps of its own."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._boundary.settle_deferred()
 
     def close(self) -> None:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
-        self._last_state = self.state_dict()
+        try:
+            self._last_state = self.state_dict()
+        except Exception as error:  # a watch that cannot tell its state must still let go
+            self.health.report("close", error)
         locals_ = [course.local for course in self._courses.values()]
-        parts = [
-            self._ranks,
-            self._boundary,
-            self._stages,
-            self._loss_scale,
-            self._taps,
-            self._flat,
-            *locals_,
-            self._capture,
-        ]
+        taps = [self._stages, self._taps, self._flat]
+        parts = [self._ranks, self._before_clip, self._boundary, *taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -272,14 +301,11 @@ class Watch:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
         if self._closed or os.getpid() != self.run.pid or self._pausing():
             return False
-        if torch._C._current_graph_task_id() != -1:
-            self._leave_alone()
-            return False
         if self._capture.lane_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
-        return any(self._capture.knows(p) for group in optimizer.param_groups for p in group["params"])
+        return self._capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
@@ -302,7 +328,7 @@ class Watch:
     def needs_host(self, lane: Lane) -> bool:
         """Whether some rule acts on this very step, and no device can decide it alone."""
         # A device knows only its own rank's part of a pooled norm.
-        return self._engine.acts_on_host or (self._ranks.pools(lane) and self._engine.skips_nonfinite)
+        return self._engine.acts_on_host or self._ranks.talks(lane)
 
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
@@ -314,36 +340,66 @@ class Watch:
         if not self._closed and os.getpid() == self.run.pid:
             self._ranks.depart(self._capture.lane_of(optimizer))
 
+    def enter(self, lane: Lane) -> None:
+        """The ranks meet at the first boundary of a lane, and its rules are bound to what they know together."""
+        if self._ranks.enter(lane):
+            self._stages.look()
+            self.bound(lane)
+
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether some rule skips non-finite steps."""
         return self._engine.skips_nonfinite
 
-    def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
+    def max_norm(self, lane: Lane) -> float | None:
+        """The standing clip of the rule file; None without one."""
+        return self._courses[lane.index].bound.max_norm
+
+    def captured(self) -> None:
+        """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
+        if not self._captured:
+            self._captured = True
+            self.health.report("capture", AttachError(IN_GRAPH))
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
-        if self._ranks.enter(lane):
-            self._stages.look()
-            self.bound(lane)
         course = self._courses[lane.index]
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
-            left = 1.0 if optimizer is None else precision.at_step(optimizer)
-            sampled = course.sampler.collect(window.step, lane.params, lane.grads, left)
+            sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
             params += [] if sampled is None else [sampled]
+        scale = 1.0 if window.loss_scale is None else window.loss_scale
         if course.local is not None:
-            params.append(course.local.collect(self._loss_scale.in_backward()))
+            params.append(course.local.collect(scale))
         modules = []
         if self._taps is not None and lane.index == 0:
-            modules.append(self._taps.collect(window.step, self._loss_scale.in_backward()))
+            modules.append(self._taps.collect(window.step, scale))
         scalars = self._unseen(course)
         if optimizer is not None:
-            scalars |= self._of_optimizer(lane, optimizer)
-        extras, scale, now = (
-            Extras(tuple(params), tuple(modules)),
-            self._loss_scale.current(),
-            time.perf_counter(),
-        )
-        return lambda: self._judge(lane, course, window, extras, scalars, scale, now)
+            scalars |= self._of_optimizer(optimizer)
+        if window.skipped is not None:
+            scalars["scaler_skip"] = window.skipped
+        if window.calm:
+            window.calm = (
+                self._may_wait
+                and course.calm >= CALM
+                and window.loss_scale is None
+                and window.skipped is None
+                and not (params or modules or self._ranks.talks(lane) or course.sampler.expects_move)
+                and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
+            )
+        extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
+
+        def ready() -> bool:
+            return window.ready() and extras.ready() and all(map(is_ready, scalars.values()))
+
+        return Measured(ready, lambda: self._judge(lane, course, window, extras, scalars, at))
+
+    def _clock(self, course: Course) -> Clock:
+        """When this step is, and what it cost."""
+        now = time.perf_counter()
+        before, course.last_step = course.last_step, now
+        return Clock(self._spent(), None if before is None else now - before, time.time())
 
     def _unseen(self, course: Course) -> dict[str, Any]:
         """What was observed since this lane's last step; every lane sees every value once."""
@@ -351,15 +407,9 @@ class Watch:
         course.observed = self._observed
         return fresh
 
-    def _of_optimizer(self, lane: Lane, optimizer: Optimizer) -> dict[str, Any]:
-        """`lr`, and `scaler_skip` on a step that a fused optimizer under a GradScaler will skip by itself."""
-        found: dict[str, Any] = {}
-        lr = optimizer.param_groups[0].get("lr", 0.0)
-        if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu":
-            found["lr"] = float(lr)
-        if (lane.on_cpu or self.needs_host(lane)) and precision.rejected(optimizer):
-            found["scaler_skip"] = 1.0
-        return found
+    def _of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`lr`; a tensor of a capturable optimizer is read without waiting."""
+        return {"lr": kept(optimizer.param_groups[0].get("lr", 0.0))}
 
     def _judge(
         self,
@@ -368,12 +418,11 @@ class Watch:
         window: Window,
         extras: Extras,
         scalars: Mapping[str, Any],
-        scale: float | None,
-        now: float,
+        at: Clock,
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
         try:
-            return self._decided(lane, course, window, extras, scalars, scale, now)
+            return self._decided(lane, course, window, extras, scalars, at)
         except Exception as error:
             totals = self._ranks.totals(lane, window)
             if totals is None:
@@ -389,30 +438,36 @@ class Watch:
         window: Window,
         extras: Extras,
         scalars: Mapping[str, Any],
-        scale: float | None,
-        now: float,
+        at: Clock,
     ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
         shared = self._ranks.share(lane, window, extras, values)
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
-        coverage = self._coverage(lane)
-        snapshot = assemble(
-            lane.index, course.sites, shared.window, shared.extras, shared.values, scale, coverage
-        )
+        sites, coverage = course.sites, self._coverage()
+        snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
         if not shared.may_act and (decision.skip or decision.max_norm is not None):
             self.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
+        rejected = bool(shared.values.get("scaler_skip"))
+        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+            self.health.report("action", AttachError(OBSERVED))
+            decision = decision.withheld()
         if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, lane.total_applied())
+            snapshot = clipped(snapshot, decision, shared.window.total_applied())
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
-            course.sampler.moved(np.zeros_like(moved) if decision.skip else moved)
-        step_seconds = None if course.last_step is None else now - course.last_step
-        course.last_step = now
-        course.record = record = Record(snapshot, verdict, decision, self._spent(), step_seconds, time.time())
+            moved &= not (decision.skip or rejected)
+            course.sampler.moved(moved, window.step)
+        if lane.thinned and not window.trusted and window.repeats is not None:
+            lane.ambiguous = True
+            self._capture.restore(lane)
+        unusual = verdict.events or verdict.breaching or shared.window.details or snapshot.provisional
+        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
+        lane.usual = snapshot.total_norm if self._may_wait and course.calm >= CALM else None
+        course.record = record = Record(snapshot, verdict, decision, *at)
         for sink in self._sinks:
             sink.write(record)
         if decision.stop:
@@ -462,13 +517,14 @@ class Watch:
     def _backward_ended(self) -> None:
         if self._closed or self._pausing():
             return
-        scale = self._loss_scale.in_backward()
+        if capturing():
+            return  # a read of ours would become part of the user's CUDA graph, or break it
         with torch.no_grad():
             for lane in self._capture.lanes:
                 if lane.index not in self._courses:
                     self.bound(lane)
                 if lane.backwards and lane.due():
-                    lane.read(scale)
+                    lane.read()
 
     def _stage_scaled(self, stage: nn.Module) -> None:
         """The gradients of a pipeline stage are final: read again what its backwards left."""
@@ -478,13 +534,10 @@ class Watch:
         with torch.no_grad():
             for lane in self._capture.lanes:
                 if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
-                    lane.read(self._loss_scale.in_backward())
+                    lane.read()
 
-    def _leave_alone(self) -> None:
-        """Say once that an optimizer stepping inside backward is not watched; no fault, so nothing pauses."""
-        if not self._left_alone:
-            self._left_alone = True
-            self.health.report("capture", AttachError(IN_BACKWARD))
+    def _resting(self) -> bool:
+        return self._closed or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
@@ -507,13 +560,6 @@ class Watch:
         self._wanted.clear()
         return [optimizer for optimizer in found if self._capture.lane_of(optimizer) is None]
 
-    def _scaler_stepped(self, optimizers: frozenset[int]) -> None:
-        """A window still open after `scaler.step` was rejected by the scaler: nothing is learned from it."""
-        for lane in [] if self._closed else self._capture.lanes:
-            optimizer = None if lane.optimizer is None else lane.optimizer()
-            if optimizer is not None and id(optimizer) in optimizers and lane.backwards:
-                lane.discard()
-
     def _spent(self) -> float:
         """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""
         boundary, capture = self._boundary, self._capture
@@ -521,14 +567,14 @@ class Watch:
         boundary.spent_seconds = capture.spent_seconds = 0.0
         return spent
 
-    def _coverage(self, lane: Lane) -> float:
-        """The coverage, counted anew every few steps of the first lane."""
-        seen_at, coverage = self._seen_coverage
-        if lane.step - seen_at >= COVERAGE_EVERY or lane.step < seen_at:
-            coverage = self._capture.coverage()
-            self._capture.remark(lane)
-            self._seen_coverage = (lane.step, coverage)
-        return coverage
+    def _coverage(self) -> float:
+        """The coverage as of this boundary; a fall is said once, until it is whole again."""
+        ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
+        if missing and not self._said_blind:
+            listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
+        self._said_blind = bool(missing)
+        return ratio
 
     def _restore(self, lane: Lane) -> None:
         saved = self._restored.get(str(lane.index))
@@ -573,6 +619,17 @@ def _close_sinks(sinks: list[Breaker], pid: int) -> None:
     if os.getpid() == pid:
         for sink in sinks:
             sink.close()
+
+
+@functools.cache
+def _at_exit() -> None:
+    """At exit, judge what was put off before the sinks are closed: atexit goes backwards."""
+    atexit.register(_catch_up_all)
+
+
+def _catch_up_all() -> None:
+    for watch in live_watches():
+        watch._catch_up()
 
 
 def _model_gone(owner: weakref.ref[Watch]) -> None:

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 from gradwatch.hooks.assemble import Extras, assemble
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.lane import Lane, Window
-from gradwatch.hooks.precision import LossScale
+from gradwatch.hooks.deferred import Measured
+from gradwatch.hooks.device import arrived
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision, Snapshot
 
 
@@ -25,10 +27,10 @@ class Recorder:
         self.decide: Callable[[Snapshot], Decision] = lambda snapshot: Decision()
         self.wait = True
         self.gate = False
+        self.clip: float | None = None
         self.on_device = on_device
         listed = [models] if isinstance(models, nn.Module) else list(models)
         self.capture = Capture(listed, self._backward_ended, self.failed)
-        self.scale = LossScale(self._scaler_stepped, self.failed)
         self.boundary = Boundary(self.capture, self)
 
     def __enter__(self) -> Recorder:
@@ -40,12 +42,11 @@ class Recorder:
     def close(self) -> None:
         """Remove every hook; a fault inside gradwatch fails the test."""
         self.boundary.close()
-        self.scale.close()
         self.capture.close()
         assert self.errors == []
 
     def owns(self, optimizer: Optimizer) -> bool:
-        return any(self.capture.knows(p) for group in optimizer.param_groups for p in group["params"])
+        return self.capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
         lane.on_cpu = lane.on_cpu and not self.on_device
@@ -58,16 +59,24 @@ class Recorder:
 
     def arrive(self, optimizer: Optimizer) -> None: ...
 
+    def enter(self, lane: Lane) -> None: ...
+
     def depart(self, optimizer: Optimizer) -> None: ...
 
-    def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
+    def max_norm(self, lane: Lane) -> float | None:
+        return self.clip
+
+    def captured(self) -> None:
+        raise AssertionError("no test captures a graph")
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
         def judge() -> Decision:
-            scale = self.scale.current()
-            snapshot = assemble(lane.index, lane.sites, window, Extras(), {}, scale, 1.0)
+            scalars = {} if window.skipped is None else {"scaler_skip": arrived(window.skipped)}
+            snapshot = assemble(lane.index, lane.sites, window, Extras(), scalars, 1.0)
             self.snapshots.append(snapshot)
             return self.decide(snapshot)
 
-        return judge
+        return Measured(window.ready, judge)
 
     def failed(self, component: str, error: BaseException) -> None:
         self.errors.append((component, error))
@@ -76,13 +85,7 @@ class Recorder:
         with torch.no_grad():
             for lane in self.capture.lanes:
                 if lane.backwards and lane.due():
-                    lane.read(self.scale.in_backward())
-
-    def _scaler_stepped(self, optimizers: frozenset[int]) -> None:
-        for lane in self.capture.lanes:
-            optimizer = lane.optimizer() if lane.optimizer is not None else None
-            if optimizer is not None and id(optimizer) in optimizers and lane.backwards:
-                lane.discard()
+                    lane.read()
 
 
 def norms_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:

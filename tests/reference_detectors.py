@@ -148,3 +148,25 @@ class Temporal:
                 if self.firing and self.quiet is not None and step - self.quiet >= self.keep:
                     self.firing, self.quiet = False, None
         return "firing" if self.firing else "pending" if self.streak else ""
+
+
+class ScaleCollapse:
+    """Halvings among the last `within` scales, over `halvings`; or 1 / scale. Written as a list of falls."""
+
+    def __init__(self, halvings: int, within: int, settle: int) -> None:
+        self.halvings, self.within, self.settle = halvings, within, settle
+        self.scales: list[float] = []
+        self.falls: list[float] = []
+
+    def __call__(self, scale: float | None) -> float:
+        """The score of the next scale (None = none this step)."""
+        if scale is None or not math.isfinite(scale):
+            return NAN
+        if scale == 0:
+            return math.inf
+        if self.scales and scale > 4 * self.scales[-1]:
+            self.scales, self.falls = [], []
+        settled = len(self.scales) > self.settle
+        self.falls.append(max(0.0, math.log2(self.scales[-1] / scale)) if settled else 0.0)
+        self.scales.append(scale)
+        return max(sum(self.falls[-self.within :]) / self.halvings, 1 / scale)

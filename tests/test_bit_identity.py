@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,34 @@ def watched(tmp_path: Path) -> Callable[..., Any]:
 def test_watching_changes_no_bit(model: str, optimizer: str, mode: str, watched: Callable[..., Any]) -> None:
     """The default pack on a healthy run: the hash of everything is that of the unwatched run."""
     assert train(model, optimizer, mode, 30, watched) == train(model, optimizer, mode, 30, unwatched)
+
+
+def test_what_sinks_import_draws_no_number(tmp_path: Path) -> None:
+    """A library that draws from `random` while it is imported (rich does) leaves the job's generators alone."""
+    (tmp_path / "rich.py").write_text("import random\nrandom.random()\n")
+    code = (
+        "import random, tempfile\n"
+        "import numpy as np, torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "def states(): return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()\n"
+        "before = states()\n"
+        "import gradwatch\n"
+        "with gradwatch.watch(model, optimizer, run_dir=tempfile.mkdtemp(), listen='127.0.0.1:0', strict=True):\n"
+        "    model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
+        "import sys\n"
+        "assert 'rich' in sys.modules\n"
+        "assert states() == before\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.soak

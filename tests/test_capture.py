@@ -309,6 +309,33 @@ def test_backward_that_raises_is_followed_by_a_right_one() -> None:
             close(seen(recorder.snapshots[-1]), want)
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_backward_that_raised_midway_counts_for_nothing(cleared: bool) -> None:
+    """Retried at once: one arrival each, the norm of what is in `.grad`, cleared in between or not."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model) as recorder:
+        for step in range(6):
+            optimizer.zero_grad()
+            if step == 3:
+                handle = model[0].weight.register_hook(lambda grad: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model).backward()
+                handle.remove()
+                if cleared:
+                    optimizer.zero_grad()
+            loss_of(model).backward()
+            want = norms_of(model.named_parameters())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            snapshot = recorder.snapshots[-1]
+            if step:
+                close(seen(snapshot), want)
+                assert snapshot.calls.tolist() == [1, 1, 1, 1]
+                assert snapshot.micro == 1
+                assert not snapshot.provisional
+
+
 def test_add_param_group_and_replaced_parameter() -> None:
     """Parameters that join later are sites from their first step on, under their own names."""
     model = net()
@@ -466,7 +493,7 @@ def test_details_of_suspicious_norms() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scale_is_removed(fused: bool) -> None:
-    """Under a GradScaler every norm is that of the unscaled gradient; a rejected step leaves no Snapshot."""
+    """Under a GradScaler every norm is that of the unscaled gradient; a rejected step leaves one too."""
     model, reference = net(), net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -484,15 +511,17 @@ def test_loss_scale_is_removed(fused: bool) -> None:
             if step and step != 3:
                 close(seen(recorder.snapshots[-1]), want)
                 assert not recorder.snapshots[-1].provisional
-    if not fused:
-        assert len(recorder.snapshots) == 5
+    assert [snapshot.step for snapshot in recorder.snapshots] == list(range(6))
+    assert [snapshot.scalars["scaler_skip"] for snapshot in recorder.snapshots] == [0, 0, 0, 1, 0, 0]
+    assert [snapshot.loss_scale for snapshot in recorder.snapshots] == [1024.0] * 4 + [512.0] * 2
 
 
 def test_close_gives_everything_back() -> None:
     """After close no hook of ours is left on parameters, optimizers, torch or GradScaler."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    scale, update = torch.amp.GradScaler.scale, torch.amp.GradScaler.update
+    names = ("_unscale_grads_", "step", "update")
+    found = [getattr(torch.amp.GradScaler, name) for name in names]
     recorder = Recorder(model)
     loss_of(model).backward()
     optimizer.step()
@@ -501,8 +530,7 @@ def test_close_gives_everything_back() -> None:
     assert step_hooks.installed() == 0
     assert all(not p._post_accumulate_grad_hooks and not p._backward_hooks for p in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks
-    assert torch.amp.GradScaler.scale is scale
-    assert torch.amp.GradScaler.update is update
+    assert [getattr(torch.amp.GradScaler, name) for name in names] == found
 
 
 def test_model_is_collectable_after_close() -> None:

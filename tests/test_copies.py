@@ -108,25 +108,32 @@ def test_saved_model_loads_where_gradwatch_is_not_installed(watched: Watched, tm
 
 
 def test_spawned_process_gets_a_clean_model(watched: Watched) -> None:
-    """A model sent to a spawned process arrives without hooks (and without warnings, which are errors here)."""
-    model, _, _ = watched
+    """The watched model itself, hooks and all, arrives without any, trains, and nobody is warned (errors here)."""
+    model, _, gw = watched
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    process = context.Process(target=count_hooks, args=(copy.deepcopy(model), queue))
+    before = taught(gw)
+    process = context.Process(target=train_in_child, args=(model, queue))
     process.start()
     process.join(120)
     assert process.exitcode == 0
     assert queue.get() == 0
+    assert taught(gw) == before
 
 
-def count_hooks(model: nn.Module, queue: torch.multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
-    """In the child: how many hooks of any kind the parameters carry."""
-    queue.put(
-        sum(
-            len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ())
-            for p in model.parameters()
-        )
-    )
+def train_in_child(model: nn.Module, queue: torch.multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
+    """In the child: how many hooks of any kind the parameters carry; then a step."""
+    hooks = [p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters()]
+    step(model, torch.optim.SGD(model.parameters(), 0.01))
+    queue.put(sum(len(each) for each in hooks if each))
+
+
+def test_parameters_sent_by_reference_do_not_warn(watched: Watched) -> None:
+    """A single parameter with hooks of ours goes through torch's shared-memory pickler without a warning."""
+    model, _, _ = watched
+    for parameter in model.parameters():
+        assert parameter._backward_hooks
+        torch.multiprocessing.reductions.reduce_tensor(parameter)
 
 
 def test_swap_tensors_still_works(watched: Watched) -> None:

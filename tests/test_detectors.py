@@ -24,6 +24,7 @@ from gradwatch.detectors import (
     Never,
     NonFinite,
     Sample,
+    ScaleCollapse,
     Spike,
     Stale,
     Stuck,
@@ -49,6 +50,7 @@ VARIANTS: list[Detector] = [
     DepthRatio(above=1e3, ends=2),
     Drift(fast=2, slow=5, warmup=2),
     Drop(half_life=3, warmup=2, clear_below=10.0),
+    ScaleCollapse(halvings=2, within=7, settle=3),
 ]
 
 values_of_one_series = st.lists(
@@ -211,6 +213,25 @@ def test_all_zero_and_depth_ratio_are_their_formulas(row: list[float | None]) ->
     for ends in (1, 2):
         expected = [reference.depth_ratio(as_float32(row), ends)]
         assert_close(DepthRatio(ends=ends).score((), sample).tolist(), expected, 1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([65536.0, 4096.0, 2048.0, 1024.0, 512.0, 1.0, 0.5, 0.0, math.nan, None]), max_size=40
+    ),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(0, 5),
+)
+def test_scale_collapse_is_its_formula(
+    series: list[float | None], halvings: int, within: int, settle: int
+) -> None:
+    """Halvings of the last steps after settling, over what is allowed; or floor over scale, if that is more."""
+    slow = reference.ScaleCollapse(halvings, within, settle)
+    detector = ScaleCollapse(halvings=halvings, within=within, settle=settle)
+    want = [slow(value) for value in series]
+    assert scores(detector, series) == pytest.approx(want, rel=1e-6, nan_ok=True)
 
 
 @settings(max_examples=200, deadline=None)

@@ -18,6 +18,7 @@ from gradwatch.detectors import (
     Never,
     NonFinite,
     NormOverflow,
+    ScaleCollapse,
     Spike,
     Stale,
     UpdateRatio,
@@ -262,6 +263,29 @@ def test_a_step_the_grad_scaler_rejected_changes_nothing() -> None:
     for step in range(5):
         assert course.step(step, NAN_AT_2, scalars={"scaler_skip": 1.0}).events == ()
         assert not course.decision.skip
+
+
+def test_a_rejected_step_reaches_the_rules_on_the_scaler() -> None:
+    """It fires `scaler_skip`, teaches `scale_collapse`, and is no sample of any other baseline."""
+    rules = [
+        rule("skip", Above(threshold=0, of="scaler_skip"), severity="info"),
+        rule("collapse", ScaleCollapse(settle=0, halvings=3), severity="critical"),
+        rule("spike", Spike(of="total_norm", warmup=5)),
+        rule("nan", NonFinite(), do=skip(1, "stop")),
+    ]
+    course = Course(bound(rules))
+    scale = 65536.0
+    for step in range(12):
+        rejected = step in (8, 9, 10)
+        norms = NAN_AT_2 if rejected else [1.0, 1.0, 1.0, 1.0]
+        course.step(step, norms, scalars={"scaler_skip": float(rejected)}, loss_scale=scale)
+        assert not course.decision.skip
+        scale *= 0.5 if rejected else 1.0
+    assert course.kinds == [(8, "firing", "skip"), (11, "firing", "collapse"), (11, "resolved", "skip")]
+    assert course.state.consecutive == (0, 0, 0, 0)
+    baselines = course.state.to_dict()["baselines"]
+    (n,) = [rows["fields"]["n"] for key, rows in baselines.items() if key.startswith("spike")]
+    assert n == [9]
 
 
 def test_one_fault_is_one_incident_with_the_deepest_as_first_cause() -> None:

@@ -16,7 +16,7 @@ from gradwatch import watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import boundary, capture, lane, local, modules, precision, sampling
+from gradwatch.hooks import boundary, capture, host, lane, local, modules, precision, sampling
 from gradwatch.rulefile import parse_rules
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
@@ -66,7 +66,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "thinnable": (lane.Lane, "thinnable", "boundary"),
     "norm_local": (local, "dense", "norm_local"),
     "tap": (modules, "dense", "modules"),
-    "inspect": (lane, "inspect", "capture"),
+    "inspect": (host, "inspect", "capture"),
     "prometheus": (PrometheusSink, "write", "prometheus"),
     "journal": (JournalSink, "write", "journal"),
     "log": (LogSink, "write", "log"),

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("course", "rank_rules"),
     ("watching",),
     ("attach",),
-    ("launch", "demo"),
+    ("launch", "demo", "integrations"),
     ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -31,7 +31,18 @@ TORCH_FREE = [
     name
     for name in LEVEL
     if name
-    not in ("hooks", "course", "rank_rules", "watching", "attach", "launch", "demo", "cli", "__main__")
+    not in (
+        "hooks",
+        "course",
+        "rank_rules",
+        "watching",
+        "attach",
+        "launch",
+        "demo",
+        "integrations",
+        "cli",
+        "__main__",
+    )
 ]
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "bootstrap" not in path.parts)
 

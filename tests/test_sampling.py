@@ -75,6 +75,35 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
     assert not later.columns()["update_ratio"].present.any()
 
 
+def test_late_verdicts_find_the_step_they_belong_to() -> None:
+    """On a device steps are judged after later ones were sampled: each update is matched with its own verdict."""
+    params = parameters()
+    sampler = Sampler(frozenset({"update_ratio"}))
+    grads = [param.grad for param in params]
+    everyone = torch.ones(6, dtype=torch.bool).numpy()
+    sampled = [sampler.collect(step, params, lambda: grads) for step in (100, 101, 102)]
+    sampler.moved(~everyone, 99)  # nothing of step 99 was kept
+    sampler.moved(everyone, 100)
+    sampler.moved(~everyone, 101)
+    present = [None if one is None else one.columns().get("update_ratio") for one in sampled]
+    assert present[0] is None
+    assert present[1] is not None
+    assert present[1].present.all()
+    assert present[2] is not None
+    assert not present[2].present.any()
+
+
+def test_an_update_without_a_verdict_is_absent() -> None:
+    """Where the step before was never judged (a fault of ours), there is no update ratio rather than a wrong one."""
+    params = parameters()
+    sampler = Sampler(frozenset({"update_ratio", "weight_norm"}))
+    grads = [param.grad for param in params]
+    sampler.collect(100, params, lambda: grads)
+    later = sampler.collect(101, params, lambda: grads)
+    assert later is not None
+    assert later.columns().keys() == {"weight_norm"}
+
+
 def test_missing_gradients_are_absent() -> None:
     """A parameter without a gradient has no zero fraction."""
     params = parameters()

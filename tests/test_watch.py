@@ -296,13 +296,14 @@ def test_every_optimizer_sees_an_observed_value_once() -> None:
 
 def test_two_watches_give_the_scaler_back_in_any_order() -> None:
     """GradScaler is wrapped once for all watches; the last one to close restores it."""
-    scale = torch.amp.GradScaler.scale
+    names = ("_unscale_grads_", "step", "update")
+    found = [getattr(torch.amp.GradScaler, name) for name in names]
     built = [build(seed) for seed in (0, 1)]
     gws = [watch(model, optimizer)[0] for model, optimizer in built]
-    assert torch.amp.GradScaler.scale is not scale
+    assert not any(getattr(torch.amp.GradScaler, name) in found for name in names)
     for gw in gws:
         gw.close()
-    assert torch.amp.GradScaler.scale is scale
+    assert [getattr(torch.amp.GradScaler, name) for name in names] == found
 
 
 def test_failed_attach_leaves_no_module_hook() -> None:
@@ -337,7 +338,7 @@ def test_state_dict_right_after_load_and_after_close() -> None:
 
 
 def test_fused_overflow_under_a_scaler_is_no_incident() -> None:
-    """A step the GradScaler itself rejects fires nothing, skipped by the optimizer or not called at all."""
+    """A step the GradScaler itself rejects is told as info and no more, whether the optimizer is called or not."""
     for fused in (False, True):
         model, _ = build()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
@@ -349,35 +350,12 @@ def test_fused_overflow_under_a_scaler_is_no_incident() -> None:
                 scaler.scale(model(X).pow(2).sum() * (float("inf") if i == 3 else 1.0)).backward()
                 scaler.step(optimizer)
                 scaler.update()
-            assert not [event for record in sink.records for event in record.verdict.events]
+            events = [event for record in sink.records for event in record.verdict.events]
+            assert {(event.rule, event.severity) for event in events} == {("scaler-skip", "info")}
             assert not any(record.decision.skip for record in sink.records)
             # Without the scaler the same gradients are taken as they are.
             step(model, optimizer)
             assert sink.records[-1].snapshot.total_norm == pytest.approx(total(model), rel=1e-5)
-
-
-def test_step_inside_backward_is_left_alone() -> None:
-    """Optimizers that step in gradient hooks run unwatched, said once; the others stay watched, nothing pauses."""
-    model, _ = build()
-    ordinary, optimizer = build(1)
-    sink = Collector()
-    with gradwatch.watch([model, ordinary], sinks=[sink], strict=True) as gw:
-        for parameter in model.parameters():
-            own = torch.optim.SGD([parameter], 0.1)
-
-            def at_once(tensor: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
-                own.step()
-                own.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(at_once)
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        for _ in range(3):
-            model(X).pow(2).sum().backward()
-            step(ordinary, optimizer)
-        assert not any(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-        assert [record.snapshot.step for record in sink.records] == [0, 1, 2]
-        assert gw.health.errors() == {"capture": 1}
-        assert gw.health.up()["capture"] is True
 
 
 def test_a_clip_counts_gradients_nobody_renewed() -> None:

@@ -48,6 +48,7 @@ Column = Literal[
     "loss",
     "lr",
     "loss_scale",
+    "scaler_skip",
 ]
 """Every column that `of:` can name in `above` and `below`."""
 
@@ -187,7 +188,7 @@ class Detector:
 DETECTORS: dict[str, type[Detector]] = {}
 """Every kind registered so far, by its name in `detect:`."""
 
-KNOWN_NOT_BUILT = frozenset({"scale_collapse"})
+KNOWN_NOT_BUILT: frozenset[str] = frozenset()
 """Kinds of the rule language that this version cannot evaluate yet."""
 
 ENTRY_POINT_GROUP = "gradwatch.detectors"

@@ -21,8 +21,12 @@ from gradwatch.snapshot import BoolArray, Decision, Order, RuleInfo, Sites, Snap
 LR_JUMP = 3.0
 """A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
 
-STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale"})
+STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
 """Scalars that are not made of gradients: a jump of the learning rate does not re-baseline them."""
+
+
+OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
+"""Scalars that a GradScaler makes: their rules are judged on the steps it rejects too."""
 
 
 class Engine:
@@ -86,6 +90,7 @@ class BoundEngine:
         self._facts = tuple(facts)
         self._quiet = Quiet(plan)
         self._standing = Decision(max_norm=max_norm)
+        self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
         self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
 
     @property
@@ -116,12 +121,13 @@ class BoundEngine:
 
         Facts (NaN, Inf, overflow) are judged first, because a step that is skipped for them is learned by
         nobody. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
-        (`scalars["scaler_skip"]` not 0) changes nothing.
+        (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler; for all others it did not
+        happen.
         """
         if state.plan is not self.plan or len(snapshot.norm) != len(self.plan.sites):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
         if snapshot.scalars.get("scaler_skip"):
-            return Verdict(firing_now(state)), state
+            return self._rejected(state, snapshot)
         lr = snapshot.scalars.get("lr", state.lr)
         if state.quiet is not None and not snapshot.provisional and not jumped(state.lr, lr):
             learned = self._quiet.learn(state, snapshot)
@@ -130,6 +136,16 @@ class BoundEngine:
                 after = EngineState(self.plan, learned, tracks, consecutive, lr, state.quiet, state.done)
                 return state.quiet, after
         return self._judge(state, snapshot, lr)
+
+    def _rejected(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
+        """A step that the GradScaler rejected: its gradients are the scaler's own affair."""
+        if not self._of_scaler:
+            return Verdict(firing_now(state)), state
+        step = Step(state, snapshot, self.rank)
+        baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
+        for number in self._of_scaler:
+            step.judge(number)
+        return step.finish(baselines, state.lr)
 
     def _judge(self, state: EngineState, snapshot: Snapshot, lr: float | None) -> tuple[Verdict, EngineState]:
         """Rule by rule."""

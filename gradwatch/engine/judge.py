@@ -69,11 +69,16 @@ class Step:
         self.acting: set[str] = set()
         self.events: list[Event] = []
 
-    def learn(self, baselines: tuple[State, ...], learning: bool) -> tuple[State, ...]:
-        """Score every bank that is due, and absorb the samples unless this step must not be learned."""
+    def learn(
+        self, baselines: tuple[State, ...], learning: bool, only: frozenset[str] = frozenset()
+    ) -> tuple[State, ...]:
+        """Score every bank that is due, and absorb the samples unless this step must not be learned.
+
+        `only` restricts it to banks over these columns; empty = all banks.
+        """
         after = list(baselines)
         for number, bank in enumerate(self.plan.banks):
-            if self.snapshot.step % bank.every:
+            if self.snapshot.step % bank.every or (only and not only.issuperset(bank.columns)):
                 continue
             sample = bank.sample(self.reader)
             if sample is None:

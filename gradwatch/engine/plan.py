@@ -42,6 +42,11 @@ class Bank:
     parts: tuple[slice, ...]
     size: int
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns its segments are about."""
+        return frozenset(segment.column for segment in self.segments)
+
     def sample(self, reader: Reader) -> Sample | None:
         """The samples of all segments; None when none of them was measured this step."""
         if len(self.segments) == 1:

@@ -54,7 +54,8 @@ class Guard:
 class Feed:
     """How one bank gets its samples; `select` its series in the stack of logarithms, None = elsewhere.
 
-    `alone`: its only series is the total, which then keeps the precision of a Python float.
+    `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
+    series is this one-per-step value, which may not be there ("" = it has others).
     """
 
     number: int
@@ -63,6 +64,7 @@ class Feed:
     harshest: Detector
     select: slice | NDArray[np.intp] | None
     alone: bool
+    scalar: str
 
 
 class Quiet:
@@ -148,7 +150,7 @@ class Quiet:
         reader: Reader | None = None
         for feed in self._feeds:
             number = feed.number
-            if state.done[number]:
+            if state.done[number] or (feed.scalar and snapshot.scalar(feed.scalar) is None):
                 continue
             if feed.select is None:
                 reader = reader or Reader(snapshot, self.plan.roots)
@@ -215,7 +217,10 @@ def _feeds(plan: Plan) -> Iterable[Feed]:
         if bank.every == 1 and any(segment.always for segment in bank.segments):
             harshest = easiest([one.detector for one in plan.rules if one.bank == number])
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
-            yield Feed(number, bank, bank.detector, harshest, _selection(bank, len(plan.sites)), alone)
+            first = bank.segments[0]
+            scalar = first.column if len(bank.segments) == 1 and first.scope == "scalar" and not alone else ""
+            selection = _selection(bank, len(plan.sites))
+            yield Feed(number, bank, bank.detector, harshest, selection, alone, scalar)
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:

@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.hooks.lane import Window
+from gradwatch.hooks.device import arrived
 from gradwatch.hooks.norms import FLOAT32_MAX
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites, Snapshot
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -40,6 +41,9 @@ def appended(sites: Sites, names: tuple[str, ...], kind: str) -> Sites:
 class Measured(Protocol):
     """Columns of one step, possibly still on their way."""
 
+    def ready(self) -> bool:
+        """Whether `columns()` would return at once."""
+
     def columns(self) -> dict[str, Column]:
         """The columns; waits for what has not arrived."""
 
@@ -52,6 +56,10 @@ class Extras:
     modules: tuple[Measured, ...] = ()
     ranks: tuple[Measured, ...] = ()
 
+    def ready(self) -> bool:
+        """Whether all columns are on the host."""
+        return all(sampled.ready() for sampled in (*self.params, *self.modules))
+
 
 def assemble(
     optimizer: int,
@@ -59,17 +67,16 @@ def assemble(
     window: Window,
     extras: Extras,
     scalars: Mapping[str, float],
-    loss_scale: float | None,
     coverage: float,
 ) -> Snapshot:
     """The Snapshot of one step; waits for numbers still on their way from a device."""
     raw, after = window.resolve()
     count = len(window.sites)
     missing = len(sites) - count
-    total = _total(raw, window.calls)
+    total = _total(raw, window)
     # A total that float32 holds says that no norm is NaN, infinite or beyond float32.
     norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not window.details else as_float32(raw)
-    columns = {} if total < FLOAT32_MAX else _suspicions(window, norms, count, missing)
+    columns = {} if total < FLOAT32_MAX else _suspicions(window, raw, norms, missing)
     _sampled(columns, extras, count, missing)
     return Snapshot(
         optimizer=optimizer,
@@ -79,8 +86,8 @@ def assemble(
         calls=_pad(window.calls, missing),
         coef=_pad(_coefficients(raw, after), missing, 1),
         total_norm=total,
-        total_norm_applied=total if after is raw else _total(after, window.calls),
-        loss_scale=loss_scale,
+        total_norm_applied=total if after is raw else _total(after, window),
+        loss_scale=None if window.loss_scale is None else arrived(window.loss_scale),
         columns=columns,
         scalars=scalars,
         micro=window.micro,
@@ -98,9 +105,19 @@ def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
     return narrow
 
 
-def _total(norms: NDArray[np.float64], calls: NDArray[np.int32]) -> float:
+def _total(norms: NDArray[np.float64], window: Window) -> float:
+    calls = window.calls
     kept = norms if not len(calls) or np.minimum.reduce(calls) > 0 else norms[calls > 0]
-    return math.sqrt(np.dot(kept, kept))
+    return _safe_root(kept) if window.details else math.sqrt(np.dot(kept, kept))
+
+
+def _safe_root(norms: NDArray[np.float64]) -> float:
+    """Root sum of squares, also of float64 norms whose squares exceed float64 or vanish in it."""
+    largest = float(np.maximum.reduce(norms, initial=0.0))
+    if not 0 < largest < math.inf:
+        return largest
+    scaled = norms / largest
+    return largest * math.sqrt(np.dot(scaled, scaled))
 
 
 @functools.lru_cache(maxsize=64)
@@ -134,22 +151,25 @@ def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: in
             columns[name] = Column(_lead(column.values, before), _lead(column.present, before))
 
 
-def _suspicions(window: Window, norms: NDArray[np.float32], count: int, missing: int) -> dict[str, Column]:
+def _suspicions(
+    window: Window, raw: NDArray[np.float64], norms: NDArray[np.float32], missing: int
+) -> dict[str, Column]:
     """`nonfinite`, `nan_count`, `inf_count`, `norm_overflow`; none of them while every norm is finite."""
     bad = ~np.isfinite(norms)
     if not bad.any():
         return {}
     names = ("nonfinite", "nan_count", "inf_count", "norm_overflow")
-    found = {name: np.zeros(count, np.float32) for name in names}
+    found = {name: np.zeros(len(norms), np.float32) for name in names}
     for k in np.flatnonzero(bad):
         detail = window.details.get(int(k))
-        if detail is None:  # read on a device a step ago: that it is not finite is all we know
+        if detail is not None and detail.nonfinite:
+            found["nonfinite"][k], found["nan_count"][k] = detail.nonfinite, detail.nan
+            found["inf_count"][k] = detail.inf
+        elif detail is not None or np.isfinite(raw[k]):
+            found["norm_overflow"][k] = 1
+        else:  # read on a device, where elements are not counted: at least one
             found["nonfinite"][k] = 1
-            found["nan_count" if np.isnan(norms[k]) else "inf_count"][k] = 1
-            continue
-        found["nonfinite"][k], found["nan_count"][k] = detail.nonfinite, detail.nan
-        found["inf_count"][k] = detail.inf
-        found["norm_overflow"][k] = not detail.nonfinite and detail.norm / window.scale > FLOAT32_MAX
+            found["nan_count" if np.isnan(raw[k]) else "inf_count"][k] = 1
     present = _pad(window.calls > 0, missing)
     return {name: Column(_pad(values, missing), present) for name, values in found.items()}
 

@@ -7,10 +7,10 @@ inside `step`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
-from gradwatch.hooks import precision, step_hooks
+from gradwatch.hooks import graph_task, precision, step_hooks
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.device import capturing
-from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.deferred import Deferred, Measured
+from gradwatch.hooks.device import Number, arrived, capturing, kept, on_host
+from gradwatch.hooks.evaluations import Evaluations, Memory, evaluates_often
+from gradwatch.hooks.in_backward import InBackward
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.window import Window
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
@@ -46,11 +50,23 @@ class Judge(Protocol):
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins, at which other ranks may wait for this one."""
 
-    def depart(self, optimizer: Optimizer) -> None:
-        """It has been left, by a fault of ours or not: see to it that nobody waits any longer."""
+    def enter(self, lane: Lane) -> None:
+        """The lane that stands at this boundary; its ranks meet at the first."""
 
-    def measure(self, lane: Lane, window: Window) -> Callable[[], Decision]:
-        """Note everything about a window that must be read now; the result judges it, now or a step later."""
+    def depart(self, optimizer: Optimizer) -> None:
+        """The boundary has been left, by a fault of ours or not: see to it that nobody waits any longer."""
+
+    def max_norm(self, lane: Lane) -> float | None:
+        """The standing clip of the total norm, which a device applies without the host; None = none."""
+
+    def captured(self) -> None:
+        """A step was captured in a CUDA graph: nobody will see its replays."""
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
+        """Note everything about a window that must be read now; the result judges it, now or some steps later.
+
+        Where a rule may have something to say at once, `window.calm` is taken away.
+        """
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""
@@ -65,41 +81,62 @@ class Boundary:
         self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
         self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
         self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
-        self._gates: dict[int, tuple[Optimizer, Any]] = {}
-        self._deferred: dict[int, Callable[[], Decision]] = {}
+        self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
+        self._deferred: dict[int, Deferred] = {}
+        self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
+        self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
+        self._in_backward = InBackward(capture, judge)
+        capture.after_backward = self._in_backward.finish
         self.spent_seconds = 0.0
-        self._remove = step_hooks.listen(self)
+        self._removes = [step_hooks.listen(self), precision.listen(self)]
 
     def close(self) -> None:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
-        self._remove()
+        for remove in self._removes:
+            remove()
+        self._guarded("boundary", self._in_backward.finish)
         self.settle_deferred()
+        for index in list(self._gates):
+            self._open_gate(index)
         for index in [*self._set_aside, *self._emptied]:
             self._give_back(index)
 
     def settle_deferred(self) -> None:
-        """Judge the windows whose numbers were still on their way from a device."""
-        for index in list(self._deferred):
-            self._guarded("boundary", self._deferred.pop(index))
+        """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
+        for waiting in self._deferred.values():
+            self._guarded("boundary", lambda waiting=waiting: waiting.judge_all(self._judging_failed))  # type: ignore[misc]
+        self._guarded("boundary", self._in_backward.settle_deferred)
+
+    def _judging_failed(self, error: Exception) -> None:
+        self._judge.failed("boundary", error)
 
     # -- before ------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
+        if graph_task.current() != graph_task.NONE:
+            self._guarded("boundary", lambda: self._step_in_backward(optimizer))
+            return None
+        self._evaluations.pop(id(optimizer), None)  # of a step that raised
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._guarded("boundary", lambda: self._at_step(optimizer))
             return None
-        judged = [False]
+        if hasattr(closure, "gradwatch_evaluations"):
+            return None  # a subclass whose step calls super().step(closure): wrapped already
+        self._evaluations[id(optimizer)] = turn = Evaluations(None)
+        self._guarded("boundary", lambda: self._remember(optimizer, turn))
 
         @functools.wraps(closure)
         def watched() -> Any:
+            if turn.count:
+                self._guarded("boundary", lambda: self._next_evaluation(optimizer))
             result = closure()
-            if not judged[0]:  # LBFGS calls it many times; the first gradient is the step's
-                judged[0] = True
-                self._guarded("boundary", lambda: self._at_step(optimizer))
+            turn.count += 1
+            self._guarded("boundary", lambda: self._evaluated(optimizer, turn))
             return result
 
+        watched.gradwatch_evaluations = turn  # type: ignore[attr-defined]
         if "closure" in kwargs:
             return args, {**kwargs, "closure": watched}
         return (args[0], watched, *args[2:]), kwargs
@@ -115,6 +152,42 @@ class Boundary:
         except Exception as error:
             self._judge.failed(component, error)
 
+    def _step_in_backward(self, optimizer: Optimizer) -> None:
+        if self._judge.owns(optimizer):
+            self._in_backward.step(optimizer)
+
+    # -- closures ----------------------------------------------------------------------------------------
+
+    def _remember(self, optimizer: Optimizer, turn: Evaluations) -> None:
+        """Keep what a skip must bring back, where a step may move the weights before its last evaluation."""
+        if evaluates_often(optimizer) and self._judge.owns(optimizer):
+            lane = self._capture.lane_of(optimizer)
+            if lane is None or self._judge.skips_nonfinite(lane) or self._judge.needs_host(lane):
+                turn.memory = Memory(optimizer)
+
+    def _next_evaluation(self, optimizer: Optimizer) -> None:
+        lane = self._capture.lane_of(optimizer)
+        if lane is not None:
+            lane.discard()
+
+    def _evaluated(self, optimizer: Optimizer, turn: Evaluations) -> None:
+        """The closure has run once more: the first gradient is the step's, a later one must be finite."""
+        lane = self._capture.lane_of(optimizer)
+        if turn.count == 1 or lane is None:
+            self._at_step(optimizer)
+            return
+        if turn.skipped or turn.spoilt:
+            return
+        self._capture.drain()
+        total = lane.total_read()
+        if not math.isfinite(total):
+            turn.spoilt = True
+            self._inside[lane.index] = 0
+            lane.step += 1  # a Snapshot of its own
+            self._at_step(optimizer)
+        elif turn.max_norm is not None:
+            lane.multiply(clip_coefficient(total, turn.max_norm))
+
     def _at_step(self, optimizer: Optimizer) -> None:
         if not self._judge.owns(optimizer):
             self._judge.arrive(optimizer)
@@ -124,18 +197,20 @@ class Boundary:
         if known is not None and self._emptied.get(known.index):
             self._give_back(known.index)  # the step that was skipped raised all the same
         self._capture.drain()
-        if not (known is None or known.on_cpu) and capturing():
+        if known is not None and not known.on_cpu and capturing():
+            known.discard()
+            self._judge.captured()
             return
         if known is not None and self._inside.get(known.index) and known.settled == known.backwards:
             self._inside[known.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
             return
-        self._among_ranks(optimizer)
+        self._among_ranks(optimizer, self._close_window)
 
-    def _among_ranks(self, optimizer: Optimizer) -> None:
-        """Close the window; whatever fails, no rank is left waiting for this one."""
+    def _among_ranks(self, optimizer: Optimizer, close: Callable[[Optimizer], None]) -> None:
+        """Close a window; whatever fails, no rank is left waiting for this one."""
         self._judge.arrive(optimizer)
         try:
-            self._close_window(optimizer)
+            close(optimizer)
         except Exception:
             self._judge.depart(optimizer)
             raise
@@ -144,56 +219,146 @@ class Boundary:
     def _close_window(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
         if not lane.on_cpu and capturing():
+            lane.discard()
+            self._judge.captured()
             return
+        self._judge.enter(lane)
         if self._inside.get(lane.index):
             lane.tainted = True  # the step before this one raised: this window holds two
         self._inside[lane.index] = 1
         self._give_back(lane.index, into_params=False)
-        window = lane.settle(precision.at_step(optimizer))
+        self._open_gate(lane.index)  # left behind by a step that raised
+        window = self._settle(optimizer, lane, precision.found_inf(optimizer))
+        waiting = self._deferred.setdefault(lane.index, Deferred())
+        if not lane.on_cpu and not self._must_wait(lane, optimizer):
+            waiting.judge_arrived()
+            waiting.add(self._judge.measure(lane, window))
+            self._act_on_device(optimizer, lane)
+            return
+        measured = self._judge.measure(lane, window)
+        if window.calm:
+            waiting.add(measured)
+        if not window.calm or waiting.due():
+            waiting.judge_all(self._judging_failed)
+        if not window.calm:
+            self._carry_out(optimizer, lane, measured.judge())
+
+    def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
+        """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
+        left, divisor = precision.at_step(optimizer)
+        window = lane.settle(left)
+        if divisor is not None:
+            lane.divide_applied(window, divisor)
+        window.loss_scale = self._scales.pop(id(optimizer), None)
+        if skipped is not None:
+            window.loss_scale = left if window.loss_scale is None else window.loss_scale
+        elif window.loss_scale is not None:
+            skipped = 0.0
+        window.skipped = skipped
         if lane.thinned and not window.trusted:
             self._capture.restore(lane)
-        waiting = self._deferred.pop(lane.index, None)
-        if waiting is not None:
-            waiting()  # the step before this one; its numbers have arrived by now
-        judged = self._judge.measure(lane, window)
-        if lane.on_cpu or self._must_wait(lane, optimizer):
-            self._carry_out(optimizer, lane, judged())
-            return
-        self._deferred[lane.index] = judged
-        if self._judge.skips_nonfinite(lane):
-            self._gate(optimizer, lane)
+        if self._capture.look_after(lane, window):
+            self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks
+        return window
 
     def _lane(self, optimizer: Optimizer) -> Lane:
         lane = self._capture.lane_of(optimizer)
         if lane is None or self._changed(optimizer, lane):
+            if lane is not None and lane.index in self._deferred:
+                self._deferred[lane.index].judge_all(self._judging_failed)  # before rules are bound anew
             lane = self._capture.adopt(optimizer, lane)
             self._judge.bound(lane)
         return lane
 
-    @staticmethod
-    def _changed(optimizer: Optimizer, lane: Lane) -> bool:
+    def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
         groups = [group["params"] for group in optimizer.param_groups]
         if sum(map(len, groups)) != len(lane.watched_ids) or any(
             param.requires_grad for param in lane.frozen
         ):
             return True
-        if lane.thinned and lane.step % RECHECK:
+        if lane.thinned and lane.step % RECHECK and not self._capture.coverage.disturbed(lane):
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
         return [id(param) for params in groups for param in params] != lane.watched_ids
 
     def _must_wait(self, lane: Lane, optimizer: Optimizer) -> bool:
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        fused = precision.supports_scaling(optimizer)
         return self._judge.needs_host(lane) or (self._judge.skips_nonfinite(lane) and not fused)
+
+    # -- under a GradScaler ------------------------------------------------------------------------------
+
+    def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """The gradients are about to lose the loss scale; what was read of them loses it too."""
+        lane = self._capture.lane_of(optimizer)
+        if (lane is None or not lane.on_cpu) and capturing():
+            return
+        if lane is None and not self._judge.owns(optimizer):
+            return
+        self._scales[id(optimizer)] = number = kept(scale)
+        if lane is not None:
+            self._capture.drain()
+            lane.unscaled(number)
+
+    def rejected(self, optimizer: Optimizer) -> None:
+        """The scaler found an overflow and did not call the optimizer: a step all the same, judged as such."""
+        self._guarded("boundary", lambda: self._at_rejected(optimizer))
+
+    def _at_rejected(self, optimizer: Optimizer) -> None:
+        if self._judge.owns(optimizer) and not capturing():
+            self._capture.drain()
+            self._among_ranks(optimizer, self._close_rejected)
+
+    def _close_rejected(self, optimizer: Optimizer) -> None:
+        lane = self._lane(optimizer)
+        self._judge.enter(lane)
+        self._inside.pop(lane.index, None)
+        self._give_back(lane.index, into_params=False)
+        window = self._settle(optimizer, lane, 1.0)
+        waiting = self._deferred.setdefault(lane.index, Deferred())
+        measured = self._judge.measure(lane, window)
+        if lane.on_cpu or self._must_wait(lane, optimizer):
+            waiting.judge_all(self._judging_failed)
+            decision = measured.judge()
+        else:
+            waiting.judge_arrived()
+            waiting.add(measured)
+            decision = Decision()
+        stop = _why(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
+        lane.advance()
+        if stop:
+            raise TrainingStopped(stop)
+
+    def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
+        """A loop that unscaled its gradients and then did not step: an overflow, or its own affair."""
+        for lane in self._capture.lanes if found else ():
+            optimizer = None if lane.optimizer is None else lane.optimizer()
+            if optimizer is None or id(optimizer) not in found:
+                continue
+            overflow = found[id(optimizer)]
+            if overflow is not None and on_host(overflow) and arrived(kept(overflow)):
+                self.rejected(optimizer)
+            else:
+                self._scales.pop(id(optimizer), None)
+                lane.discard()
+
+    def scaler_failed(self, error: BaseException) -> None:
+        """Count a fault of ours around a GradScaler."""
+        self._judge.failed("precision", error)
 
     # -- acting ------------------------------------------------------------------------------------------
 
     def _carry_out(self, optimizer: Optimizer, lane: Lane, decision: Decision) -> None:
+        turn = self._evaluations.get(id(optimizer))
         if decision.stop:
+            if turn is not None and turn.memory is not None:
+                turn.memory.restore()
             raise TrainingStopped(_why(decision, lane))
         try:
+            if turn is not None:
+                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
             if decision.skip:
-                self._skip(lane, optimizer)
+                if turn is None or not turn.must_finish:
+                    self._skip(lane, optimizer)
             elif decision.max_norm is not None:
                 lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
         except Exception as error:
@@ -217,18 +382,41 @@ class Boundary:
         for param in params:
             param.grad = None
 
-    def _gate(self, optimizer: Optimizer, lane: Lane) -> None:
-        """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
-
-        An overflow of the float32 norm counts as non-finite here: the device cannot tell them apart cheaply.
-        """
-        total = lane.device_total()
+    def _act_on_device(self, optimizer: Optimizer, lane: Lane) -> None:
+        """What the host would do if it knew the numbers, with a verdict that never leaves the device."""
+        max_norm = self._judge.max_norm(lane)
+        skips = self._judge.skips_nonfinite(lane)
+        total = lane.device_total() if skips or max_norm is not None else None
         if total is None:
             return
+        if max_norm is not None:
+            scale = getattr(optimizer, "grad_scale", None)
+            carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+            lane.clip_on_device(total / carried, max_norm)
+        if skips:
+            self._gate(optimizer, lane, total)
+
+    def _gate(self, optimizer: Optimizer, lane: Lane, total: Tensor) -> None:
+        """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
+
+        The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
+        """
         bad = (~torch.isfinite(total)).to(torch.float32)
         before = getattr(optimizer, "found_inf", None)
-        self._gates[lane.index] = (optimizer, before)
-        optimizer.found_inf = bad if before is None else torch.maximum(before, bad)  # type: ignore[attr-defined]
+        if before is not None:
+            bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
+        self._gates[lane.index] = (optimizer, bad, before)
+        optimizer.found_inf = bad  # type: ignore[attr-defined]
+
+    def _open_gate(self, index: int) -> None:
+        """Restore `found_inf` as it was, not deleted: GradScaler deletes its own; not if it is no longer ours."""
+        optimizer, ours, before = self._gates.pop(index, (None, None, None))
+        if optimizer is None or getattr(optimizer, "found_inf", None) is not ours:
+            return
+        if before is None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.found_inf = before  # type: ignore[attr-defined]
 
     # -- after -------------------------------------------------------------------------------------------
 
@@ -242,6 +430,9 @@ class Boundary:
             self._judge.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        turn = self._evaluations.pop(id(optimizer), None)
+        if turn is not None and turn.skipped and turn.memory is not None:
+            turn.memory.restore()
         lane = self._capture.lane_of(optimizer)
         if lane is None or not self._inside.get(lane.index):
             return
@@ -249,14 +440,7 @@ class Boundary:
         if self._inside[lane.index]:
             return
         self._give_back(lane.index)
-        if lane.index in self._gates:
-            gated, before = self._gates.pop(lane.index)
-            # Restored, not deleted: GradScaler deletes its own.
-            if before is None:
-                with contextlib.suppress(AttributeError):
-                    del gated.found_inf  # type: ignore[attr-defined]
-            else:
-                gated.found_inf = before  # type: ignore[attr-defined]
+        self._open_gate(lane.index)
         lane.advance()
         if lane.thinnable():
             self._capture.thin(lane)

@@ -18,13 +18,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks import graph_task
+from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.names import named_parameters
+from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
 from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.swapped import contents, revive
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
 
 _GONE = nn.Parameter(torch.empty(0), requires_grad=False)
 THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
+REMARK = 16  # steps between looks for parameters that want a gradient again
 
 
 class Capture:
@@ -51,14 +56,17 @@ class Capture:
         self.names: list[str] = []
         self._slot_of: dict[int, int] = {}
         self._handles: dict[int, RemovableHandle] = {}
+        self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
         self._touched: list[int] = []
         self._silent: set[int] = set()
-        self._task = [
-            -2
-        ]  # graph task the callback is queued for; a list so that marks need no attribute walk
+        self._ends = graph_task.Ends(self._backward_end, self._abandon)
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
+        self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
+        self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.coverage = Coverage(self._slot_of)
         self.scan()
+        self.coverage.attached(self.models())
 
     # -- parameters --------------------------------------------------------------------------------------
 
@@ -69,14 +77,18 @@ class Capture:
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
         known = {id(model) for model in self.models()}
-        self._models += [weakref.ref(model) for model in models if id(model) not in known]
+        added = [model for model in models if id(model) not in known]
+        self._models += map(weakref.ref, added)
         self.scan()
+        self.coverage.attached(added)
 
     def scan(self) -> None:
         """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
-        for name, param in named_parameters(self.models()):
-            if not isinstance(param, nn.UninitializedParameter):
+        models = self.models()
+        for name, param in named_parameters(models):
+            if not is_lazy(param):
                 self.slot(param, name)
+        self.coverage.scanned(models)
 
     def slot(self, param: nn.Parameter, name: str) -> int:
         """The slot of a parameter, made (and marked) where it is new."""
@@ -94,6 +106,13 @@ class Capture:
         """Whether a parameter belongs to the watched models."""
         return id(param) in self._slot_of
 
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer owns a parameter of the watched models, also one that joined them unseen."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(id(param) in self._slot_of for param in params):
+            return True
+        return self.coverage.joined(optimizer, params, self.models())
+
     def covers_id(self, identity: int) -> bool:
         """Whether the parameter with this `id()` has a slot."""
         return identity in self._slot_of
@@ -101,13 +120,19 @@ class Capture:
     def all_sites(self) -> Sites:
         """Every parameter that wants a gradient, whatever optimizer it has or will have."""
         slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
-        return self._sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
+        sites = self._sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
+        lazy = self.lazy_names()  # a rule may name them already; their shape is not known
+        return Sites(
+            names=sites.names + lazy,
+            kinds=sites.kinds + ("param",) * len(lazy),
+            numels=np.append(sites.numels, [0] * len(lazy)).astype(np.int64),
+            ndims=np.append(sites.ndims, [2] * len(lazy)).astype(np.int64),
+            depths=np.append(sites.depths, np.arange(len(lazy)) + len(sites)).astype(np.int64),
+        )
 
-    def coverage(self) -> float:
-        """Watched over wanted: parameters of the models (and optimizers) that want a gradient and have a slot."""
-        wanted = {id(p) for model in self.models() for p in model.parameters() if p.requires_grad}
-        known = sum(1 for identity in wanted if identity in self._slot_of)
-        return known / len(wanted) if wanted else 1.0
+    def lazy_names(self) -> tuple[str, ...]:
+        """Parameters of lazy modules that have no shape before their first forward."""
+        return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
 
     def remark(self, lane: Lane) -> None:
         """Mark the parameters of an unthinned lane that have come to want a gradient again."""
@@ -115,6 +140,40 @@ class Capture:
             for slot in map(int, lane.slots):
                 if slot not in self._handles and self.params[slot].requires_grad:
                     self._handles[slot] = self._mark(slot, self.params[slot])
+
+    # -- coverage ----------------------------------------------------------------------------------------
+
+    def count_coverage(self) -> float:
+        """The share of the models' parameters that is measured, counted now."""
+        return self.coverage.count(self.models(), self.lanes)
+
+    def look_after(self, lane: Lane, window: Window) -> bool:
+        """At a step boundary: count coverage where it may have changed, mark again what lost its mark.
+
+        True if marks of this lane were silenced (`swap_tensors`): other hooks on its parameters are, too.
+        """
+        if lane.step % REMARK == 0:
+            self.remark(lane)
+        silenced = self._heal(lane) if lane.silent or not window.trusted else 0
+        lane.silent = False
+        if self.coverage.due(lane, window.calls):
+            self.count_coverage()
+        if silenced:
+            self.coverage.silenced(silenced / len(lane))
+        return silenced > 0
+
+    def _heal(self, lane: Lane) -> int:
+        """Mark those parameters again whose contents were swapped; how many there were."""
+        healed = 0
+        for slot in map(int, lane.slots):
+            param = self.params[slot]
+            if self._marked_as.get(slot, (0, 0))[0] != contents(param) and param.requires_grad:
+                handle = self._handles.pop(slot, None)
+                if handle is not None:
+                    handle.remove()
+                self._handles[slot] = self._mark(slot, param)
+                healed += 1
+        return healed
 
     @property
     def marked(self) -> int:
@@ -130,6 +189,8 @@ class Capture:
         self.params.clear()
         self.lanes.clear()
         self._touched.clear()
+        self.coverage.close()
+        self.after_backward = _nothing
 
     # -- lanes -------------------------------------------------------------------------------------------
 
@@ -143,14 +204,7 @@ class Capture:
     def adopt(self, optimizer: Optimizer, lane: Lane | None = None) -> Lane:
         """Build the lane of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(not self.knows(param) for param in fresh):
-            self.scan()  # a parameter was replaced or added: its name is in the model
-        # A shard may be empty here and hold something on other ranks, which must see the same parameters.
-        named = [param for param in fresh if param.requires_grad and (param.numel() or is_shard(param))]
-        slots = [self.slot(param, _fallback_name(optimizer, param)) for param in named]
-        order = sorted(range(len(slots)), key=lambda k: slots[k])  # sites stand in model order
-        params = [named[k] for k in order]
-        kept = np.array([slots[k] for k in order], np.intp)
+        params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
         lane = lane or self._predecessor(set(map(id, params)))
         index = len(self.lanes) if lane is None else lane.index
         built = Lane(index, optimizer, params, self._sites(kept, params))
@@ -164,7 +218,39 @@ class Capture:
             self.lanes[self.lanes.index(lane)] = built
         built.watched_ids = list(map(id, fresh))
         built.frozen = [param for param in fresh if not param.requires_grad]
+        self.coverage.outdated()
         return built
+
+    def adopt_inside(self, fresh: list[nn.Parameter], before: Lane | None) -> Lane:
+        """The one lane of all optimizers that step inside backward; it hears no marks and reads no `.grad`."""
+        params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
+        lane = Lane(
+            len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
+        )
+        lane.inside_backward = True
+        lane.watched_ids = list(map(id, fresh))
+        if before is None:
+            self.lanes.append(lane)
+        else:
+            lane.step = before.step
+            self.lanes[self.lanes.index(before)] = lane
+        self.coverage.outdated()
+        return lane
+
+    def _in_model_order(
+        self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
+    ) -> tuple[list[nn.Parameter], np.ndarray]:
+        """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
+        if any(not self.knows(param) for param in fresh):
+            self.scan()  # a parameter was replaced or added: its name is in the model
+        wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
+        # A shard may be empty here and hold something on other ranks, which must see the same parameters.
+        named = [param for param in wanting if param.numel() or is_shard(param)]
+        slots = [self.slot(param, fallback(param)) for param in named]
+        # One name, one site: an optimizer may still hold what a module of the same name replaced.
+        latest = {self.names[slot]: k for k, slot in sorted(enumerate(slots), key=lambda pair: pair[1])}
+        order = sorted(latest.values(), key=lambda k: slots[k])
+        return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
 
     def _predecessor(self, wanted: set[int]) -> Lane | None:
         """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
@@ -189,6 +275,7 @@ class Capture:
         if handle is not None:
             handle.remove()
         self._slot_of.pop(id(self.params[slot]), None)
+        self.coverage.forget(slot)
         self.params[slot] = _GONE
 
     def _sites(self, slots: np.ndarray, params: list[nn.Parameter]) -> Sites:
@@ -209,16 +296,23 @@ class Capture:
     # -- marks -------------------------------------------------------------------------------------------
 
     def _mark(self, slot: int, param: nn.Parameter) -> RemovableHandle:
-        touched, task, arm = self._touched, self._task, self._arming()
-        current = torch._C._current_graph_task_id
+        stands_for, last = self._marked_as.get(slot, (contents(param), 0))
+        if stands_for != contents(param):
+            revive(param, "_post_accumulate_grad_hooks", last)
+        touched, task, arm = self._touched, self._ends.task, self._arming()
+        current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
         def mark(_: torch.Tensor) -> None:
+            if tracing():  # compiled autograd: what follows would break its graph
+                touched.append(slot)
+                return
             # Keyed by the graph task: after a backward that raised, its callback never ran.
             if task[0] != current():
                 arm()
             touched.append(slot)
 
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(mark)
+        self._marked_as[slot] = contents(param), handle.id
         return handle
 
     def _arming(self) -> Callable[[], None]:
@@ -233,40 +327,42 @@ class Capture:
 
     def _arm(self) -> None:
         try:
-            task = torch._C._current_graph_task_id()
-            self._task[0] = task
-            if task != -1:
-                owner = weakref.ref(self)
-                queue = torch.autograd.Variable._execution_engine.queue_callback
-
-                def end() -> None:
-                    capture = owner()
-                    if capture is not None:
-                        capture._backward_end()
-
-                queue(lambda: queue(end))
+            self.arm()
         except Exception as error:
             self._failed("capture", error)
+
+    def arm(self) -> None:
+        """Have the end of the running backward heard, whether or not a mark speaks in it."""
+        for lane in self.lanes:
+            lane.let_go()
+        self._ends.arm()
+
+    def _abandon(self) -> None:
+        """A backward before this one raised, so its callback never ran: what it marked counts for nothing."""
+        self._touched.clear()
+        self.after_backward()  # a step taken inside it has happened all the same
 
     def _backward_end(self) -> None:
         try:
             started = time.perf_counter()
-            self._task[0] = -2
             touched, count = self._touched[:] + self._unmarked_arrivals(), len(self.params)
             self._touched.clear()
             if not self._arrival:
                 self._arrival = list(dict.fromkeys(touched))
             for optimizer in self._waiting():
-                self.adopt(optimizer).born = False  # it hears this window from its first backward on
+                if optimizer not in self.stepped_inside:
+                    self.adopt(optimizer).born = False  # it hears this window from its first backward on
             self._tell_lanes(touched, count)
             self._ended()
+            if not graph_task.nested():
+                self.after_backward()
             self.spent_seconds += time.perf_counter() - started
         except Exception as error:
             self._failed("capture", error)
 
     def hear(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
-        if self._task[0] != torch._C._current_graph_task_id():
+        if self._ends.task[0] != graph_task.current():
             self._arm()
         self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
@@ -288,9 +384,11 @@ class Capture:
                 lane.arrived(mine)
 
     def drain(self) -> None:
-        """Count marks whose callback never ran (compiled autograd drops it) as one backward."""
+        """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
         if self._touched:
             self._backward_end()
+            for lane in self.lanes:
+                lane.late = lane.backwards > 0
 
     # -- thinning ----------------------------------------------------------------------------------------
 
@@ -311,12 +409,5 @@ class Capture:
         self.remark(lane)
 
 
-def _fallback_name(optimizer: Optimizer, param: nn.Parameter) -> str:
-    """`group0.3[64x64]` for a parameter no watched model owns."""
-    shape = "x".join(map(str, param.shape)) or "scalar"
-    for group, settings in enumerate(optimizer.param_groups):
-        for position, candidate in enumerate(settings["params"]):
-            if candidate is param:
-                names = settings.get("param_names")
-                return str(names[position]) if names else f"group{group}.{position}[{shape}]"
-    return f"unnamed[{shape}]"
+def _nothing() -> None:
+    pass

@@ -18,6 +18,8 @@ def dense(grad: Tensor) -> Tensor:
         grad = grad.coalesce().values()
     elif grad.layout is not torch.strided:
         grad = grad.to_dense()
+    if grad.is_neg():
+        grad = grad.resolve_neg()  # numpy cannot read a tensor that is negated lazily
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 

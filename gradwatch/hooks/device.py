@@ -1,27 +1,41 @@
 """Reading numbers off an accelerator without making the host wait.
 
 One `_foreach_norm` per (device, dtype), one stack, one asynchronous copy into pinned memory and an event: the
-numbers are looked at when the event has passed (one step later), or waited for where a rule must act in this
-very step. Nothing here has run on a GPU yet; the op list is tested on CPU tensors.
+numbers are looked at once the event has passed (most often one step later), or waited for where a rule must
+act in this very step. Norms are accumulated in float64, because nobody can take a second look without waiting:
+so an infinite norm is an Inf element, and overflow and underflow of float32 are told apart from Inf and zero.
+
+What ran where: the op list, the numbers and the queue were tested on CPU tensors and on the `meta` device.
+Nothing here has run on a GPU yet, and the cost of float64 sums there is not measured (CUDA's foreach norm sums
+in the output type in one launch; consumer GPUs are slow in it). Not free of waiting: sparse gradients, which
+must be coalesced, and accelerators other than CUDA, whose copies to the host wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.hooks.dense import REDUCED, dense
+from gradwatch.hooks.dense import dense
+from gradwatch.hooks.norms import Detail
+from gradwatch.hooks.pinned import RING
+
+NO_FLOAT64 = frozenset({"mps"})
+"""Devices without float64: there a float32 overflow of the norm still looks like an Inf element."""
+
+Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 
 
 class Arriving:
     """Per-position numbers on their way to the host, from one or several devices.
 
     `parts` are 1-d tensors whose concatenation belongs to `positions` of an array of `count`; `factor[count]`
-    multiplies the result. Copies are asynchronous into pinned memory where the source is a CUDA device.
+    multiplies the result and `scale` divides it, on the host: a factor sent to the device would make it wait.
     """
 
     def __init__(
@@ -30,67 +44,108 @@ class Arriving:
         positions: NDArray[np.intp],
         count: int,
         factor: NDArray[np.float32] | None = None,
+        scale: Number = 1.0,
     ) -> None:
         self._positions = positions
         self._count = count
         self._factor = factor
-        self._arrivals = [_send(part) for part in parts]
+        self._scale = scale
+        self._sent = [RING.send(part) for part in parts]
 
     def ready(self) -> bool:
         """Whether `values()` would return at once."""
-        return all(event is None or bool(event.query()) for _, event in self._arrivals)
+        return all(part.ready() for part in self._sent) and is_ready(self._scale)
 
-    def values(self) -> NDArray[np.float32]:
-        """float32[count], 0 where nothing was sent; waits for what has not arrived."""
-        out = np.zeros(self._count, np.float32)
-        arrived = []
-        for host, event in self._arrivals:
-            if event is not None:
-                event.synchronize()
-            arrived.append(host.numpy())  # sync: waited for by the event above, already on the host
-        if arrived:
-            out[self._positions] = np.concatenate(arrived)
-        return out if self._factor is None else out * self._factor
+    def values(self) -> Floats:
+        """[count] numbers, 0 where nothing was sent, float64 if any part is; waits for what has not arrived."""
+        arrived_parts: list[Floats] = [part.numbers() for part in self._sent]
+        wide = any(part.dtype == np.float64 for part in arrived_parts)
+        out: NDArray[Any] = np.zeros(self._count, np.float64 if wide else np.float32)
+        if arrived_parts:
+            out[self._positions] = np.concatenate(arrived_parts)
+        if self._factor is not None:
+            out *= self._factor
+        scale = arrived(self._scale)
+        if scale != 1.0:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                out /= scale
+        return out
 
 
-def _send(part: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    part = part.detach()
-    if not part.is_cuda:
-        return part.to("cpu"), None
-    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)  # torch caches pinned blocks
-    host.copy_(part, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(part.device))
-    return host, event
+Number: TypeAlias = float | Arriving
+"""One number: known, or on its way from a device."""
+
+_FIRST = np.zeros(1, np.intp)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def kept(value: float | Tensor) -> Number:
+    """A number as it is; a one-element tensor read without waiting, where it lives on a device."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach()
+    return float(value) if on_host(value) else Arriving([value.reshape(1)], _FIRST, 1)
+
+
+def arrived(value: Number) -> float:
+    """The number behind `kept`, waited for where it is still on its way."""
+    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
+
+
+def is_ready(value: Number) -> bool:
+    """Whether `arrived` would return at once."""
+    return not isinstance(value, Arriving) or value.ready()
 
 
 class DeviceReading:
-    """Norms of K gradients on their way to the host; `squares()` waits for them if they have not arrived."""
+    """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived."""
 
-    def __init__(self, norms: Sequence[Tensor], arriving: Arriving, scale: float = 1.0) -> None:
+    def __init__(self, norms: Sequence[Tensor], arriving: Arriving, scales: tuple[Number, ...] = ()) -> None:
         self._norms = norms
         self._arriving = arriving
-        self._scale = scale
+        self._scales = scales
 
     def ready(self) -> bool:
-        """Whether `squares()` would return at once."""
-        return self._arriving.ready()
+        """Whether `norms()` would return at once."""
+        return self._arriving.ready() and all(map(is_ready, self._scales))
+
+    @property
+    def details(self) -> Mapping[int, Detail]:
+        """No second looks: they would make the host wait."""
+        return {}
+
+    def doubtful(self) -> None:
+        """Nothing was put off: these norms are float64 sums."""
+
+    def divided(self, scale: Number) -> DeviceReading:
+        """The same reading without a factor that was in the gradients when they were read."""
+        return DeviceReading(self._norms, self._arriving, (*self._scales, scale))
 
     def device_total(self) -> Tensor | None:
-        """0-dim float32 total norm on the device, for a verdict that never leaves it; None without any."""
+        """0-dim total norm on the device, scale included, for a verdict that never leaves it; None without any."""
         if not self._norms:
             return None
         first = self._norms[0]
-        totals = [torch.linalg.vector_norm(norms).to(first.device) for norms in self._norms]
+        totals = [
+            torch.linalg.vector_norm(norms).to(first.device, non_blocking=True) for norms in self._norms
+        ]
         total: Tensor = torch.linalg.vector_norm(torch.stack(totals))
         return total
 
-    def squares(self) -> NDArray[np.float64]:
-        """float64[K] squared norms without the loss scale, 0 where there was no gradient."""
-        return np.square(self._arriving.values(), dtype=np.float64) / (self._scale * self._scale)
+    def norms(self) -> NDArray[np.float64]:
+        """float64[K] norms without the loss scale, 0 where there was no gradient."""
+        found = self._arriving.values().astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
+            for scale in self._scales:
+                found /= arrived(scale)
+        return found
 
 
-def read(grads: Sequence[Tensor | None], scale: float = 1.0) -> DeviceReading:
+def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceReading:
     """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, grad in enumerate(grads):
@@ -99,23 +154,41 @@ def read(grads: Sequence[Tensor | None], scale: float = 1.0) -> DeviceReading:
             by_device.setdefault(tensor.device, []).append((k, tensor))
     norms = [torch.stack(_norms([tensor for _, tensor in group])) for group in by_device.values()]
     positions = np.array([k for group in by_device.values() for k, _ in group], np.intp)
-    return DeviceReading(norms, Arriving(norms, positions, len(grads)), scale)
+    scales = () if isinstance(scale, float) and scale == 1.0 else (scale,)
+    return DeviceReading(norms, Arriving(norms, positions, len(grads)), scales)
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """0-dim float32 norms in order; one launch per dtype (and per 110 tensors, inside torch)."""
+    """0-dim norms of tensors of one device, in order; one launch per dtype (and per 110 tensors, inside torch)."""
+    wide = torch.float32 if tensors[0].device.type in NO_FLOAT64 else torch.float64
     norms: list[Tensor | None] = [None] * len(tensors)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(index)
-    for dtype, indices in by_dtype.items():
+    for indices in by_dtype.values():
         group = [tensors[index] for index in indices]
-        found = torch._foreach_norm(group, 2, dtype=torch.float32 if dtype in REDUCED else None)
-        for index, norm in zip(indices, found, strict=True):
-            norms[index] = norm.to(torch.float32)
+        for index, norm in zip(indices, torch._foreach_norm(group, 2, dtype=wide), strict=True):
+            norms[index] = norm
     return [norm for norm in norms if norm is not None]
 
 
+def clip(grads: Sequence[Tensor | None], total: Tensor, max_norm: float) -> None:
+    """Multiply gradients by min(1, max_norm / (total + 1e-6)) without the host knowing the factor.
+
+    The arithmetic of `gradwatch.policies.norm.clip_coefficient`: float32, and 1 for a non-finite total, so that
+    a bad element is never spread. `total` is a 0-dim tensor on any of the devices.
+    """
+    norm = total.to(torch.float32)
+    factor = torch.reciprocal(norm + 1e-6) * max_norm
+    factor = torch.where(torch.isfinite(norm), factor.clamp(max=1.0), torch.ones_like(norm))
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            by_device.setdefault(grad.device, []).append(grad)
+    for where, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(where, non_blocking=True))
+
+
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured: then nothing of ours may be enqueued."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured on this thread's stream: then nothing of ours may be enqueued."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,54 +21,19 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import device
 from gradwatch.hooks.dense import local
-from gradwatch.hooks.device import DeviceReading
-from gradwatch.hooks.norms import UNDERFLOW, CpuReader, Detail, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.device import DeviceReading, Number, arrived
+from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
+from gradwatch.hooks.versions import grown_alike, signature, versions_of
+from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
 from gradwatch.snapshot import Sites
-
-Norms = NDArray[np.float64]
 
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
+UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
-
-
-@dataclass(slots=True, eq=False)  # not frozen: that would cost microseconds, and nobody else sees one
-class Window:
-    """What one step boundary found; `resolve()` waits for an accelerator, all else is on the host.
-
-    `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `trusted` that thinned marks told the truth; `scale` the loss scale that was still in
-    the gradients when they were read.
-    """
-
-    sites: Sites
-    step: int
-    raw: Norms | DeviceReading
-    after: Norms | DeviceReading
-    calls: NDArray[np.int32]
-    details: Mapping[int, Detail]
-    micro: int
-    provisional: bool
-    trusted: bool
-    scale: float
-
-    def ready(self) -> bool:
-        """Whether `resolve()` would return without waiting."""
-        return all(not isinstance(part, DeviceReading) or part.ready() for part in (self.raw, self.after))
-
-    def resolve(self) -> tuple[Norms, Norms]:
-        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed."""
-        raw = self._host(self.raw)
-        return raw, raw if self.after is self.raw else self._host(self.after)
-
-    def total(self) -> float:
-        """The total norm before clipping, of every gradient there is."""
-        raw, _ = self.resolve()
-        return float(np.sqrt(np.dot(raw, raw)))
-
-    def _host(self, part: Norms | DeviceReading) -> Norms:
-        return np.sqrt(part.squares()) if isinstance(part, DeviceReading) else part
+KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
 
 
 class Lane:
@@ -92,31 +56,37 @@ class Lane:
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
+        self.silent = False  # a gradient arrived that no mark announced, though there should be one
+        self.late = False  # the end of its last backward was not heard: read at the step boundary
+        self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
-        self.reduced_total: float | None = (
-            None  # total norm over all ranks, where this one's is not all of it
-        )
+        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
-        self._norms: Norms | DeviceReading | None = None
-        self._after: Norms | DeviceReading | None = None
-        self._details: dict[int, Detail] = {}
-        self._scale = 1.0
+        self._norms: Reading | None = None
+        self._after: Reading | None = None
+        self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
+        self._assumed = False  # the versions at the read were taken to be those of the pattern
+        self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
+        self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
+        self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self._backwards = 0
         self._calls: NDArray[np.int32] | None = None  # marks heard in bulk
         self._heard = [0] * len(params)  # marks heard one by one
         self._told: tuple[list[int], int, NDArray[np.int32]] | None = None
+        self._told_heard: tuple[list[int], NDArray[np.int32]] | None = None
         self._ids: list[int] = []
         self._versions: list[int] = []
-        self._last: tuple[list[int], list[int], Norms | DeviceReading] | None = None
+        self._last: tuple[list[int], list[int], Reading] | None = None
         self._expected: int | None = None
         self._equal = 0
         self._varied = -VARIED
         self._pattern: list[int] = []
+        self._pattern_backwards = 0
         self._steady = 0
         self._blocked_until = 0
-        self._ambiguous = False
+        self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
         self.born = True  # made in the middle of a window, until a window has been closed
 
     def __len__(self) -> int:
@@ -126,6 +96,11 @@ class Lane:
     def backwards(self) -> int:
         """Backwards heard since the last step."""
         return self._backwards
+
+    @property
+    def unread(self) -> bool:
+        """Whether a backward was heard whose gradients have not been read."""
+        return self._read_at != self._backwards
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
@@ -150,22 +125,35 @@ class Lane:
                 heard[k] += 1
                 self._backwards = before + 1
 
+    def let_go(self) -> None:
+        """Hold no gradient any longer: a new backward may need the memory."""
+        self._kept = None
+
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
         if self._expected is None or self._equal < LEARNED or self.step - self._varied < VARIED:
             return True
         return self._backwards >= self._expected
 
-    def read(self, scale: float = 1.0) -> None:
-        """Read every gradient of the lane; `scale` is the loss scale still multiplied into them."""
+    def read(self) -> None:
+        """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
         grads = self.grads()
-        self._ids, self._versions = signature(grads)
-        self._take(grads, scale)
+        # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
+        self._assumed = self.thinned and self._left_alone
+        self._ids = list(map(id, grads))
+        self._versions = self._usual() if self._assumed else versions_of(grads)
+        self._kept = grads if self._keeps else None
+        self._norms = self._take(grads, 1.0)
         self._read_at = self._backwards
+
+    def unscaled(self, scale: Number) -> None:
+        """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        if self._norms is not None:  # what is read later no longer carries it
+            self._norms = _without(self._norms, scale)
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
-    def settle(self, scale: float = 1.0) -> Window:
+    def settle(self, scale: Number = 1.0) -> Window:
         """Close the window just before `optimizer.step()`: read what is unread, notice what changed.
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
@@ -174,15 +162,19 @@ class Lane:
         ids, versions = signature(grads)
         unread = self._norms is None or self._read_at != self._backwards
         if unread:
-            self._ids, self._versions = ids, versions
-            self._take(grads, scale)
+            self._ids, self._versions, self._assumed = ids, versions, False
+            self._norms = self._take(grads, scale)
+        elif not isinstance(scale, float) or scale != 1.0:
+            self.unscaled(scale)
         raw = self._norms
         assert raw is not None
         after = raw
         # A clip of DTensors bumps no version, so theirs are always read again.
         if ids != self._ids or versions != self._versions or (self.distributed and not unread):
             after = self._changed(grads, ids, versions, raw, scale)
-        calls, trusted = self._presence(grads, ids, versions, raw)
+        calm = not unread and not self.tainted and as_usual(raw, after)
+        repeats = self._repeats(ids) if self.thinned else None
+        calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
         # A loop whose marks never speak is read here by design; any other unread window ended early.
         early = unread and not (self._expected == 0 and self._backwards == 0)
         window = Window(
@@ -191,15 +183,18 @@ class Lane:
             raw,
             after,
             calls,
-            self._details,
             self._backwards,
-            early or self.tainted or not trusted,
+            early or self.tainted or not trusted or (self.late and max(versions, default=0) > UNTOUCHED),
             trusted,
-            self._scale,
+            scale,
+            calm and trusted,
+            repeats if calm else None,
         )
         self._learn(calls)
         self._last = (ids, versions, raw)
         self._after = after
+        self._kept = None
+        self._left_alone = after is raw
         self.settled = self._backwards
         return window
 
@@ -207,14 +202,13 @@ class Lane:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
         self.settled = -1
-        self.tainted = False
+        self.tainted = self.late = False
         self.reduced_total = None
         self._backwards = 0
         self._read_at = 0
         self._calls = None
         self._heard = [0] * len(self.params)
-        self._norms = None
-        self._details = {}
+        self._norms = self._kept = None
 
     def discard(self) -> None:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
@@ -222,12 +216,25 @@ class Lane:
         self.advance()
         self.step = steps
 
+    def divide_applied(self, window: Window, divisor: Number) -> None:
+        """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
+        window.calm = False
+        window.after = self._after = _without(window.after, divisor)
+
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
         if self.reduced_total is not None:
             return self.reduced_total
         assert self._after is not None
-        norms = np.sqrt(self._after.squares()) if isinstance(self._after, DeviceReading) else self._after
+        norms = self._after.norms()
+        return float(np.sqrt(np.dot(norms, norms)))
+
+    def total_read(self) -> float:
+        """Root sum of squares of what this window's last backward left, read now where it is unread."""
+        if self._norms is None or self._read_at != self._backwards:
+            self.read()
+        assert self._norms is not None
+        norms = self._norms.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -238,8 +245,15 @@ class Lane:
             torch._foreach_mul_(present, torch.tensor(coefficient))
 
     def device_total(self) -> Tensor | None:
-        """0-dim total norm on the device where this window was read there, else None."""
-        return self._norms.device_total() if isinstance(self._norms, DeviceReading) else None
+        """0-dim total norm on the device, of the gradients as they stand at the boundary, loss scale included.
+
+        None where they were not read on a device.
+        """
+        return self._after.device_total() if isinstance(self._after, DeviceReading) else None
+
+    def clip_on_device(self, total: Tensor, max_norm: float) -> None:
+        """Clip every gradient by the 0-dim `total`, without the host knowing it."""
+        device.clip(self.grads(), total, max_norm)
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
@@ -257,66 +271,86 @@ class Lane:
         """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
         self.thinned = False
         self._steady = 0
-        self._blocked_until = sys.maxsize if self._ambiguous else self.step + BACKOFF
+        self._blocked_until = sys.maxsize if self.ambiguous else self.step + BACKOFF
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
-        self.params, self.slots, self.position = [], np.zeros(0, np.intp), {}
+        self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = None
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(self, grads: Sequence[Tensor | None], scale: float) -> None:
-        self._scale = scale
+    def _take(self, grads: Sequence[Tensor | None], scale: Number) -> Reading:
+        """Read these gradients; on the host, look twice unless their total is as usual."""
         if not self.on_cpu:
-            self._norms = device.read(grads, scale)
-            return
-        squares = self._reader.read(grads)
-        norms: Norms = np.sqrt(squares)
-        self._details = {}
-        for k in map(int, suspicious(squares, self._floor)):
-            grad = grads[k]
-            if grad is not None:
-                self._details[k] = detail = inspect(grad)
-                norms[k] = detail.norm
-        self._norms = norms if scale == 1.0 else norms / scale
+            return device.read(grads, scale)
+        reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
+        if self.usual is None or not reading.near(self.usual):
+            reading.look(grads)
+        return reading
 
     def _changed(
         self,
         grads: Sequence[Tensor | None],
         ids: list[int],
         versions: list[int],
-        raw: Norms | DeviceReading,
-        scale: float,
-    ) -> Norms | DeviceReading:
+        raw: Reading,
+        scale: Number,
+    ) -> Reading:
         if isinstance(raw, DeviceReading):
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
+        left = arrived(scale)
         if self.distributed or len(changed) * 2 > len(grads):
-            return np.sqrt(self._reader.read(grads)) / scale
-        after = raw.copy()
-        for k in changed:
-            grad = grads[k]
-            after[k] = 0.0 if grad is None else math.sqrt(sum_of_squares(grad)) / scale
-        return after
+            after = HostReading(self._reader.read(grads), self._floor, left)
+            if raw.looked:
+                after.look(grads)
+            return after
+        return raw.with_norms({k: self._norm_of(grads[k], k) / (left or math.nan) for k in changed})
+
+    def _norm_of(self, grad: Tensor | None, k: int) -> float:
+        if grad is None:
+            return 0.0
+        square = sum_of_squares(grad)
+        return math.sqrt(square) if self._floor[k] <= square < math.inf else inspect(grad).norm
 
     def _presence(
-        self, grads: Sequence[Tensor | None], ids: list[int], versions: list[int], raw: Norms | DeviceReading
+        self,
+        grads: Sequence[Tensor | None],
+        ids: list[int],
+        versions: list[int],
+        raw: Reading,
+        repeats: Repeats | None,
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
-            trusted = self._backwards > 0 and self._versions == self._pattern and not self._stale(ids, raw)
-            return self._calls_of(self._pattern if trusted else self._versions), trusted
+            told = versions if self._assumed else self._versions
+            trusted = self._backwards > 0 and grown_alike(self._usual(), told, self._assumed)
+            if trusted and repeats is not None:
+                self.ambiguous = repeats.any(raw.norms())
+                trusted = not self.ambiguous
+            return self._calls_of(self._pattern if trusted else told), trusted
         if self._calls is not None:
             self._heard = (self._calls + self._heard).tolist()  # sync: numpy
             self._calls = None
         heard = self._heard
+        if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
+            heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
             for k, count in enumerate(heard):
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
-                    heard[k] = 1
-        return np.array(heard, np.int32), True
+                    heard[k], self.silent = 1, True
+        if self._told_heard is None or self._told_heard[0] != heard:
+            self._told_heard = heard, np.array(heard, np.int32)
+        return self._told_heard[1], True
+
+    def _usual(self) -> list[int]:
+        """The versions that this many backwards give: each but the first adds into the gradient in place."""
+        short = self._pattern_backwards - self._backwards
+        return (
+            [version - short if version >= 0 else -1 for version in self._pattern] if short else self._pattern
+        )
 
     def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that these versions stand for; the same array while nothing changes."""
@@ -328,26 +362,24 @@ class Lane:
         self._told = (versions, self._backwards, calls)
         return calls
 
-    def _stale(self, ids: list[int], raw: Norms | DeviceReading) -> bool:
-        """Whether some gradient may be the last step's, not cleared and not renewed: only its mark could tell."""
-        if self._last is None or isinstance(raw, DeviceReading) or isinstance(self._last[2], DeviceReading):
-            return False
-        equal = np.flatnonzero((raw == self._last[2]) & (raw > 0))
-        self._ambiguous = any(ids[k] == self._last[0][k] for k in equal)
-        return self._ambiguous
+    def _repeats(self, ids: list[int]) -> Repeats | None:
+        """What tells whether some gradient is the last step's: its mark could, had it one."""
+        if self._last is None or not isinstance(self._last[2], HostReading):
+            return None
+        return Repeats(ids, self._last[0], self._last[2])
 
-    def _unmarked(self, k: int, ids: list[int], versions: list[int], raw: Norms | DeviceReading) -> bool:
+    def _unmarked(self, k: int, ids: list[int], versions: list[int], raw: Reading) -> bool:
         """Whether a gradient no mark announced is new: not the last step's, and not all zero."""
         if self._last is None:
             return True
-        if not isinstance(raw, DeviceReading) and raw[k] == 0:
+        on_host = isinstance(raw, HostReading)
+        if on_host and raw.norms()[k] == 0:
             return False
         last_ids, last_versions, last = self._last
-        if ids[k] == last_ids[k] and versions[k] == last_versions[k]:
-            return False
-        # The optimizer itself may bump a version; an equal norm says that nothing arrived.
-        on_host = not isinstance(raw, DeviceReading) and not isinstance(last, DeviceReading)
-        return not (on_host and raw[k] == last[k])  # type: ignore[index]
+        if not on_host or not isinstance(last, HostReading):
+            return ids[k] != last_ids[k] or versions[k] != last_versions[k]
+        # Not by id: the new gradient may lie where the old one did. An equal norm says that nothing arrived.
+        return bool(raw.norms()[k] != last.norms()[k])
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
         if self.born:  # made in the middle of this window: what it heard is not the whole of it
@@ -369,16 +401,9 @@ class Lane:
         )
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
-        self._pattern = self._versions
+        self._pattern, self._pattern_backwards = self._versions, self._backwards
 
 
-def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
-    """(ids, versions) of gradients, -1 where there is none: equal signatures mean that nobody wrote to them.
-
-    A hint, not a proof: writes through `.data` or numpy do not bump the version.
-    """
-    try:
-        versions = [grad._version for grad in grads]  # type: ignore[union-attr]
-    except AttributeError:
-        versions = [-1 if grad is None else grad._version for grad in grads]
-    return list(map(id, grads)), versions
+def _without(reading: Reading, scale: Number) -> Reading:
+    """A reading free of a factor that is in the gradients."""
+    return reading.divided(scale) if isinstance(reading, DeviceReading) else reading.divided(arrived(scale))

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.errors import AttachError
 from gradwatch.hooks.dense import dense
-from gradwatch.hooks.device import Arriving
+from gradwatch.hooks.device import Arriving, Number
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
 
 TapKind = Literal["output", "full_backward"]
@@ -44,7 +44,9 @@ class Tap:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
+        if not torch.compiler.is_dynamo_compiling():
+            self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
@@ -78,7 +80,7 @@ class ModuleTaps:
             if tap == "full_backward":
                 self._handles.append(module.register_full_backward_hook(Tap(self._backward(m))))
 
-    def collect(self, step: int, scale: float) -> Sampled:
+    def collect(self, step: int, scale: Number) -> Sampled:
         """What the taps heard since the last step boundary; the loss scale is divided out of gradients."""
         self._step = step + 1
         sampled = Sampled(len(self.names))
@@ -90,8 +92,10 @@ class ModuleTaps:
             present[positions] = True
             stack = torch.stack([heard[int(m)] for m in positions])
             if column in GRADIENT_COLUMNS:
-                stack = stack.sqrt() / scale
-            sampled.parts[column] = Arriving([stack], positions, len(self.names))
+                arriving = Arriving([stack.sqrt()], positions, len(self.names), scale=scale)
+            else:
+                arriving = Arriving([stack], positions, len(self.names))
+            sampled.parts[column] = arriving
             sampled.present[column] = present
             heard.clear()
         return sampled

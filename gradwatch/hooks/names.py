@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.optim import Optimizer
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Path components that DDP, torch.compile, FSDP1 and activation checkpointing put into names."""
@@ -37,6 +38,11 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
             yield name, parameter
 
 
+def is_lazy(param: nn.Parameter) -> bool:
+    """Whether a parameter has no shape yet (a lazy module before its first forward)."""
+    return isinstance(param, nn.UninitializedParameter)
+
+
 def named_modules(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(canonical name, module) over several models; a root is called by its class name."""
     for prefix, model in _prefixes(list(models)):
@@ -57,3 +63,18 @@ def _prefixes(models: list[nn.Module]) -> list[tuple[str, nn.Module]]:
         taken[kind] = number + 1
         prefixed.append((f"{kind}{number or ''}.", model))
     return prefixed
+
+
+def fallback_name(optimizer: Optimizer, param: nn.Parameter) -> str:
+    """`group0.3[64x64]` for a parameter no watched model owns."""
+    for group, settings in enumerate(optimizer.param_groups):
+        for position, candidate in enumerate(settings["params"]):
+            if candidate is param:
+                names = settings.get("param_names")
+                return str(names[position]) if names else f"group{group}.{position}[{shape_of(param)}]"
+    return f"unnamed[{shape_of(param)}]"
+
+
+def shape_of(param: nn.Parameter) -> str:
+    """`64x64`, or `scalar`."""
+    return "x".join(map(str, param.shape)) or "scalar"

@@ -3,16 +3,18 @@
 What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to 2^20 squares in one float32
 accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
 loss gets). Row norms over 2^13 elements cost the same bandwidth, use every core, and are off by 7e-6 at the
-very worst. Many small tensors cost one dispatch each, so equal shapes are stacked first.
+very worst. Many small tensors cost one dispatch each, so equal shapes are stacked first. All row norms land in
+one buffer, which is added up in float64 when somebody asks: numpy finds cold caches after a backward, and
+costs less for many steps at once.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ ROW = 1 << 13
 FEW = 2048  # row norms whose squares float32 may add up
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
 BUCKET = 4  # equal shapes needed before stacking pays
+UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
+PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
 UNDERFLOW = 2.0**-126 * 1e5
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -56,84 +60,206 @@ def _dot(vector: Tensor) -> float:
     return torch.dot(vector, vector).item()  # sync: CPU tensor
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """Small float32 gradients of one shape: `indices` into the read, and the buffer they are stacked in."""
+class _Bucket(NamedTuple):
+    """Small float32 gradients of one shape, stacked before they are read; `rows` is the stack as a matrix."""
 
-    indices: NDArray[np.intp]
+    indices: list[int]
     pick: operator.itemgetter[Any]
     stacked: Tensor
     rows: Tensor
+
+
+class _Single(NamedTuple):
+    """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
+
+    place: int
+    shape: tuple[int, int]
+    order: tuple[int, ...] | None
+
+
+class _Sheet:
+    """Where the row norms of one read land: its parts for each bucket and single, all of it as `host[R]`."""
+
+    __slots__ = ("_rows", "_total", "buckets", "host", "singles")
+
+    def __init__(self, plan: _Plan) -> None:
+        rows = torch.zeros(plan.size)
+        parts = iter(rows.split(plan.sizes))
+        self.buckets = [(bucket, next(parts)) for bucket in plan.buckets]
+        self.singles = [(*single, next(parts)) for single in plan.singles]
+        self.host: NDArray[np.float32] = rows.numpy()  # sync: CPU tensor
+        self._rows, self._total = rows.unsqueeze(0), torch.zeros(1)
+
+    def total(self) -> float:
+        """Root sum of squares of all rows, by the very operation whose code is in the caches by now."""
+        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._total))  # sync: CPU tensor
+
+
+class _Plan:
+    """How a list of gradients is read: in buckets, as matrices, and whatever is neither one by one."""
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        self.count = len(grads)
+        self.buckets, alone = _buckets(grads)
+        self.singles = [single for k in alone if (single := _single(k, grads[k])) is not None]
+        planned = {single.place for single in self.singles}
+        self.others = [k for k in alone if k not in planned]
+        self.sizes = [len(bucket.indices) for bucket in self.buckets]
+        self.sizes += [single.shape[0] for single in self.singles]
+        self.size = sum(self.sizes)
+        order = [k for bucket in self.buckets for k in bucket.indices]
+        lengths = [1] * len(order) + [single.shape[0] for single in self.singles]
+        self.order = np.array(order + [single.place for single in self.singles], np.intp)
+        self.starts = (
+            np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
+        )
+        self.spare: list[_Sheet] = []
+
+    def sheet(self) -> _Sheet:
+        """One that nobody uses."""
+        return self.spare.pop() if self.spare else _Sheet(self)
+
+
+class RowNorms:
+    """One read of K gradients whose sums are still to be taken."""
+
+    __slots__ = ("_apart", "_missed", "_plan", "_sheet", "_squares")
+
+    def __init__(self, plan: _Plan, sheet: _Sheet, apart: dict[int, float], missed: list[int]) -> None:
+        self._plan = plan
+        self._sheet: _Sheet | None = sheet
+        self._apart = apart
+        self._missed = missed
+        self._squares: Squares | None = None
+
+    @classmethod
+    def of(cls, squares: Squares) -> RowNorms:
+        """Sums that were taken elsewhere."""
+        plan = _Plan([None] * len(squares))
+        rows = cls(plan, plan.sheet(), {}, [])
+        rows._squares = squares
+        return rows
+
+    def total(self) -> float:
+        """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
+        if self._sheet is None or self._missed:
+            return math.sqrt(float(self.squares().sum()))
+        rows = self._sheet.total()
+        return math.hypot(rows, *map(math.sqrt, self._apart.values())) if self._apart else rows
+
+    def squares(self) -> Squares:
+        """float64[K] sums of squares; 0 where a gradient was None."""
+        if self._squares is None:
+            self._squares = self._added()
+        return self._squares
+
+    def _added(self) -> Squares:
+        plan, sheet = self._plan, self._sheet
+        assert sheet is not None
+        found: Squares = np.zeros(plan.count)
+        if plan.size:
+            found[plan.order] = np.add.reduceat(np.square(sheet.host, dtype=np.float64), plan.starts)
+        for index in self._missed:
+            found[index] = 0.0
+        for index, value in self._apart.items():
+            found[index] = value
+        self._sheet = None
+        plan.spare.append(sheet)
+        return found
 
 
 class CpuReader:
     """Reads the sums of squares of a fixed list of CPU gradients; plans once, then one pass per read."""
 
     def __init__(self) -> None:
-        self._buckets: list[_Bucket] = []
-        self._singles: list[int] = []
-        self._planned = 0
+        self._plan: _Plan | None = None
+        self._off = 0
+        self._patience = PATIENCE
 
-    def read(self, grads: Sequence[Tensor | None]) -> Squares:
-        """float64[len(grads)] sums of squares; 0 where a gradient is None."""
-        if len(grads) != self._planned:
-            self._plan(grads)
-        squares: Squares = np.zeros(len(grads))
-        for bucket in self._buckets:
-            self._read_bucket(bucket, grads, squares)
-        for index in self._singles:
-            grad = grads[index]
-            if grad is not None:
-                squares[index] = _single(grad)
-        return squares
-
-    def _read_bucket(self, bucket: _Bucket, grads: Sequence[Tensor | None], squares: Squares) -> None:
-        members = bucket.pick(grads)
-        try:
-            # `stack` refuses unequal shapes itself, but would resize `out` if all had changed alike.
-            if members[0] is None or members[0].shape != bucket.stacked.shape[1:]:
-                raise TypeError
-            torch.stack(members, out=bucket.stacked)
-        except (TypeError, RuntimeError):
-            # Some are missing, sparse or of another shape this time: one by one is always right.
-            for index, grad in zip(bucket.indices, members, strict=True):
-                squares[index] = 0.0 if grad is None else sum_of_squares(grad)
-            return
-        norms = torch.linalg.vector_norm(bucket.rows, dim=1).numpy()  # sync: CPU tensor
-        squares[bucket.indices] = np.square(norms, dtype=np.float64)
-
-    def _plan(self, grads: Sequence[Tensor | None]) -> None:
-        shapes: dict[torch.Size, list[int]] = {}
-        self._buckets, self._singles = [], []
-        for index, grad in enumerate(grads):
-            if grad is not None and _stackable(grad):
-                shapes.setdefault(grad.shape, []).append(index)
-            else:
-                self._singles.append(index)
-        for shape, members in shapes.items():
-            if len(members) < BUCKET:
-                self._singles += members
-                continue
-            stacked = torch.empty((len(members), *shape))
-            rows = stacked.view(len(members), -1)
-            self._buckets.append(
-                _Bucket(np.array(members, np.intp), operator.itemgetter(*members), stacked, rows)
-            )
-        self._planned = len(grads)
+    def read(self, grads: Sequence[Tensor | None]) -> RowNorms:
+        """The squares of every gradient that is there, whatever its layout and dtype."""
+        plan = self._plan
+        if plan is None or plan.count != len(grads) or self._off >= self._patience:
+            self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
+            plan, self._off = _Plan(grads), 0
+            self._plan = plan
+        sheet, missed = plan.sheet(), []
+        for bucket, out in sheet.buckets:
+            if not _read_bucket(bucket, grads, out):
+                missed += bucket.indices
+        norm = torch.linalg.vector_norm
+        for index, shape, order, out in sheet.singles:
+            grad: Any = grads[index]
+            try:
+                norm((grad if order is None else grad.permute(order)).view(shape), 2, 1, out=out)
+            except (AttributeError, TypeError, RuntimeError):
+                missed.append(index)  # absent, or of another size, layout or dtype this time
+        if missed:
+            self._off += 1
+        apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
+        return RowNorms(plan, sheet, apart, missed)
 
 
-def _stackable(grad: Tensor) -> bool:
-    plain = grad.layout is torch.strided and grad.dtype is torch.float32 and type(grad) is Tensor
-    return plain and 0 < grad.numel() <= SMALL and grad.device.type == "cpu"
+def _read_bucket(bucket: _Bucket, grads: Sequence[Tensor | None], out: Tensor) -> bool:
+    """Whether all members could be read together."""
+    members = bucket.pick(grads)
+    try:
+        # `stack` refuses unequal shapes itself, but would resize `out` if all had changed alike.
+        if members[0].shape != bucket.stacked.shape[1:]:
+            return False
+        torch.stack(members, out=bucket.stacked)
+    except (AttributeError, TypeError, RuntimeError):
+        return False  # some are missing, sparse or of another shape this time
+    torch.linalg.vector_norm(bucket.rows, 2, 1, out=out)
+    return True
 
 
-def _single(grad: Tensor) -> float:
-    """`sum_of_squares` with the common case (contiguous float32) kept to a few calls."""
-    plain = grad.layout is torch.strided and grad.dtype is torch.float32 and not grad.requires_grad
-    # BLAS sums a strided vector one by one, which loses three digits: contiguous only.
-    if plain and type(grad) is Tensor and grad.is_contiguous():
-        return _blocks(grad.view(-1))
-    return sum_of_squares(grad)
+def _alone(grad: Tensor | None) -> float:
+    return 0.0 if grad is None else sum_of_squares(grad)
+
+
+def _buckets(grads: Sequence[Tensor | None]) -> tuple[list[_Bucket], list[int]]:
+    """The buckets worth making, and the positions that are in none."""
+    shapes: dict[torch.Size, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad is not None and _plain(grad) and grad.numel() <= SMALL:
+            shapes.setdefault(grad.shape, []).append(index)
+    buckets = [_bucket(shape, members) for shape, members in shapes.items() if len(members) >= BUCKET]
+    bucketed = {k for bucket in buckets for k in bucket.indices}
+    return buckets, [k for k in range(len(grads)) if k not in bucketed]
+
+
+def _bucket(shape: torch.Size, members: list[int]) -> _Bucket:
+    stacked = torch.empty((len(members), *shape))
+    return _Bucket(members, operator.itemgetter(*members), stacked, stacked.view(len(members), -1))
+
+
+def _plain(grad: Tensor) -> bool:
+    usual = grad.layout is torch.strided and grad.dtype is torch.float32 and type(grad) is Tensor
+    return usual and grad.numel() > 0 and grad.device.type == "cpu"
+
+
+def _single(index: int, grad: Tensor | None) -> _Single | None:
+    """How to read one gradient as a matrix; None when it has to be read by itself."""
+    if grad is None or not _plain(grad):
+        return None
+    shape = _matrix(grad.numel())
+    if shape is None:
+        return None
+    if grad.is_contiguous():
+        return _Single(index, shape, None)
+    order = tuple(sorted(range(grad.dim()), key=grad.stride, reverse=True))  # channels_last
+    return _Single(index, shape, order) if grad.permute(order).is_contiguous() else None
+
+
+def _matrix(numel: int) -> tuple[int, int] | None:
+    """(rows, columns) of rows not longer than ROW and not much shorter; None when none divide `numel`."""
+    fewest = -(-numel // ROW)
+    return next(((rows, numel // rows) for rows in _upto(fewest, numel) if numel % rows == 0), None)
+
+
+def _upto(fewest: int, numel: int) -> Iterable[int]:
+    return range(fewest, min(fewest * UNEVEN, numel) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,101 +1,187 @@
-"""The loss scale: the one place where a GradScaler's factor is found, so that norms are free of it.
+"""The loss scale: the one place where a GradScaler is noticed, so that norms are free of its factor.
 
-A GradScaler multiplies the loss before backward and divides the gradients inside `scaler.step` (or
-`unscale_`), without bumping their version. A norm read at the end of backward therefore still carries the
-scale, one read at the step boundary does not, unless the optimizer is fused and divides by itself.
+A GradScaler multiplies the loss before backward and divides the gradients again later: in `unscale_` (called by
+the loop, or by `scaler.step`), which bumps no version, or, for a fused optimizer, inside the optimizer itself.
+So what was read before carries the scale, and loses it at the very moment the gradients do. That moment is
+told here, per optimizer; a loop may scale one loss and not the other, or use several scalers.
+
+A step whose gradients overflowed is rejected by the scaler, most often without calling the optimizer: that is
+told here too, since no hook of the optimizer ever runs for it.
+
+`GradScaler._unscale_grads_`, `.step` and `.update` are wrapped once, on the class and on every subclass that has
+its own (FSDP's ShardedGradScaler).
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-_listeners: list[LossScale] = []
-_originals: dict[str, Any] = {}
+from gradwatch.hooks import step_hooks
+from gradwatch.hooks.device import Number, kept
 
 
-class LossScale:
-    """The scaler of a training loop, noticed through `GradScaler.scale` and `.update`, wrapped on the class once.
+class ScalerListener(Protocol):
+    """What a GradScaler is about to do, or has done, to the gradients of an optimizer."""
 
-    `stepped` is called before every `update` with the ids of the optimizers that went through `scaler.step`:
-    one whose window is still open then was rejected (overflow), and its `step` was never called. Several live
-    listeners share the wrappers; the last `close` puts the class back as found.
-    """
+    def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """The gradients are about to be divided by the 0-dim `scale`, in place."""
 
-    def __init__(
-        self, stepped: Callable[[frozenset[int]], None], failed: Callable[[str, BaseException], None]
-    ) -> None:
-        self._scaler: Callable[[], GradScaler | None] = lambda: None
-        self._scaled = False
-        self._stepped = stepped
-        self._failed = failed
-        _listeners.append(self)
-        if not _originals:
-            for name in ("scale", "update"):
-                _wrap(name)
+    def rejected(self, optimizer: Optimizer) -> None:
+        """`scaler.step` found an overflow and did not call `optimizer.step`. What it raises reaches the user."""
 
-    def notice(self, scaler: GradScaler, name: str) -> None:
-        """`scale` or `update` is about to be called on some scaler."""
-        try:
-            if scaler.is_enabled():
-                self._scaler = weakref.ref(scaler)
-                self._scaled = name == "scale"  # a loop that stops scaling has unscaled gradients again
-                if name == "update":
-                    self._stepped(frozenset(scaler._per_optimizer_states))
-        except Exception as error:
-            self._failed("precision", error)
+    def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
+        """`scaler.update` with gradients unscaled but no `scaler.step`: found_inf by `id(optimizer)`."""
 
-    def in_backward(self) -> float:
-        """The factor in gradients as backward leaves them; 1 unless a loss was scaled since the last update."""
-        return (self.current() or 1.0) if self._scaled else 1.0
+    def scaler_failed(self, error: BaseException) -> None:
+        """Count a fault of ours."""
 
-    def current(self) -> float | None:
-        """The scaler's present scale, or None without one."""
-        scaler = self._scaler()
-        scale = None if scaler is None else scaler._scale
-        return None if scale is None else float(scale)  # sync: one read a step, only under a GradScaler
 
-    def close(self) -> None:
-        """Stop listening; the last one out puts `GradScaler` back, unless somebody wrapped it again since."""
-        if self in _listeners:
-            _listeners.remove(self)
+_listeners: list[ScalerListener] = []
+_originals: dict[tuple[type[GradScaler], str], tuple[Any, Any]] = {}
+_inside: set[tuple[str, int]] = set()
+"""Calls under way, by method and `id(optimizer)`: a subclass's method may call the one it replaces."""
+_carried: dict[int, tuple[Tensor, Tensor | None]] = {}
+"""Inside `scaler.step` of a fused optimizer whose gradients still carry the scale: that, and the user's own divisor."""
+
+
+def listen(listener: ScalerListener) -> Callable[[], None]:
+    """Add a listener; the returned call removes it. The last one out puts every scaler class back as found."""
+    _listeners.append(listener)
+    _wrap_with_subclasses(GradScaler)
+
+    def remove() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
         if not _listeners:
-            for name, (original, wrapped) in _originals.items():
-                if getattr(GradScaler, name) is wrapped:
-                    setattr(GradScaler, name, original)
+            for (kind, name), (original, wrapped) in _originals.items():
+                # Left alone where somebody has wrapped it again since.
+                if kind.__dict__.get(name) is wrapped:
+                    setattr(kind, name, original)
             _originals.clear()
 
+    return remove
 
-def _wrap(name: str) -> None:
-    original = getattr(GradScaler, name)
+
+def _wrap_with_subclasses(kind: type[GradScaler]) -> None:
+    for name, around in _AROUND.items():
+        if name in kind.__dict__ and (kind, name) not in _originals:
+            _wrap(kind, name, around)
+    for subclass in kind.__subclasses__():
+        _wrap_with_subclasses(subclass)
+
+
+def _wrap(kind: type[GradScaler], name: str, around: Callable[..., Any]) -> None:
+    original = kind.__dict__[name]
 
     @functools.wraps(original)
     def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        key = name, id(args[0] if args else kwargs.get("optimizer"))
+        if key in _inside or not scaler.is_enabled():
+            return original(scaler, *args, **kwargs)
+        _inside.add(key)
+        try:
+            return around(original, scaler, *args, **kwargs)
+        finally:
+            _inside.discard(key)
+
+    _originals[kind, name] = (original, wrapped)
+    setattr(kind, name, wrapped)
+
+
+def _around_unscale(
+    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> Any:
+    # Inside `scaler.step` a fused optimizer is only checked for Inf, with a factor of 1.
+    only_checked = ("step", id(optimizer)) in _inside and supports_scaling(optimizer)
+    scale = scaler._scale
+    if scale is not None and not only_checked:
+        _tell(lambda listener: listener.unscaled(optimizer, scale))
+    return original(scaler, optimizer, *args, **kwargs)
+
+
+def _around_step(
+    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> Any:
+    _wrap_with_subclasses(GradScaler)  # one that was imported after the watch began
+    before = step_hooks.begun()
+    if supports_scaling(optimizer) and scaler._scale is not None and not _is_unscaled(scaler, optimizer):
+        _carried[id(optimizer)] = scaler._scale, getattr(optimizer, "grad_scale", None)
+    try:
+        result = original(scaler, optimizer, *args, **kwargs)
+    finally:
+        _carried.pop(id(optimizer), None)
+    # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
+    if step_hooks.begun() == before and getattr(type(optimizer).step, "hooked", False):
         for listener in tuple(_listeners):
-            listener.notice(scaler, name)
-        return original(scaler, *args, **kwargs)
-
-    _originals[name] = (original, wrapped)
-    setattr(GradScaler, name, wrapped)
+            listener.rejected(optimizer)
+    return result
 
 
-def at_step(optimizer: Optimizer) -> float:
-    """The factor still in the gradients when a fused optimizer under a GradScaler steps; 1 otherwise."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if isinstance(scale, torch.Tensor):
-        return float(scale)  # sync: only for fused optimizers under a GradScaler
-    return 1.0
+def _around_update(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    _tell(lambda listener: listener.abandoned(_unscaled_only(scaler)))
+    return original(scaler, *args, **kwargs)
 
 
-def rejected(optimizer: Optimizer) -> bool:
-    """Whether the scaler has already found an overflow that a fused optimizer will skip by itself."""
+_AROUND: Mapping[str, Callable[..., Any]] = {
+    "_unscale_grads_": _around_unscale,
+    "step": _around_step,
+    "update": _around_update,
+}
+
+
+def _tell(call: Callable[[ScalerListener], None]) -> None:
+    for listener in tuple(_listeners):
+        try:
+            call(listener)
+        except Exception as error:
+            listener.scaler_failed(error)
+
+
+def _unscaled_only(scaler: GradScaler) -> dict[int, Tensor | None]:
+    """found_inf of the optimizers whose gradients were unscaled since the last update, and then not stepped."""
+    found: dict[int, Tensor | None] = {}
+    for identity, state in scaler._per_optimizer_states.items():
+        if state["stage"] is OptState.UNSCALED:
+            found[identity] = next(iter(state["found_inf_per_device"].values()), None)
+    return found
+
+
+def _is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return state is not None and state["stage"] is not OptState.READY
+
+
+def supports_scaling(optimizer: Optimizer) -> bool:
+    """Whether the optimizer divides by the scale and heeds `found_inf` itself (torch's fused ones do)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def at_step(optimizer: Optimizer) -> tuple[Number, Number | None]:
+    """What a fused optimizer will divide its gradients by: the loss scale still in them (1 = none), and the rest.
+
+    The rest is a loop's own clipping by `optimizer.grad_scale`; None where there is none. All other optimizers
+    divide by nothing.
+    """
+    divisor = getattr(optimizer, "grad_scale", None)
+    if not isinstance(divisor, Tensor):
+        return 1.0, None
+    scale, rest = _carried.get(id(optimizer), (None, divisor))
+    return (1.0 if scale is None else kept(scale)), (kept(rest) if isinstance(rest, Tensor) else None)
+
+
+def found_inf(optimizer: Optimizer) -> Number | None:
+    """1 where a scaler has found an overflow that a fused optimizer will skip by itself, 0 where not.
+
+    None without a scaler, and for optimizers that a scaler does not call when there is an overflow.
+    """
     found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(
-        found
-    )  # sync: only for fused optimizers under a GradScaler
+    # `sum` over devices: 2 where two of them overflowed.
+    return kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None

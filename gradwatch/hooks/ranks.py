@@ -21,10 +21,11 @@ from gradwatch.hooks import reduce
 from gradwatch.hooks.assemble import Extras, appended
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.group import AloneError, Group, Meeting, announce, meet, place
-from gradwatch.hooks.lane import Lane, Window
+from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.reduce import Layout, Told, Usual
 from gradwatch.hooks.sampling import Ratio, Sampled
 from gradwatch.hooks.shards import Holding, holdings, local_taps, whole
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites
 
 Report = Callable[[str, BaseException], None]
@@ -130,10 +131,10 @@ class Ranks:
         """Whether this process is one of several ranks."""
         return place()[1] > 1
 
-    def pools(self, lane: Lane) -> bool:
-        """Whether a lane's norms are sums over ranks."""
+    def talks(self, lane: Lane) -> bool:
+        """Whether the ranks exchange the facts of every step of a lane, and so wait for them."""
         seat = self._seats.get(lane.index)
-        return seat is not None and seat.layout is not None and seat.layout.pooled
+        return seat is not None and (seat.layout is not None or bool(seat.alone))
 
     @property
     def alone(self) -> bool:
@@ -238,8 +239,10 @@ class Ranks:
 
     def share(self, lane: Lane, window: Window, extras: Extras, values: Mapping[str, float]) -> Shared | None:
         """Tell the others this window and hear theirs; None where its numbers mean nothing without them."""
-        seat = self._seats[lane.index]
+        seat = self._seats.get(lane.index)
         mine = slice(0, len(window.sites))
+        if seat is None:  # its optimizers step inside backward, which is no boundary
+            return Shared(window, extras, values, mine, may_act=not self.several)
         if seat.layout is None:
             if seat.alone and seat.sharded:  # a shard's norms: shown, but no baseline may learn them
                 window = replace(window, provisional=True)
@@ -258,7 +261,7 @@ class Ranks:
         if layout is None or group is None or lane.index not in self._turn:
             return None
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
-        columns |= _sizes(extras)
+        columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
         vector = reduce.encode(layout, window, window.resolve(), values, columns, local, seat.usual)
         return self._send(lane.index, seat, layout, group, vector)
@@ -339,12 +342,12 @@ def _seen_by_all(
     return Shared(reduce.pooled_window(told, window), pooled, values, layout.own, True, total)
 
 
-def _sizes(extras: Extras) -> dict[str, Column]:
+def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
     """‖w‖ behind a sampled ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
     for one in extras.params:
         ratio = one.parts.get("update_ratio") if isinstance(one, Sampled) else None
         if isinstance(one, Sampled) and isinstance(ratio, Ratio):
-            return {"size": Column(ratio.size(), one.present["update_ratio"])}
+            return {"size": Column(ratio.size(), columns["update_ratio"].present)}
     return {}
 
 

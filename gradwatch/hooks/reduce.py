@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.hooks.lane import Norms, Window
+from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import FLOAT32_MAX, Detail
 from gradwatch.hooks.sampling import WEIGHT_NORM_FLOOR
+from gradwatch.hooks.window import Norms, Window
 from gradwatch.snapshot import Column, Sites
 
 Vector = NDArray[np.float64]
@@ -257,16 +258,18 @@ def pooled_window(told: Told, window: Window) -> Window:
     calls = np.rint((packed - holders * HOLDER) / np.maximum(holders, 1)).astype(np.int32)
     nan, inf = told.column("nan"), told.column("inf")
     details = {
-        int(k): Detail(float(raw[k]) * window.scale, int(nan[k]), int(inf[k]))
+        int(k): Detail(float(raw[k]), int(nan[k]), int(inf[k]))
         for k in np.flatnonzero(~(raw <= FLOAT32_MAX) | (nan + inf > 0))
     }
+    reading = HostReading.of(raw, details)
+    unchanged = np.array_equal(raw, applied, equal_nan=True)
     return replace(
         window,
         sites=told.layout.sites,
-        raw=raw,
-        after=raw if np.array_equal(raw, applied, equal_nan=True) else applied,
+        raw=reading,
+        after=reading if unchanged else HostReading.of(applied, {}),
         calls=calls,
-        details=details,
+        repeats=None,
         provisional=told.head("provisional") > 0,
     )
 

@@ -7,6 +7,7 @@ sampled elements are stacked, so a burst costs a few operations however many par
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import dense, flat
-from gradwatch.hooks.device import Arriving
+from gradwatch.hooks.device import Arriving, Floats, Number
 from gradwatch.snapshot import BoolArray, Column
 
 SAMPLE = 4096
 PERIOD = 100
 BURST = 3
+AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
 GRADIENT_COLUMNS = frozenset({"zero_fraction", "max_abs"})
 WEIGHT_COLUMNS = frozenset({"weight_norm", "update_ratio"})
 COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS
@@ -40,13 +42,21 @@ class Ratio:
         """Whether `values()` would return at once."""
         return self._change.ready() and self._size.ready()
 
-    def size(self) -> NDArray[np.float32]:
+    def size(self) -> Floats:
         """float32[K]: ‖w‖."""
         return self._size.values()
 
-    def values(self) -> NDArray[np.float32]:
+    def values(self) -> Floats:
         """float32[K]."""
         return np.divide(self._change.values(), np.maximum(self.size(), np.float32(WEIGHT_NORM_FLOOR)))
+
+
+@dataclass(slots=True)
+class Moved:
+    """Which parameters the optimizer moved at one step: known once that step has been judged."""
+
+    step: int
+    present: BoolArray | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +65,7 @@ class Sampled:
 
     count: int
     parts: dict[str, Arriving | Ratio] = field(default_factory=dict)
-    present: dict[str, BoolArray] = field(default_factory=dict)
+    present: dict[str, BoolArray | Moved] = field(default_factory=dict)
 
     def ready(self) -> bool:
         """Whether `columns()` would return at once."""
@@ -65,7 +75,10 @@ class Sampled:
         """The columns measured this step."""
         found = {}
         for name, part in self.parts.items():
-            found[name] = Column(part.values(), self.present[name])
+            known = self.present[name]
+            present = known.present if isinstance(known, Moved) else known
+            if present is not None:  # else the step before was never judged
+                found[name] = Column(part.values(), present)
         return found
 
 
@@ -75,8 +88,9 @@ class Sampler:
     def __init__(self, wanted: frozenset[str], every: Mapping[str, int] | None = None) -> None:
         self._wanted = wanted & COLUMNS
         self._every = dict(every or {})
-        self._previous: tuple[int, list[Tensor], NDArray[np.intp]] | None = None
-        self._moved: BoolArray | None = None
+        self._previous: tuple[int, list[Tensor], Moved] | None = None
+        self._awaiting: deque[Moved] = deque(maxlen=AWAITING)
+        self._asked, self._idle_until = 0, 0  # nothing is due from the one step to before the other
 
     def __bool__(self) -> bool:
         return bool(self._wanted)
@@ -92,21 +106,35 @@ class Sampler:
             return step >= first and step % every == 0
         return step >= first and (step - first) % PERIOD < BURST  # bursts, so that `for: 3` can be met
 
+    def _next(self, step: int) -> int:
+        """The first step after this one at which something is due; looks ahead a period at most."""
+        return next(
+            (
+                later
+                for later in range(step + 1, step + PERIOD)
+                if self.due("update_ratio", later + 1) or any(self.due(name, later) for name in self._wanted)
+            ),
+            step + PERIOD,
+        )
+
     def collect(
         self,
         step: int,
         params: Sequence[Tensor],
         grads: Callable[[], Sequence[Tensor | None]],
-        scale: float = 1.0,
+        scale: Number = 1.0,
     ) -> Sampled | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
 
         `scale` is the loss scale still in the gradients here.
         """
+        if self._asked <= step < self._idle_until:
+            return None
         due = [name for name in self._wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
         if not due and not keep:
             self._previous = None
+            self._asked, self._idle_until = step, self._next(step)
             return None
         sampled = Sampled(len(params))
         if GRADIENT_COLUMNS.intersection(due):
@@ -117,15 +145,22 @@ class Sampler:
 
     @property
     def expects_move(self) -> bool:
-        """Whether weights of this step are kept, to be compared with those of the next."""
-        return self._previous is not None
+        """Whether weights of a step not judged yet are kept, to be compared with those of the next."""
+        return bool(self._awaiting)
 
-    def moved(self, present: BoolArray) -> None:
-        """Which parameters the optimizer was given a non-zero gradient for; none on a skipped step."""
-        self._moved = present
+    def moved(self, present: BoolArray, step: int | None = None) -> None:
+        """Which parameters the optimizer was given a non-zero gradient for at `step` (None = the oldest kept).
+
+        None of them on a skipped step. Steps are judged in order, but on a device some steps after they were
+        sampled.
+        """
+        while self._awaiting and step is not None and self._awaiting[0].step < step:
+            self._awaiting.popleft()
+        if self._awaiting and (step is None or self._awaiting[0].step == step):
+            self._awaiting.popleft().present = present
 
     def _gradients(
-        self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None], scale: float
+        self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None], scale: Number
     ) -> None:
         # A shard may be empty though the gradient is not.
         have = [k for k, grad in enumerate(grads) if grad is not None and dense(grad).numel()]
@@ -138,8 +173,8 @@ class Sampler:
             sampled.parts["zero_fraction"] = Arriving(parts, positions, sampled.count)
             sampled.present["zero_fraction"] = present
         if "max_abs" in due:
-            parts = [row.abs().amax(1).float() / scale for row in rows]
-            sampled.parts["max_abs"] = Arriving(parts, positions, sampled.count)
+            parts = [row.abs().amax(1).float() for row in rows]
+            sampled.parts["max_abs"] = Arriving(parts, positions, sampled.count, scale=scale)
             sampled.present["max_abs"] = present
 
     def _weights(self, sampled: Sampled, due: list[str], step: int, params: Sequence[Tensor]) -> None:
@@ -152,18 +187,20 @@ class Sampler:
             sampled.present["weight_norm"] = np.ones(sampled.count, bool)
         previous = self._previous
         if "update_ratio" in due and previous is not None and previous[0] == step - 1:
-            self._ratio(sampled, rows, previous[1], positions, blown_up)
-        self._previous = (step, [row.clone() for row in rows], positions)
+            self._ratio(sampled, rows, previous, positions, blown_up)
+        self._previous = (step, [row.clone() for row in rows], Moved(step))
+        self._awaiting.append(self._previous[2])
 
     def _ratio(
         self,
         sampled: Sampled,
         rows: list[Tensor],
-        before: list[Tensor],
+        previous: tuple[int, list[Tensor], Moved],
         positions: NDArray[np.intp],
         blown_up: NDArray[np.float32],
     ) -> None:
-        if self._moved is None or [row.shape for row in rows] != [row.shape for row in before]:
+        _, before, moved = previous
+        if [row.shape for row in rows] != [row.shape for row in before]:
             return
         changes = [
             torch.linalg.vector_norm((row - old).float(), dim=1)
@@ -175,7 +212,7 @@ class Sampler:
             Arriving(changes, positions, sampled.count, blown_up),
             Arriving(sizes, positions, sampled.count, blown_up),
         )
-        sampled.present["update_ratio"] = self._moved
+        sampled.present["update_ratio"] = moved
 
 
 def _taken(numels: NDArray[np.float64]) -> NDArray[np.float64]:

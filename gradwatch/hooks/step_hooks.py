@@ -7,7 +7,9 @@ may come and go at any time; torch's own dict is touched only outside a step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -28,17 +30,15 @@ class StepListener(Protocol):
 
 _listeners: list[StepListener] = []
 _handles: list[RemovableHandle] = []
-_depth = 0
+_begun = 0
 
 
 def listen(listener: StepListener) -> Callable[[], None]:
     """Add a listener; the returned call removes it (and the last one out removes torch's hooks)."""
     _listeners.append(listener)
     if not _handles:
-        # Under a compiled optimizer.step our hooks must run, not be traced.
-        untraced = getattr(torch, "_disable_dynamo", lambda function: function)
-        _handles.append(register_optimizer_step_pre_hook(untraced(_before)))
-        _handles.append(register_optimizer_step_post_hook(untraced(_after)))
+        _handles.append(register_optimizer_step_pre_hook(_untraced(_before)))
+        _handles.append(register_optimizer_step_post_hook(_untraced(_after)))
 
     def remove() -> None:
         if listener in _listeners:
@@ -48,40 +48,82 @@ def listen(listener: StepListener) -> Callable[[], None]:
     return remove
 
 
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, run and not traced under a compiled `optimizer.step`; called directly where nothing compiles.
+
+    torch's own wrapper costs more than a cold hook can afford, so it is used only while dynamo is listening.
+    """
+    disable = getattr(torch, "_disable_dynamo", None)
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback as listening
+    except ImportError:
+        return hook if disable is None else disable(hook)
+    shielded = hook if disable is None else disable(hook)
+
+    def run(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or listening() is not None:
+            return shielded(optimizer, args, kwargs)
+        return hook(optimizer, args, kwargs)
+
+    return run
+
+
 def installed() -> int:
     """How many of torch's global step hooks are ours at present."""
     return len(_handles)
 
 
+def begun() -> int:
+    """How many steps of any optimizer have begun since the first listener came."""
+    return _begun
+
+
 def _tidy() -> None:
-    if not _listeners and not _depth:
+    if not _listeners and not _stepping():
         for handle in _handles:
             handle.remove()
         _handles.clear()
 
 
+# torch wraps every optimizer's `step` in what this function defines; that wrapper runs the hooks.
+_WRAPPER = next(code for code in Optimizer.profile_hook_step.__code__.co_consts if isinstance(code, CodeType))
+
+
+def _stepping() -> bool:
+    """Whether this thread is inside some `optimizer.step()`, and so perhaps inside torch's hook dicts."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        # By name: a compiled step runs copies and continuations of that wrapper.
+        if code.co_filename == _WRAPPER.co_filename and _WRAPPER.co_name in code.co_name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Leaving(tuple):  # type: ignore[type-arg]
+    """The arguments of a step with no listener left: torch lets go of them after its last hook."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        _tidy()
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    global _depth
-    _depth += 1
+    global _begun
+    _begun += 1
     changed = None
-    try:
-        position = 0
-        # By index: a launcher's listener may add the watch that must see this very step.
-        while position < len(_listeners):
-            result = _listeners[position].before_step(optimizer, args, kwargs)
-            if result is not None:
-                args, kwargs = changed = result
-            position += 1
-    finally:
-        _depth -= 1
-    return changed
+    position = 0
+    # By index: a launcher's listener may add the watch that must see this very step.
+    while position < len(_listeners):
+        result = _listeners[position].before_step(optimizer, args, kwargs)
+        if result is not None:
+            args, kwargs = changed = result
+        position += 1
+    return changed if _listeners else (_Leaving(args), kwargs)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    global _depth
-    _depth += 1
-    try:
-        for listener in tuple(_listeners):
-            listener.after_step(optimizer)
-    finally:
-        _depth -= 1
+    for listener in tuple(_listeners):
+        listener.after_step(optimizer)

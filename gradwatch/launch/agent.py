@@ -2,7 +2,8 @@
 
 Until an optimizer steps it is one entry in a dict: DataLoader workers, compile workers and git helpers start
 no thread, open no socket and print nothing. At the first step of an optimizer that nobody watches it finds
-the models and calls `gradwatch.watch`, exactly as the script could have done itself.
+the models and calls `gradwatch.watch`, exactly as the script could have done itself. A loop that clips is met
+a moment earlier, at its first `clip_grad_norm_`: after it the first step's norm could not be known any more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError
-from gradwatch.hooks import step_hooks
+from gradwatch.hooks import clipping, step_hooks
 
 if TYPE_CHECKING:
     from gradwatch.launch.discovery import LooseParameters
@@ -36,6 +37,7 @@ def arm() -> None:
     if not _armed:
         _armed = True
         step_hooks.listen(FirstStep())
+        FirstClip()
 
 
 class FirstStep:
@@ -43,18 +45,45 @@ class FirstStep:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attach; never raises into the script unless `--strict` asks for that."""
-        if optimizer in _seen:
-            return
-        _seen.add(optimizer)
-        try:
-            attach(optimizer)
-        except Exception as error:
-            if os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
-                raise
-            _say_not_watching(error)
+        _attach_once(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Nothing: the watch, once attached, listens itself."""
+
+
+class FirstClip:
+    """Listens for torch's gradient clipping until an optimizer with gradients was found, then never again."""
+
+    def __init__(self) -> None:
+        self._tries = 4  # two clips: a look at all objects costs up to 0.2 s, and this may be no training
+        self._ignore = clipping.listen(self.about_to_clip)
+
+    def about_to_clip(self) -> None:
+        """Attach, and have the gradients read before they are clipped; raises only with `--strict`."""
+        from gradwatch.launch.discovery import stepping
+
+        self._tries -= 1
+        found = [optimizer for optimizer in stepping() if optimizer not in _seen]
+        if found or _seen or not self._tries:
+            self._ignore()
+        for optimizer in found:
+            watch = _attach_once(optimizer)
+            if watch is not None:
+                watch.about_to_clip()
+
+
+def _attach_once(optimizer: Optimizer) -> Watch | None:
+    """`attach`, the first time this optimizer is met; a failure costs the script nothing but a line."""
+    if optimizer in _seen:
+        return None
+    _seen.add(optimizer)
+    try:
+        return attach(optimizer)
+    except Exception as error:
+        if os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
+            raise
+        _say_not_watching(error)
+        return None
 
 
 def attach(optimizer: Optimizer) -> Watch | None:

@@ -48,6 +48,11 @@ def discover(
     return [*roots, *([LooseParameters(loose)] if loose else [])], optimizers
 
 
+def stepping() -> list[Optimizer]:
+    """Every live optimizer that has a gradient to step with."""
+    return [each for each in _scan()[1] if any(tensor.grad is not None for tensor in parameters_of(each))]
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Every tensor in every param group, in order."""
     for group in optimizer.param_groups:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
@@ -100,18 +102,30 @@ def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
 
 def _imported(path: str) -> SinkFactory:
     module, _, attribute = path.partition(":")
-    factory: SinkFactory = getattr(import_module(module), attribute)
+    with _generator_kept():
+        factory: SinkFactory = getattr(import_module(module), attribute)
     return factory
 
 
 def _plugin(kind: str) -> SinkFactory:
     for entry in entry_points(group="gradwatch.sinks", name=kind):
-        factory: SinkFactory = entry.load()
+        with _generator_kept():
+            factory: SinkFactory = entry.load()
         return factory
     names = sink_names()
     raise AttachError(
         f"no sink is called {kind!r}{_did_you_mean(kind, names)} (there are: {', '.join(names)})"
     )
+
+
+@contextmanager
+def _generator_kept() -> Iterator[None]:
+    """Imports may draw from Python's generator (structlog imports rich, which does); the job's must not move."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _did_you_mean(wrong: str, known: tuple[str, ...]) -> str:

@@ -216,6 +216,7 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_skipped_steps_total": lambda view: _one(view.tally.skipped_steps),
     "gradwatch_provisional_steps_total": lambda view: _one(view.tally.provisional_steps),
     "gradwatch_loss_scale": _latest(lambda record: record.snapshot.loss_scale),
+    "gradwatch_scaler_skips_total": lambda view: _one(view.tally.scaler_skips),
     "gradwatch_overhead_ratio": lambda view: _one(view.tally.overhead_ratio),
     "gradwatch_stall_threshold_seconds": lambda view: _one(view.tally.stall_threshold_seconds),
     "gradwatch_coverage_ratio": _latest(lambda record: record.snapshot.coverage),

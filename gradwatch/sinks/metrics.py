@@ -163,6 +163,12 @@ METRICS: tuple[Metric, ...] = (
         "Snapshot.loss_scale",
     ),
     Metric(
+        "gradwatch_scaler_skips_total",
+        "counter",
+        "Steps that the GradScaler rejected because gradients overflowed; not an action of gradwatch.",
+        "Snapshot.scalars['scaler_skip']",
+    ),
+    Metric(
         "gradwatch_step_duration_seconds",
         "histogram",
         "Time from one optimizer step to the next.",

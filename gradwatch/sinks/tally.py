@@ -90,6 +90,7 @@ class Tally:
     nonfinite_elements: int = 0
     clipped_steps: int = 0
     skipped_steps: int = 0
+    scaler_skips: int = 0
     firings: dict[tuple[str, str, str], int] = field(default_factory=dict)
     actions: dict[tuple[str, str], int] = field(default_factory=dict)
     shadow_actions: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class Tally:
         self.steps += 1
         self.provisional_steps += snapshot.provisional
         self.skipped_steps += record.decision.skip
+        self.scaler_skips += bool(snapshot.scalars.get("scaler_skip"))
         self.clipped_steps += snapshot.total_norm_applied < norm * _CLIPPED and math.isfinite(norm)
         if "nonfinite" in snapshot.columns or not math.isfinite(norm):
             elements = _nonfinite_elements(snapshot)

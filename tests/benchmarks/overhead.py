@@ -29,8 +29,9 @@ from tests.benchmarks.workloads import WORKLOADS, Task, Workload
 
 Loop = Literal["handover", "steps"]
 
-WARMUP = 30  # past the 20 steps in which detectors only learn, and past learning the loop
+WARMUP = 100  # past learning the loop, past every warm-up, and past the steps a loop takes to be called calm
 SLOW_WARMUP = 3
+STEPS = 8  # of a turn: a loop steps many times in a row, and what is judged a second late is judged in one of them
 
 
 @dataclass
@@ -65,9 +66,9 @@ def panels(found: list[Contender], rounds: int) -> list[Panel]:
     whole = [name for name in ("bare", "bare-again", "gradwatch") if name in quick]
     slow = ["bare", *(c.name for c in found if c.slow)]
     planned = [
-        Panel("handover", Turns(rounds, settle=0, steps=1), WARMUP, quick),
+        Panel("handover", Turns(rounds, settle=0, steps=STEPS), WARMUP, quick),
         Panel("steps", Turns(max(3, rounds // 4)), WARMUP, whole),
-        Panel("steps", Turns(max(3, rounds // 20)), SLOW_WARMUP, slow),
+        Panel("steps", Turns(max(3, rounds // 4)), SLOW_WARMUP, slow),
     ]
     return [panel for panel in planned if len(panel.members) > 1]
 
@@ -143,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=200, help="of the handover; whole steps take a quarter")
+    parser.add_argument("--rounds", type=int, default=25, help="of the handover; whole steps take a quarter")
     parser.add_argument("--threads", type=int, default=1, help="torch's intra-op threads")
     parser.add_argument(
         "--clock",

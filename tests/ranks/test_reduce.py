@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.hooks import reduce
-from gradwatch.hooks.lane import Window
+from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import FLOAT32_MAX, Detail
 from gradwatch.hooks.reduce import Layout, Told, Usual
 from gradwatch.hooks.shards import Holding
+from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column
 from tests.engine_cases import make_sites
 
@@ -37,7 +38,8 @@ def layout(rank: int, world: int, pooled: bool, counts: list[float] | None = Non
 def window(norms: np.ndarray, step: int = 3, details: dict[int, Detail] | None = None) -> Window:
     """A window with these norms, not clipped."""
     calls = np.where(norms != 0, 2, 0).astype(np.int32)
-    return Window(make_sites(K), step, norms, norms, calls, details or {}, 2, False, True, 1.0)
+    reading = HostReading.of(norms, details or {})
+    return Window(make_sites(K), step, reading, reading, calls, 2, False, True)
 
 
 def spoken(layouts: list[Layout], windows: list[Window], **more: object) -> Told:
@@ -61,7 +63,7 @@ def test_shards_add_up_to_the_whole(world: int, seed: int) -> None:
     assert told.complete
     found = reduce.pooled_window(told, windows[0])
     whole = np.linalg.norm(np.concatenate(pieces, axis=1), axis=1)
-    np.testing.assert_allclose(found.raw, whole, rtol=1e-12)
+    np.testing.assert_allclose(found.raw.norms(), whole, rtol=1e-12)
     assert found.after is found.raw
     assert found.calls.tolist() == [2 if norm else 0 for norm in whole]
 
@@ -71,7 +73,7 @@ def test_a_replica_is_not_counted_twice() -> None:
     layouts = [layout(0, 2, True, [1, 1, 1, 1]), layout(1, 2, True, [0, 1, 0, 1])]
     norms = np.array([3.0, 3.0, 4.0, 4.0])
     found = reduce.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
-    np.testing.assert_allclose(found.raw, [3, 3 * math.sqrt(2), 4, 4 * math.sqrt(2)])
+    np.testing.assert_allclose(found.raw.norms(), [3, 3 * math.sqrt(2), 4, 4 * math.sqrt(2)])
 
 
 def test_counts_of_nan_and_inf_are_those_of_all_shards() -> None:

@@ -1,0 +1,104 @@
+"""torch's own gradient clipping, noticed: the last moment at which a gradient is what backward left.
+
+A loop that accumulates is read once, at the end of the backward it has learned to be the last; the shorter
+window at the end of an epoch would then be seen only at the step boundary, after `clip_grad_norm_`. So the
+clip itself asks for the read. `clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_` all sort their
+gradients with one function that they look up in their module at every call: that one is wrapped, so it does
+not matter how, or how early, a script imported them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.device import capturing
+from gradwatch.hooks.lane import Lane
+
+SORTER = "_group_tensors_by_device_and_dtype"
+
+_listeners: list[Callable[[], None]] = []
+_wrapped: list[tuple[Any, Any]] = []  # (original, wrapper) while anybody listens
+
+
+def listen(about_to_clip: Callable[[], None]) -> Callable[[], None]:
+    """Call `about_to_clip` before torch clips any gradient; the returned call ends that.
+
+    It must not raise. Silent under a torch without that function, and in code compiled by `torch.compile`.
+    The last listener out puts the module back as found.
+    """
+    _listeners.append(about_to_clip)
+    if not _wrapped and hasattr(clip_grad, SORTER):
+        _wrap(getattr(clip_grad, SORTER))
+
+    def remove() -> None:
+        if about_to_clip in _listeners:
+            _listeners.remove(about_to_clip)
+        if not _listeners:
+            _put_back()
+
+    return remove
+
+
+class BeforeClip:
+    """Reads, when clipping begins, the gradients of a Capture that the end of no backward was there to read.
+
+    `waiting` names optimizers that have no lane yet (attached after their backward); `bound` is told of the
+    lane each gets. `resting` says that nothing may be read at present.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        waiting: Callable[[], list[Optimizer]],
+        bound: Callable[[Lane], None],
+        resting: Callable[[], bool],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._capture = capture
+        self._waiting = waiting
+        self._bound = bound
+        self._resting = resting
+        self._failed = failed
+        self.close = listen(self.read)
+
+    def read(self) -> None:
+        """Read what is unread; raises only if `failed` does."""
+        try:
+            if not self._resting() and not capturing():
+                self._read()
+        except Exception as error:
+            self._failed("capture", error)
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
+        for lane in late:
+            self._bound(lane)
+        for lane in [*late, *(lane for lane in self._capture.lanes if lane.backwards and lane.unread)]:
+            lane.read()
+
+
+def _wrap(original: Callable[..., Any]) -> None:
+    @functools.wraps(original)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for listener in tuple(_listeners):
+                listener()
+        return original(*args, **kwargs)
+
+    _wrapped.append((original, noticed))
+    setattr(clip_grad, SORTER, noticed)
+
+
+def _put_back() -> None:
+    while _wrapped:
+        original, noticed = _wrapped.pop()
+        if getattr(clip_grad, SORTER) is noticed:  # else somebody wrapped it again since
+            setattr(clip_grad, SORTER, original)

@@ -1,0 +1,191 @@
+"""How much of the models is measured, counted again only when something may have changed.
+
+Walking a model costs a microsecond per parameter, too much for every step. Two signs of change are nearly
+free: torch's registration hooks (a parameter or module was put into a watched module: assignment,
+`load_state_dict(assign=True)`, adapters, parametrizations), and a parameter that had a gradient in the last
+step and has none in this one while its place in its module is taken by another (`.to()` that overwrites).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.names import named_parameters
+
+RECOUNT = 128  # steps between counts that nothing asked for
+BLIND = 16  # the same while something is not measured
+
+
+class Registrations:
+    """Counts what is put into the watched modules, wherever it happens; `close` removes the hooks."""
+
+    def __init__(self) -> None:
+        self._owners: set[int] = set()
+        self._count = [0]
+        owners, count = self._owners, self._count  # torch's global dicts must not reach this object
+
+        def noticed(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) in owners:
+                count[0] += 1
+
+        self._handles = [
+            register_module_parameter_registration_hook(noticed),
+            register_module_module_registration_hook(noticed),
+        ]
+
+    @property
+    def count(self) -> int:
+        """How many there were so far."""
+        return self._count[0]
+
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
+        self._owners.clear()
+        self._owners.update(id(module) for model in models for module in model.modules())
+
+    def close(self) -> None:
+        """Remove torch's two global hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class Places:
+    """Where each slot's parameter stands: a module (held weakly) and the attribute name in it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+
+    def note(self, models: Iterable[nn.Module], slot_of: dict[int, int]) -> None:
+        """Remember the first place of every parameter that has a slot."""
+        for model in models:
+            for module in model.modules():
+                for name, param in module._parameters.items():
+                    slot = None if param is None else slot_of.get(id(param))
+                    if slot is not None and slot not in self._of:
+                        self._of[slot] = weakref.ref(module), name
+
+    def forget(self, slot: int) -> None:
+        """The slot's parameter was let go."""
+        self._of.pop(slot, None)
+
+    def lost(self, slot: int, param: nn.Parameter) -> bool:
+        """Whether something else stands there now."""
+        if slot not in self._of:  # only an optimizer knows it: no model can have lost it
+            return False
+        module, name = self._of[slot]
+        owner = module()
+        return owner is None or owner._parameters.get(name) is not param
+
+
+class Coverage:
+    """The share of parameters that is measured, 0..1, as last counted, and the names of the others.
+
+    Wanted are parameters of the models that want a gradient. Measured are those of an optimizer that has
+    stepped, and those that were there at attach (an optimizer may leave some out on purpose); what joined
+    later must have reached an optimizer.
+    """
+
+    def __init__(self, slot_of: dict[int, int]) -> None:
+        self.ratio = 1.0
+        self.missing: tuple[str, ...] = ()
+        self._slot_of = slot_of
+        self._at_attach: set[int] = set()
+        self._registrations = Registrations()
+        self._places = Places()
+        self._compared: dict[int, int] = {}  # registrations when a lane was last compared with its optimizer
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._counted = 0  # registrations at the last count
+        self._left = RECOUNT  # steps until the next one
+        self._here: dict[int, NDArray[np.bool_]] = {}
+
+    def attached(self, models: Iterable[nn.Module]) -> None:
+        """These models are watched from now on, with the parameters they have."""
+        slots = (self._slot_of.get(id(param)) for model in models for param in model.parameters())
+        self._at_attach.update(slot for slot in slots if slot is not None)
+
+    def scanned(self, models: list[nn.Module]) -> None:
+        """Slots were given to all parameters of the models."""
+        self._places.note(models, self._slot_of)
+        self._registrations.watch(models)
+
+    def forget(self, slot: int) -> None:
+        """The slot's parameter was let go."""
+        self._at_attach.discard(slot)
+        self._places.forget(slot)
+
+    def count(self, models: list[nn.Module], lanes: Iterable[Lane]) -> float:
+        """Walk the models; the ratio, which stays until the next count."""
+        alive = [lane for lane in lanes if lane.optimizer is None or lane.optimizer() is not None]
+        stepped = {identity for lane in alive for identity in lane.param_ids}
+        wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
+        self.missing = tuple(
+            name
+            for name, param in wanted
+            if id(param) not in stepped and self._slot_of.get(id(param)) not in self._at_attach
+        )
+        self.ratio = 1 - len(self.missing) / len(wanted) if wanted else 1.0
+        self._left = BLIND if self.missing else RECOUNT
+        return self.ratio
+
+    def due(self, lane: Lane, calls: NDArray[np.int32]) -> bool:
+        """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
+        self._left -= 1
+        replaced = any(self._replaced(lane.params[k]) for k in self._gone(lane.index, calls))
+        if not replaced and self._left > 0 and self._counted == self._registrations.count:
+            return False
+        self._counted = self._registrations.count
+        return True
+
+    def outdated(self) -> None:
+        """What is measured has changed: count at the next step."""
+        self._left = 0
+
+    def silenced(self, share: float) -> None:
+        """A share of a lane was measured at this boundary, but nothing was heard during its backward."""
+        self.ratio *= 1 - share
+        self._left = 0
+
+    def disturbed(self, lane: Lane) -> bool:
+        """Whether something was put into the models since this was last asked about a lane."""
+        count = self._registrations.count
+        before, self._compared[lane.index] = self._compared.get(lane.index, count), count
+        return before != count
+
+    def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
+        """Whether parameters without a slot are the models' all the same; walks them once per optimizer."""
+        state = len(params), self._registrations.count
+        if self._strangers.get(optimizer) == state:
+            return False
+        self._strangers[optimizer] = state
+        present = {id(param) for model in models for param in model.parameters()}
+        return any(id(param) in present for param in params)
+
+    def close(self) -> None:
+        """Remove torch's registration hooks."""
+        self._registrations.close()
+
+    def _replaced(self, param: nn.Parameter) -> bool:
+        """Whether something else stands where this parameter stood in its model."""
+        return self._places.lost(self._slot_of.get(id(param), -1), param)
+
+    def _gone(self, lane: int, calls: NDArray[np.int32]) -> list[int]:
+        """Positions with a gradient in the lane's last step and none in this one."""
+        before, here = self._here.get(lane), calls > 0
+        self._here[lane] = here
+        if before is None or len(before) != len(here) or bool(here.all()):
+            return []
+        gone: list[int] = np.flatnonzero(before & ~here).tolist()  # sync: numpy
+        return gone

@@ -1,0 +1,74 @@
+"""Optimizers that evaluate their closure several times in one step: LBFGS, and sharpness-aware ones.
+
+One step is one Snapshot, that of its first gradient: the gradient at the weights the step starts from, before
+anything moved, and comparable from step to step however many evaluations follow. The later gradients are
+looked at for finiteness; the first that is not finite becomes a Snapshot of its own. A skip is then no longer
+a matter of withholding gradients (LBFGS would take zeros for a minimum and stay there): the step runs to its
+end, and the whole of it is taken back, weights and, for LBFGS, its state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+
+class Evaluations:
+    """One call of `optimizer.step(closure)`: how often the closure ran, and what was decided."""
+
+    def __init__(self, memory: Memory | None) -> None:
+        self.count = 0
+        self.skipped = False
+        self.spoilt = False  # a later evaluation was not finite: what follows it says nothing new
+        self.max_norm: float | None = None  # a standing bound, for every evaluation of the step
+        self.memory = memory
+
+    @property
+    def must_finish(self) -> bool:
+        """Whether a skip is left to the end of the step: in the midst of it LBFGS must not find zeros."""
+        return self.count > 1 and self.memory is not None and self.memory.exact
+
+
+class Memory:
+    """Weights (and LBFGS's state) as they were before a step; `restore` is exact to the bit."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = [
+            (param, param.detach().clone()) for group in optimizer.param_groups for param in group["params"]
+        ]
+        self._state: dict[Any, dict[str, Any]] | None = None
+        if isinstance(optimizer, LBFGS):
+            self._state = {
+                key: {name: _kept(value) for name, value in entry.items()}
+                for key, entry in optimizer.state.items()
+            }
+
+    @property
+    def exact(self) -> bool:
+        """Whether the optimizer's state is remembered too, not only the weights."""
+        return self._state is not None
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for param, before in self._weights:
+                param.copy_(before)
+        if self._state is not None:
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._state)
+
+
+def evaluates_often(optimizer: Optimizer) -> bool:
+    """Whether a step may call its closure more than once: LBFGS, and whatever is not torch's own."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).step.__module__.startswith("torch.optim")
+
+
+def _kept(value: Any) -> Any:
+    """A copy where LBFGS writes in place: lists grow, `prev_flat_grad` is copied into; the rest is replaced."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,21 @@
+"""The norm of a single CPU gradient, right over the whole range of its numbers."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from gradwatch.hooks.norms import UNDERFLOW, Detail, inspect, sum_of_squares
+
+
+def exact_norm(grad: Tensor) -> tuple[float, Detail | None]:
+    """The L2 norm, and the second look where the first could not be trusted.
+
+    The batched read of `norms.CpuReader` does the same for many gradients at once.
+    """
+    square = sum_of_squares(grad)
+    if UNDERFLOW * grad.numel() <= square < math.inf:
+        return math.sqrt(square), None
+    detail = inspect(grad)
+    return detail.norm, detail

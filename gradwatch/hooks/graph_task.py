@@ -1,0 +1,74 @@
+"""Which backward is running, and when it ends: torch numbers every call of the autograd engine (a graph task)."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+NONE = -1
+"""What torch says outside backward."""
+IDLE = -2
+"""No graph task has this number."""
+_FUNCTION = BackwardCFunction.apply.__code__
+
+
+def current() -> int:
+    """The number of the running graph task, `NONE` outside backward (and in compiled autograd)."""
+    return torch._C._current_graph_task_id()
+
+
+def nested() -> bool:
+    """Whether the running backward was started by a `Function.backward`, as reentrant checkpointing does.
+
+    Read off the Python stack: torch tells the innermost task only. Microseconds, so not for every mark.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTION:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class Ends:
+    """Calls `ended` at the end of every backward it was armed in, after DDP and FSDP have finished theirs.
+
+    A callback queued by a callback runs when everybody else's has. A backward that raises never runs its
+    callbacks: the next one to be armed finds that out and calls `abandoned` first. Both may raise nothing.
+    """
+
+    def __init__(self, ended: Callable[[], None], abandoned: Callable[[], None]) -> None:
+        self.task = [IDLE]  # the last one armed; a list, so that a mark can look without an attribute walk
+        self._open: set[int] = set()  # armed, and not ended yet
+        self._ended = ended
+        self._abandoned = abandoned
+
+    def arm(self) -> None:
+        """Have the end of the running backward heard; outside one this does nothing."""
+        task = current()
+        if self._open - {task} and not nested():
+            self._open.clear()
+            self._abandoned()
+        self.task[0] = task
+        if task == NONE:
+            return
+        self._open.add(task)
+        # Weak: autograd keeps what it will never call after a backward that raised.
+        owner = weakref.ref(self)
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def end() -> None:
+            ends = owner()
+            if ends is not None:
+                ends._end(task)
+
+        queue(lambda: queue(end))
+
+    def _end(self, task: int) -> None:
+        self._open.discard(task)
+        self.task[0] = IDLE
+        self._ended()

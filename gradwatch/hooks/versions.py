@@ -1,0 +1,36 @@
+"""Who wrote to a gradient since: its identity and the count that every in-place operation raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
+    """(ids, versions) of gradients, -1 where there is none: equal signatures mean that nobody wrote to them.
+
+    A hint, not a proof: writes through `.data` or numpy do not bump the version.
+    """
+    return list(map(id, grads)), versions_of(grads)
+
+
+def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
+    """How often each gradient was written to, -1 where there is none."""
+    try:
+        return [grad._version for grad in grads]  # type: ignore[union-attr]
+    except AttributeError:
+        return [-1 if grad is None else grad._version for grad in grads]
+
+
+def grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
+    """Whether these are the versions of the pattern; with `since`, or those after equally many writes to each.
+
+    A clip writes to every gradient; a gradient that came less often, or not at all, differs from the others.
+    """
+    if versions == pattern:
+        return True
+    if not since or [v < 0 for v in versions] != [p < 0 for p in pattern]:
+        return False
+    grown = {v - p for v, p in zip(versions, pattern, strict=True) if p >= 0}
+    return len(grown) == 1 and min(grown) > 0

@@ -1,0 +1,59 @@
+"""gradwatch on an `ignite.engine.Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import gradwatch.attach
+from gradwatch.integrations.requirement import requires
+from gradwatch.integrations.session import observe_number
+from gradwatch.watching import Watch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from gradwatch.integrations.session import Options
+
+with requires("ignite", "ignite"):
+    from ignite.engine import Engine, Events
+
+
+def the_output(output: Any) -> Any:
+    """The loss where it is all an engine's step returns, as with `create_supervised_trainer`."""
+    return output
+
+
+def watch(
+    engine: Engine,
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    loss: Callable[[Any], Any] = the_output,
+    **options: Unpack[Options],
+) -> Watch:
+    """Watch the model that an engine trains, and tell the rules its loss after every iteration.
+
+        with gradwatch.integrations.ignite.watch(trainer, model, optimizer) as gw:
+            trainer.run(loader, max_epochs=3)
+
+    As `gradwatch.watch`, with the same options and errors. `loss` takes `engine.state.output` to the loss; what
+    is not one number is passed over. To keep the state in Ignite's checkpoints, save the watch like anything
+    else: `Checkpoint({"model": model, "optimizer": optimizer, "gradwatch": gw}, ...)`.
+    """
+    gw = gradwatch.attach.watch(model, optimizer, **options)
+    if not gw.models():  # GRADWATCH=0
+        return gw
+
+    def observe(engine: Engine) -> None:
+        try:
+            observe_number(gw, loss(engine.state.output))
+        except Exception as error:
+            gw.failed("observe", error)
+
+    # No EXCEPTION_RAISED handler: where there is one, Ignite no longer raises the exception itself.
+    engine.add_event_handler(Events.ITERATION_COMPLETED, observe)
+    return gw

@@ -1,0 +1,61 @@
+"""What the Lightning callback does, whichever of Lightning's two package names it is built for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gradwatch.integrations.session import Options, Session
+from gradwatch.watching import Watch
+
+
+class LightningHooks:
+    """Callback methods, mixed into `Callback`; see `gradwatch.integrations.lightning.GradwatchCallback`."""
+
+    def __init__(self, options: Options) -> None:
+        self._session = Session(options)
+
+    @property
+    def gw(self) -> Watch | None:
+        """The watch of the present fit, or of the last one; None before any."""
+        return self._session.gw
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The model is on its device and wrapped, the optimizers exist: watch."""
+        model = pl_module if trainer.model is None else trainer.model
+        self._session.open(model, trainer.optimizers)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """After unscaling, before clipping; with manual optimization the module has clipped already."""
+        if pl_module.automatic_optimization:
+            self._session.about_to_clip()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The loss of a batch, which Lightning has divided by `accumulate_grad_batches`."""
+        if pl_module.automatic_optimization and isinstance(outputs, Mapping):
+            self._session.observe(outputs.get("loss"), times=trainer.accumulate_grad_batches)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The fit failed or was interrupted."""
+        self._session.close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The fit is over."""
+        self._session.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Also where a tuner ends a fit early, without `on_fit_end`."""
+        if stage == "fit":
+            self._session.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Saved in every checkpoint."""
+        return self._session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called before `on_fit_start` when a fit resumes from a checkpoint."""
+        self._session.load(state_dict)

@@ -1,0 +1,317 @@
+"""Judging put off while a loop is calm: the same Records in the same order, and nothing that matters is late."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch import watching
+from gradwatch.course import CALM
+from gradwatch.hooks import deferred
+from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
+from gradwatch.journal import read_journal
+from gradwatch.rulefile import parse_rules
+from gradwatch.snapshot import Decision, Record
+
+LEARNED = CALM + 10
+X = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
+
+Deed = Callable[[nn.Module], None]
+
+
+class Kept:
+    """A sink that keeps every Record."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def open(self, run: Any, health: Any) -> None:
+        """Nothing to open."""
+
+    def write(self, record: Record) -> None:
+        """Keep it."""
+        self.records.append(record)
+
+    def flush(self, timeout: float) -> bool:
+        """Nothing waits here."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def build(layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), *(nn.Linear(4, 4) for _ in range(layers)))
+    for layer in model:
+        nn.init.orthogonal_(layer.weight)  # so that gradients neither fade nor grow with depth
+    return model, torch.optim.SGD(model.parameters(), 1e-4)
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, count: int, deeds: dict[int, Deed] | None = None
+) -> Iterator[int]:
+    """`count` calm steps; a deed is done to the gradients of its step before the optimizer sees them."""
+    for step in range(count):
+        optimizer.zero_grad()
+        model(X[step % 60 : step % 60 + 4]).pow(2).mean().backward()
+        if deeds and step in deeds:
+            deeds[step](model)
+        optimizer.step()
+        yield step
+
+
+def scaled(factor: float, name: str = "") -> Deed:
+    """Multiply the gradients of the parameters whose name starts so, in place."""
+
+    def deed(model: nn.Module) -> None:
+        for found, parameter in model.named_parameters():
+            if found.startswith(name) and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    return deed
+
+
+def forgotten(model: nn.Module) -> None:
+    """One parameter gets no gradient on this step."""
+    next(model.parameters()).grad = None
+
+
+def hooked(model: nn.Module, at: set[int], factor: float) -> None:
+    """From autograd itself: one parameter's gradient is `factor` times as large on some backwards."""
+    count = [-1]
+
+    def grow(grad: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return grad * factor if count[0] in at else grad
+
+    next(model.parameters()).register_hook(grow)
+
+
+CASES: dict[str, Callable[[nn.Module], dict[int, Deed]]] = {
+    "nothing": lambda model: {},
+    "a clip on some steps": lambda model: {step: scaled(0.5) for step in range(70, 140, 7)},
+    "one gradient shrunk by the user": lambda model: {90: scaled(0.1, "1.")},
+    "a parameter without a gradient": lambda model: {90: forgotten, 91: forgotten},
+    "a spike of one parameter": lambda model: hooked(model, {100, 101}, 1e4) or {},
+    "a small spike": lambda model: hooked(model, {100, 101}, 1.5) or {},
+    "a gradient that vanishes": lambda model: hooked(model, set(range(90, 200)), 1e-30) or {},
+    "NaN": lambda model: hooked(model, {100}, float("nan")) or {},
+}
+
+
+def told(records: list[Record]) -> list[Any]:
+    """Everything a Record says but times and costs."""
+    return [
+        (
+            record.snapshot.step,
+            record.snapshot.norm.tobytes(),
+            record.snapshot.calls.tolist(),
+            record.snapshot.coef.tobytes(),
+            repr((record.snapshot.total_norm, record.snapshot.total_norm_applied)),
+            sorted(record.snapshot.columns),
+            repr(record.verdict.events),
+            record.decision,
+        )
+        for record in records
+    ]
+
+
+def run(case: str, layers: int, path: Path, steps_of: int = 200) -> tuple[list[Record], list[int]]:
+    """The Records of a run, and how many had been judged after each step."""
+    model, optimizer = build(layers)
+    deeds = CASES[case](model)
+    sink, judged = Kept(), []
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True, run_dir=path):
+        for _ in steps(model, optimizer, steps_of, deeds):
+            judged.append(len(sink.records))
+    return sink.records, judged
+
+
+@pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "a gradient that vanishes"])
+def test_put_off_or_not_the_records_are_the_same(
+    case: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens in a calm loop, every number and every Event is what judging at once would give."""
+    late, judged = run(case, layers, tmp_path / "late")
+    assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
+    with monkeypatch.context() as patch:
+        patch.setattr(watching, "CALM", 10**9)
+        at_once, judged = run(case, layers, tmp_path / "at_once")
+    assert judged == list(range(1, 201))
+    assert told(late) == told(at_once)
+
+
+def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
+    """At most 16 steps are not judged yet, and all are once the run is closed."""
+    records, judged = run("nothing", 2, tmp_path)
+    assert all(step + 1 - count < MOST for step, count in enumerate(judged))
+    assert [record.snapshot.step for record in records] == list(range(200))
+
+
+def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock, too, steps become due; all are judged, in order, though one of them fails."""
+    now, judged, failed = [100.0], [], []
+    monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
+    waiting = Deferred()
+
+    def step(number: int) -> Measured:
+        def judge() -> Decision:
+            judged.append(number)
+            if number == 0:
+                raise ValueError
+            return Decision()
+
+        return Measured(lambda: False, judge)
+
+    assert not waiting.due()
+    waiting.add(step(0))
+    now[0] += LONGEST * 0.9
+    waiting.add(step(1))
+    assert not waiting.due()
+    now[0] += LONGEST * 0.1 + 1e-6
+    assert waiting.due()
+    waiting.judge_all(failed.append)
+    assert judged == [0, 1]
+    assert len(failed) == 1
+    assert not waiting.due()
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 100.0])
+def test_what_is_unusual_is_judged_in_its_own_step(factor: float, tmp_path: Path) -> None:
+    """A NaN is skipped, a jump of the total judged, in the very step, after the calm ones before it."""
+    model, optimizer = build()
+    hooked(model, {LEARNED + 5}, factor)
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True, run_dir=tmp_path):
+        for step in steps(model, optimizer, LEARNED + 6):
+            if step == LEARNED + 4:
+                assert len(sink.records) < step + 1
+                before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert [record.snapshot.step for record in sink.records] == list(range(LEARNED + 6))
+    assert sink.records[-1].decision.skip == (not np.isfinite(factor))
+    same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert all(same) == (not np.isfinite(factor))
+
+
+def test_a_loss_that_is_not_finite_is_judged_in_its_own_step(tmp_path: Path) -> None:
+    """Rules on what the user observes are not put off when it says that something is wrong."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True, run_dir=tmp_path) as gw:
+        for _ in steps(model, optimizer, LEARNED):
+            gw.observe(loss=1.0)
+        gw.observe(loss=float("nan"))
+        list(steps(model, optimizer, 1))
+        assert "loss-non-finite" in sink.records[-1].verdict.firing
+
+
+@pytest.mark.parametrize("doing", ["do: [stop]", "do: [{skip_step: {max_consecutive: 2, then: stop}}]"])
+def test_a_rule_that_acts_is_never_late(doing: str, tmp_path: Path) -> None:
+    """Where a rule acts on more than non-finite gradients, every step is judged before it is taken."""
+    rules = parse_rules(
+        f"version: 1\nrules:\n  far:\n    detect: {{kind: above, of: total_norm, threshold: 1e9}}\n    {doing}\n"
+    )
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=tmp_path):
+        for step in steps(model, optimizer, LEARNED + 20):
+            assert len(sink.records) == step + 1
+
+
+def test_a_standing_clip_is_never_late(tmp_path: Path) -> None:
+    """A clip of ours needs the total of this step in this step."""
+    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 1e9}}\n")
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=tmp_path):
+        for step in steps(model, optimizer, LEARNED + 20):
+            assert len(sink.records) == step + 1
+
+
+@pytest.mark.parametrize("asking", ["flush", "status", "state_dict", "close"])
+def test_who_asks_gets_the_present(asking: str, tmp_path: Path) -> None:
+    """flush, status, state_dict and close first judge what waits."""
+    model, optimizer = build()
+    sink = Kept()
+    gw = gradwatch.watch(model, optimizer, sinks=[sink], strict=True, run_dir=tmp_path)
+    list(steps(model, optimizer, LEARNED + 5))
+    assert len(sink.records) < LEARNED + 5
+    answer = getattr(gw, asking)()
+    assert len(sink.records) == LEARNED + 5
+    if asking == "status":
+        assert answer["steps"] == LEARNED + 5
+    gw.close()
+
+
+def test_a_second_look_that_came_too_late_is_said(tmp_path: Path) -> None:
+    """A gradient whose squares underflow while nobody looks is provisional: exported, and never learned."""
+    records, _ = run("a gradient that vanishes", 2, tmp_path)
+    late = [record.snapshot for record in records if record.snapshot.provisional]
+    assert late
+    assert all(90 <= snapshot.step < 90 + MOST for snapshot in late)
+    after = [record.snapshot for record in records if record.snapshot.step >= 90 + MOST]
+    assert not any(snapshot.provisional for snapshot in after)
+    assert all(snapshot.norm[0] > 0 for snapshot in after)
+
+
+def test_a_parameter_added_meanwhile_takes_nothing_away(tmp_path: Path) -> None:
+    """What waits is judged with the rules bound to the parameters it was measured on."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True, run_dir=tmp_path):
+        list(steps(model, optimizer, LEARNED + 5))
+        model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+        list(steps(model, optimizer, 1))
+    assert [record.snapshot.step for record in sink.records] == list(range(LEARNED + 6))
+    assert len(sink.records[-2].snapshot.norm) == 6
+    assert len(sink.records[-1].snapshot.norm) == 8
+
+
+AT_EXIT = """
+import os, sys, torch, gradwatch
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+gw = gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0")
+for _ in range(75):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+print(gw.run.directory)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "1 / 0"])
+def test_what_waits_is_judged_at_exit(end: str, tmp_path: Path) -> None:
+    """A script that just ends leaves a complete journal, whatever way it ends; a forked child adds nothing."""
+    script = AT_EXIT.replace("{end}", end)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    directory = done.stdout.split()[0]
+    (journal,) = read_journal(directory)
+    recorded = [one.record.snapshot.step for one in journal.records()]
+    assert recorded == list(range(75)), done.stderr

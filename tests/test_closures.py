@@ -1,0 +1,190 @@
+"""`optimizer.step(closure)`: one Snapshot of the step's first gradient, every later one looked at, skips exact."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.rulefile import parse_rules
+from gradwatch.snapshot import Record
+from tests.recorder import norms_of
+from tests.test_boundary import equal
+from tests.test_watch import Collector
+
+X = torch.randn(16, 3, generator=torch.Generator().manual_seed(3))
+Y = X.sin().sum(1, keepdim=True)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM (Foret et al. 2021, arXiv:2010.01412), as people write it: climbs, evaluates again, comes back, steps."""
+
+    def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["climb"] = climb = param.grad * group["rho"]
+                    param.add_(climb)
+        closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.state[param]["climb"]).sub_(param.grad, alpha=group["lr"])
+        return loss
+
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4),
+    "lbfgs wolfe": lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
+    "sam": SharpnessAware,
+}
+
+
+class Job:
+    """A regression whose closure notes the norms of every evaluation, and can be made to fail."""
+
+    def __init__(self, make: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = MAKERS[make](self.model.parameters())
+        self.wants: list[dict[str, float]] = []
+        self.poison = -1  # the evaluation of a step that goes wrong
+
+    def closure(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.model(X) - Y).pow(2).mean()
+        if len(self.wants) == self.poison:
+            loss = loss * math.nan
+        loss.backward()
+        self.wants.append(norms_of(self.model.named_parameters()))
+        return loss
+
+    def step(self) -> None:
+        self.wants = []
+        self.optimizer.step(self.closure)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def seen(record: Record) -> dict[str, float]:
+    return dict(zip(record.snapshot.sites.names, record.snapshot.norm.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_healthy_steps_are_one_snapshot_each_and_change_no_bit(make: str) -> None:
+    """The first gradient of each step, however many evaluations follow; weights and state as without us."""
+    bare, job, sink = Job(make), Job(make), Collector()
+    with gradwatch.watch(job.model, job.optimizer, rules="default", sinks=[sink], strict=True) as gw:
+        for number in range(6):
+            bare.step()
+            job.step()
+            assert len(job.wants) > 1 or number > 3
+            record = sink.records[-1]
+            assert record.snapshot.step == number
+            assert seen(record) == pytest.approx(job.wants[0], rel=1e-5)
+            assert record.snapshot.total_norm == pytest.approx(
+                math.sqrt(sum(norm * norm for norm in job.wants[0].values())), rel=1e-5
+            )
+            assert set(record.snapshot.calls.tolist()) == {1}
+            assert not record.snapshot.provisional
+        assert len(sink.records) == 6
+        assert gw.health.errors() == {}
+    assert equal(bare.weights(), job.weights())
+    assert equal(bare.optimizer.state_dict(), job.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("evaluation", [0, 1, 2])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_skip_takes_the_whole_step_back(make: str, evaluation: int) -> None:
+    """NaN in any evaluation: weights and optimizer state bit-identical to before the step, and it is reported."""
+    if make == "sam" and evaluation == 2:
+        evaluation = 1
+    job, sink = Job(make), Collector()
+    with gradwatch.watch(job.model, job.optimizer, rules="default", sinks=[sink], strict=True) as gw:
+        for _ in range(2):
+            job.step()
+        weights, state = job.weights(), copy.deepcopy(job.optimizer.state_dict())
+        job.poison = evaluation
+        before = len(sink.records)
+        job.step()
+        assert equal(weights, job.weights())
+        if make != "sam":  # what a foreign optimizer keeps in its state cannot be known
+            assert equal(state, job.optimizer.state_dict())
+        fresh = sink.records[before:]
+        assert [record.decision.skip for record in fresh] == ([True] if evaluation == 0 else [False, True])
+        assert [record.snapshot.step for record in fresh] == list(range(2, 2 + len(fresh)))
+        assert not math.isfinite(fresh[-1].snapshot.total_norm)
+        assert set(fresh[-1].snapshot.calls.tolist()) == {1}
+        job.poison = -1
+        job.step()
+        assert sink.records[-1].snapshot.step == 2 + len(fresh)
+        assert seen(sink.records[-1]) == pytest.approx(job.wants[0], rel=1e-5)
+        assert not equal(weights, job.weights())
+        assert gw.health.errors() == {}
+
+
+def test_without_a_rule_that_acts_a_bad_evaluation_is_reported_and_left_alone() -> None:
+    """Observation changes no bit, also of a step that goes wrong; and no weights are kept for it."""
+    bare, job, sink = Job("lbfgs"), Job("lbfgs"), Collector()
+    with gradwatch.watch(job.model, job.optimizer, rules="observe-only", sinks=[sink], strict=True):
+        for poison in (-1, -1, 2):
+            bare.poison = job.poison = poison
+            bare.step()
+            job.step()
+    assert len(sink.records) == 4
+    assert "non-finite" in sink.records[-1].verdict.firing
+    assert all(
+        a.view(torch.int32).equal(b.view(torch.int32))
+        for a, b in zip(bare.weights(), job.weights(), strict=True)
+    )
+
+
+def test_a_standing_clip_bounds_every_evaluation() -> None:
+    """LBFGS gets no gradient beyond the bound, as if clip_grad_norm_ stood at the end of the closure."""
+    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 0.05}}")
+    job = Job("lbfgs")
+    got: list[float] = []
+    gather = job.optimizer._gather_flat_grad  # type: ignore[attr-defined]
+
+    def noted() -> torch.Tensor:
+        flat: torch.Tensor = gather()
+        got.append(float(flat.double().norm()))
+        return flat
+
+    job.optimizer._gather_flat_grad = noted  # type: ignore[attr-defined]
+    with gradwatch.watch(job.model, job.optimizer, rules=rules, sinks=[Collector()], strict=True):
+        for _ in range(3):
+            job.step()
+            assert len(got) == len(job.wants) > 1
+            for norm, want in zip(got, job.wants, strict=True):
+                total = math.sqrt(sum(each * each for each in want.values()))
+                assert norm == pytest.approx(min(total, 0.05), rel=1e-4)
+            got.clear()
+
+
+def test_stop_in_a_later_evaluation_leaves_the_weights_of_the_step_before() -> None:
+    """A rule that stops is obeyed in the middle of a line search, with the step taken back."""
+    rules = parse_rules(
+        "version: 1\nrules: {n: {detect: {kind: nonfinite, of: norm, values: [nan, inf]}, do: [stop]}}"
+    )
+    job = Job("lbfgs")
+    with gradwatch.watch(job.model, job.optimizer, rules=rules, sinks=[Collector()], strict=True):
+        job.step()
+        weights = job.weights()
+        job.poison = 2
+        with pytest.raises(gradwatch.TrainingStopped):
+            job.step()
+    assert equal(weights, job.weights())
