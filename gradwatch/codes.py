@@ -159,7 +159,7 @@ _ENTRIES = (
         "GW202",
         "detector not built yet",
         "The kind belongs to the rule language, but this version cannot evaluate it.",
-        "detect: {kind: rank_outlier}",
+        "detect: {kind: planned}",
         "Remove the rule, or say `optional: true` (or `enabled: false`): it is then kept and listed as"
         " inactive.",
     ),

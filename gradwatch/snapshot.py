@@ -23,13 +23,16 @@ Severity = Literal["info", "warning", "critical"]
 SCALAR_COLUMNS = ("loss", "lr", "loss_scale", "scaler_skip", "total_norm")
 """Columns with one value per step rather than one per site."""
 
+RANK_COLUMNS = frozenset({"rank_norm", "rank_mismatch"})
+"""Columns with one value per rank, on sites of kind "rank" (see `gradwatch.hooks.reduce`)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sites:
     """Where gradients are measured: S parameters and tapped modules of one optimizer.
 
-    Fields, all of length S: `names` torch FQN without wrapper prefixes; `kinds` "param" or "module"; `numels`
-    elements; `ndims` dimensions of the tensor (0 for a module); `depths` order of registration counted from
+    Fields, all of length S: `names` torch FQN without wrapper prefixes; `kinds` "param", "module" or "rank"; `numels`
+    elements; `ndims` dimensions of the tensor (0 for what is none); `depths` order of registration counted from
     the input (0 first); `groups` the label group each site was given by a rule file ("" before).
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import math
 import os
 import time
@@ -27,14 +28,19 @@ from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.clipping import BeforeClip
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, capturing, is_ready, kept
+from gradwatch.hooks.flat import FlatTaps
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
+from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.shards import local_taps
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import check_ranks, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
@@ -51,10 +57,15 @@ BLIND = (
     "give them to the optimizer (add_param_group, or a new one)"
 )
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
-REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local")
+REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local", "ranks")
+NOT_ALONE = (
+    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
+)
 
 _live: list[weakref.ref[Watch]] = []
+_ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
 
 
 def live_watches() -> list[Watch]:
@@ -90,11 +101,14 @@ class Watch:
         self._failures = 0
         self._captured = False
         self._paused_until = 0.0
-        self._engine = Engine(ruleset)
+        run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
+        self._engine = Engine(ruleset, self.run.rank)
+        self._ranks = Ranks(
+            f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
+        )
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
         self._may_wait = not self._engine.acts_on_host and ruleset.clip is None
-        run = run_info(ruleset, self._engine.rule_infos, settings)
-        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._sinks: list[Breaker] = []
         if active:
             self._attach(models, optimizers, settings, sinks)
@@ -112,6 +126,7 @@ class Watch:
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._taps: ModuleTaps | None = None
         self._early: LocalNorms | None = None
+        self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
             if not self._capture.marked and not self._capture.lazy_names():
                 raise AttachError(
@@ -119,17 +134,21 @@ class Watch:
                     "attach after unfreezing it (requires_grad_)"
                 )
             self._taps = self._module_taps(models)
+            self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites())
+            check_ranks(self._engine, self.run.world_size)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
+            self._flat.close()
             self._capture.close()
             raise
-        if "norm_local" in self._engine.columns:
+        if self._engine.columns & LOCAL:
             # Until a lane takes them over: the first backward counts too.
             wanted = [param for param in self._capture.params if param.requires_grad]
-            self._early = LocalNorms(wanted, self.failed)
+            self._early = LocalNorms(local_taps(wanted, self._capture.models()), self.failed)
         self._boundary = Boundary(self._capture, self)
+        self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
@@ -270,7 +289,8 @@ class Watch:
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
         locals_ = [course.local for course in self._courses.values()]
-        parts = [self._before_clip, self._boundary, self._taps, self._early, *locals_, self._capture]
+        taps = [self._stages, self._taps, self._flat, self._early]
+        parts = [self._ranks, self._before_clip, self._boundary, *taps, *locals_, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -297,12 +317,15 @@ class Watch:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
-        bound = self._engine.bind(with_modules(lane.sites, modules))
+        sites = with_modules(self._ranks.sites(lane), modules)
+        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
         before = self._courses.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         needs = bound.needs
         former = self._early if before is None or before.local is None else before.local
-        local = LocalNorms(lane.params, self.failed, former) if "norm_local" in needs.columns else None
+        local = None
+        if needs.columns & LOCAL:
+            local = LocalNorms(local_taps(lane.params, self._capture.models()), self.failed, former)
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
@@ -316,8 +339,25 @@ class Watch:
             course.local.forget()
 
     def needs_host(self, lane: Lane) -> bool:
-        """Whether some rule acts on this very step otherwise than by skipping a non-finite one."""
-        return self._engine.acts_on_host
+        """Whether some rule acts on this very step, and no device can decide it alone."""
+        # A device knows only its own rank's part of a pooled norm.
+        return self._engine.acts_on_host or self._ranks.talks(lane)
+
+    def arrive(self, optimizer: Optimizer) -> None:
+        """A step boundary begins."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._ranks.arrive(self._capture.lane_of(optimizer))
+
+    def depart(self, optimizer: Optimizer) -> None:
+        """A step boundary ends; no rank is left waiting for this one."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._ranks.depart(self._capture.lane_of(optimizer))
+
+    def enter(self, lane: Lane) -> None:
+        """The ranks meet at the first boundary of a lane, and its rules are bound to what they know together."""
+        if self._ranks.enter(lane):
+            self._stages.look()
+            self.bound(lane)
 
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether some rule skips non-finite steps."""
@@ -358,7 +398,7 @@ class Watch:
                 and course.calm >= CALM
                 and window.loss_scale is None
                 and window.skipped is None
-                and not (params or modules or lane.sharded or course.sampler.expects_move)
+                and not (params or modules or self._ranks.talks(lane) or course.sampler.expects_move)
                 and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
             )
         extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
@@ -393,29 +433,54 @@ class Watch:
         scalars: Mapping[str, Any],
         at: Clock,
     ) -> Decision:
+        """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        try:
+            return self._decided(lane, course, window, extras, scalars, at)
+        except Exception as error:
+            totals = self._ranks.totals(lane, window)
+            if totals is None:
+                raise
+            self.failed("boundary", error)
+            lane.reduced_total = totals.applied
+            return course.bound.fallback(totals.raw)
+
+    def _decided(
+        self,
+        lane: Lane,
+        course: Course,
+        window: Window,
+        extras: Extras,
+        scalars: Mapping[str, Any],
+        at: Clock,
+    ) -> Decision:
         values = {name: arrived(value) for name, value in scalars.items()}
-        snapshot = assemble(lane.index, course.sites, window, extras, values, self._coverage())
+        shared = self._ranks.share(lane, window, extras, values)
+        if shared is None:  # the other ranks' part of these numbers is missing
+            return Decision()
+        lane.reduced_total = shared.total_applied
+        sites, coverage = course.sites, self._coverage()
+        snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        if lane.sharded and (decision.skip or decision.max_norm is not None):
-            # Each rank sees only its shard: acting on one alone would let the ranks' weights drift apart.
-            self.health.report("action", AttachError("refused: gradients are sharded over ranks (FSDP)"))
+        if not shared.may_act and (decision.skip or decision.max_norm is not None):
+            self.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
-        rejected = bool(values.get("scaler_skip"))
+        rejected = bool(shared.values.get("scaler_skip"))
         if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
             self.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
         if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, window.total_applied())
+            snapshot = clipped(snapshot, decision, shared.window.total_applied())
         if course.sampler.expects_move:
-            moved = (window.calls > 0) & (snapshot.norm[: len(window.calls)] > 0)
+            moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
             course.sampler.moved(moved, window.step)
         if lane.thinned and not window.trusted and window.repeats is not None:
             lane.ambiguous = True
             self._capture.restore(lane)
-        unusual = verdict.events or verdict.breaching or window.details or snapshot.provisional
+        unusual = verdict.events or verdict.breaching or shared.window.details or snapshot.provisional
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
-        lane.usual = snapshot.total_norm if self._may_wait and course.calm >= CALM else None
+        calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
+        lane.usual = snapshot.total_norm if calm else None
         course.record = record = Record(snapshot, verdict, decision, *at)
         for sink in self._sinks:
             sink.write(record)
@@ -430,7 +495,9 @@ class Watch:
             decision, course.state = course.bound.decide(state, verdict)
         except Exception as error:
             self.failed("engine", error)
-            return Verdict(), Decision()
+            # The other ranks judge the same numbers without this fault: do as they are about to.
+            several = self._ranks.several
+            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
         self._failures = 0
         return verdict, decision
 
@@ -456,6 +523,11 @@ class Watch:
         for sink in self._sinks:
             sink.flush(max(0.0, deadline - time.monotonic()))
 
+    def _of_ranks(self, component: str, error: BaseException) -> None:
+        """Something about the other ranks: told, but no fault of ours that would pause anything."""
+        self.health.report(component, error)
+        self.health.mark(component, not self._ranks.alone)
+
     def _backward_ended(self) -> None:
         if self._closed or self._pausing():
             return
@@ -470,6 +542,16 @@ class Watch:
                 if lane.index not in self._courses:
                     self.bound(lane)
                 if lane.backwards and lane.due():
+                    lane.read()
+
+    def _stage_scaled(self, stage: nn.Module) -> None:
+        """The gradients of a pipeline stage are final: read again what its backwards left."""
+        if self._closed or self._pausing():
+            return
+        params = set(map(id, stage.parameters()))
+        with torch.no_grad():
+            for lane in self._capture.lanes:
+                if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
                     lane.read()
 
     def _resting(self) -> bool:

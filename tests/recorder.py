@@ -57,6 +57,12 @@ class Recorder:
     def skips_nonfinite(self, lane: Lane) -> bool:
         return self.gate
 
+    def arrive(self, optimizer: Optimizer) -> None: ...
+
+    def enter(self, lane: Lane) -> None: ...
+
+    def depart(self, optimizer: Optimizer) -> None: ...
+
     def max_norm(self, lane: Lane) -> float | None:
         return self.clip
 

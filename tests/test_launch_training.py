@@ -226,7 +226,7 @@ dist.destroy_process_group()
     done = execute([*GRADWATCH, "run", *options, "--", *torchrun], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [journal.rank for journal in read_journal(tmp_path / "runs" / "r")] == [0, 1]
-    assert [watched_names(tmp_path, rank) for rank in (0, 1)] == [("weight", "bias")] * 2
+    assert [watched_names(tmp_path, rank) for rank in (0, 1)] == [("weight", "bias", "rank 0", "rank 1")] * 2
     assert "gradwatch" not in done.stderr
 
 

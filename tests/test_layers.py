@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),
     ("hooks",),
-    ("course",),
+    ("course", "rank_rules"),
     ("watching",),
     ("attach",),
     ("launch", "demo", "integrations"),
@@ -31,7 +31,18 @@ TORCH_FREE = [
     name
     for name in LEVEL
     if name
-    not in ("hooks", "course", "watching", "attach", "launch", "demo", "integrations", "cli", "__main__")
+    not in (
+        "hooks",
+        "course",
+        "rank_rules",
+        "watching",
+        "attach",
+        "launch",
+        "demo",
+        "integrations",
+        "cli",
+        "__main__",
+    )
 ]
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "bootstrap" not in path.parts)
 

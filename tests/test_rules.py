@@ -257,8 +257,9 @@ def test_origins(tmp_path: Path) -> None:
 
 
 def test_known_kinds_that_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank rule is an error, unless the rule is optional or disabled: then it is kept as inactive."""
-    text = "version: 1\nrules:\n  r:\n    detect: {{kind: rank_outlier}}\n    {}\n"
+    """Such a rule is an error, unless it is optional or disabled: then it is kept as inactive."""
+    monkeypatch.setattr("gradwatch.rulefile.detect.KNOWN_NOT_BUILT", frozenset({"planned"}))
+    text = "version: 1\nrules:\n  r:\n    detect: {{kind: planned}}\n    {}\n"
     assert refusals(text.format("for: 1")) == [("GW202", 4)]
     for key in ("optional: true", "enabled: false"):
         rules = parse_rules(text.format(key))

@@ -2,7 +2,7 @@
 
 One file per family: `finiteness` (NaN, Inf), `constant` (a value against a bound), `presence` (gradients
 that do not come or move nothing), `level` and `trend` (a series against its past), `share` (a site against
-the others), `scale` (a GradScaler's loss scale).
+the others), `rank` (a rank against the others), `scale` (a GradScaler's loss scale).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gradwatch.detectors.detector import (
 from gradwatch.detectors.finiteness import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.level import LossSpike, Spike
 from gradwatch.detectors.presence import AllZero, Never, Stale, Stuck
+from gradwatch.detectors.rank import RankMismatch, RankOutlier
 from gradwatch.detectors.scale import ScaleCollapse
 from gradwatch.detectors.share import DepthRatio, Drop
 from gradwatch.detectors.trend import Drift
@@ -48,6 +49,8 @@ __all__ = [
     "Never",
     "NonFinite",
     "NormOverflow",
+    "RankMismatch",
+    "RankOutlier",
     "Sample",
     "ScaleCollapse",
     "Scope",

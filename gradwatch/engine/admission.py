@@ -7,7 +7,7 @@ from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.errors import AttachError
 from gradwatch.policies import POLICIES
 from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
-from gradwatch.snapshot import Sites
+from gradwatch.snapshot import RANK_COLUMNS, Sites
 
 
 def admit(ruleset: RuleSet, sites: Sites) -> None:
@@ -55,6 +55,8 @@ def _unmatched(ruleset: RuleSet, sites: Sites) -> list[str]:
         for name in sorted(empty - may_be_empty)
     ]
     for rule in ruleset.rules:
+        if rule.detect.columns[0] in RANK_COLUMNS:
+            continue  # how many ranks there are shows at the first step; with one the rule is inactive
         if not rule.enabled or rule.optional or _only_optional(rule, empty & may_be_empty):
             continue
         reason = idle_reason(rule, ruleset, series_of(rule, ruleset, sites))

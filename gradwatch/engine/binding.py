@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -178,6 +179,17 @@ class BoundEngine:
                 if one.rule.id in verdict.acting:
                     decision |= orders(one, consecutive)
         return decision, state
+
+    def fallback(self, total_norm: float) -> Decision:
+        """The orders that hold without a verdict, should `evaluate` fail on one rank of several.
+
+        The standing clip, and the skip of a step whose gradients are not finite where a rule asks for it.
+        """
+        broken = not math.isfinite(total_norm)
+        skips = any(
+            one.detector.kind == "nonfinite" and one.rule.acts and one.skip for one in self.plan.rules
+        )
+        return Decision(skip=broken and skips, max_norm=self.max_norm)
 
     def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
         """The state with the baselines of all sites that match `glob` forgotten, and of totals they are

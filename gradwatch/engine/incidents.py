@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.series import Series
 from gradwatch.rules import Rule
-from gradwatch.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot
+from gradwatch.snapshot import RANK_COLUMNS, BoolArray, Event, EventKind, FloatArray, Severity, Snapshot
 
 NAMED = 5
 """Sites an Event names; the rest are counted."""
@@ -56,7 +56,7 @@ def build_event(
         incident=notice.incident,
         sites=named,
         count=len(order) if named else 0,
-        first_cause=_deepest(series, order) if named else "",
+        first_cause=(_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else "",
         value=float(scored.values[worst]) if len(scored.values) > worst else float("nan"),
         score=float(scored.score[worst]),
         threshold=float(rule.detect.fires_at),
@@ -92,9 +92,10 @@ def fill(template: str, facts: Mapping[str, str]) -> str:
 def _facts(event: Event, series: Series, worst: int, snapshot: Snapshot, rank: int) -> dict[str, str]:
     name = event.sites[0] if event.sites else ""
     site = _site_of(series, worst, snapshot)
+    of_rank = series.column in RANK_COLUMNS
     group = name if series.scope == "group" else _label(snapshot, site)
     return {
-        "param": name,
+        "param": (_on_rank(series, worst, snapshot) or "no parameter") if of_rank else name,
         "where": name or series.column,
         "group": group,
         "kind": event.detector,
@@ -103,11 +104,20 @@ def _facts(event: Event, series: Series, worst: int, snapshot: Snapshot, rank: i
         "score": _number(event.score),
         "threshold": _number(event.threshold),
         "step": str(event.step),
-        "rank": str(rank),
+        "rank": name.removeprefix("rank ") if of_rank else str(rank),
         "nonfinite": str(_nonfinite(snapshot, site)),
         "numel": str(int(snapshot.sites.numels.sum() if site is None else snapshot.sites.numels[site])),
         "count": str(event.count),
     }
+
+
+def _on_rank(series: Series, worst: int, snapshot: Snapshot) -> str:
+    """The parameter to look at on a rank that is out of line; "" where nobody knows, or not about ranks."""
+    found = snapshot.columns.get("rank_site") if series.column in RANK_COLUMNS else None
+    site = _site_of(series, worst, snapshot)
+    if found is None or site is None or not found.present[site]:
+        return ""
+    return snapshot.sites.names[int(found.values[site])]
 
 
 def _site_of(series: Series, k: int, snapshot: Snapshot) -> int | None:

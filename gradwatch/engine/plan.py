@@ -13,9 +13,10 @@ import numpy as np
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.series import FREE_COLUMNS, MODULE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.rules import Action, Rule, RuleSet
-from gradwatch.snapshot import FloatArray, Sites
+from gradwatch.snapshot import RANK_COLUMNS, FloatArray, Sites
 
 NO_BANK = -1
+ONE_RANK = "needs several ranks, all of them watching and with the same parameters (DDP, FSDP2)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,8 @@ def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:
     """Why a rule cannot judge anything among these sites; "" when it can."""
     if series.column in MODULE_COLUMNS and ruleset.modules is None:
         return f"{series.column} needs module taps: add `modules: {{tap: output}}` to the rule file"
+    if series.column in RANK_COLUMNS and len(series) == 0:
+        return ONE_RANK
     if len(series) == 0:
         return "matches no parameter" if series.column not in MODULE_COLUMNS else "matches no module"
     if rule.detect.in_depth_order and len(series) < 2 * rule.detect.ends:

@@ -24,7 +24,7 @@ from gradwatch.detectors import Detector, State, easiest, may_breach
 from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import COUNT_COLUMNS, Reader
 from gradwatch.engine.state import EngineState
-from gradwatch.snapshot import SCALAR_COLUMNS, Snapshot
+from gradwatch.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -32,6 +32,9 @@ NORMAL = float(np.finfo(np.float32).tiny)
 """Below this a float32 has fewer digits than `ROUNDING` allows for."""
 ROUNDING = 1e-6
 """Relative; more than float32 arithmetic on a bound can be off."""
+
+BY_RANK = RANK_COLUMNS | {"rank_site"}
+"""Columns that are there on healthy steps too, where ranks talk."""
 
 STACKED = ("norm", "total_norm")
 """The columns whose logarithms are taken together: S norms, then the total."""
@@ -67,7 +70,17 @@ class Feed:
 class Quiet:
     """What `plan` needs on a step on which nothing happens."""
 
-    __slots__ = ("_feeds", "_gathered", "_guards", "_rare", "_roots", "_stacked", "_unbounded", "plan")
+    __slots__ = (
+        "_feeds",
+        "_gathered",
+        "_guards",
+        "_params",
+        "_rare",
+        "_roots",
+        "_stacked",
+        "_unbounded",
+        "plan",
+    )
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -78,7 +91,8 @@ class Quiet:
         self._rare = tuple({one.rule.every for one in plan.rules} - {1})
         self._feeds = tuple(_feeds(plan))
         self._stacked = any(feed.select is not None and not feed.alone for feed in self._feeds)
-        roots = plan.roots if len(plan.roots) else np.ones(1, np.float32)
+        self._params = plan.sites.kinds.count("param")  # they come first
+        roots = plan.roots[: self._params] if self._params else np.ones(1, np.float32)
         self._roots = float(roots.max()), float(roots.min())
 
     def learn(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
@@ -86,10 +100,12 @@ class Quiet:
 
         Presumes that `state.quiet` is known.
         """
-        if snapshot.columns or any(snapshot.step % every == 0 for every in self._rare):
+        if not BY_RANK.issuperset(snapshot.columns) or any(
+            snapshot.step % every == 0 for every in self._rare
+        ):
             return None
-        norm, total = snapshot.norm, snapshot.total_norm
-        if not len(norm) or not np.minimum.reduce(snapshot.calls) > 0:
+        norm, total = snapshot.norm[: self._params], snapshot.total_norm
+        if not len(norm) or not np.minimum.reduce(snapshot.calls[: self._params]) > 0:
             return None
         low, high = float(np.minimum.reduce(norm)), float(np.maximum.reduce(norm))
         # Negated, so that NaN is not quiet. From here on every gradient is there, positive and finite.
@@ -130,7 +146,7 @@ class Quiet:
     def _fed(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
         """Every baseline after it learned this step; None when a score is too close to call."""
         after = list(state.baselines)
-        logs = _logs(snapshot) if self._stacked else None
+        logs = _logs(snapshot, self._params) if self._stacked else None
         reader: Reader | None = None
         for feed in self._feeds:
             number = feed.number
@@ -154,11 +170,11 @@ NOTHING = (math.inf, -math.inf)
 UNKNOWN = (math.nan, math.nan)
 
 
-def _logs(snapshot: Snapshot) -> NDArray[np.float32]:
-    """float32[S + 1]: ln of every norm, and of their total."""
+def _logs(snapshot: Snapshot, params: int) -> NDArray[np.float32]:
+    """float32[S + 1]: ln of every parameter's norm, 0 for sites that are none, and ln of the total."""
     size = len(snapshot.norm)
-    stack = np.empty(size + 1, np.float32)
-    stack[:size] = snapshot.norm
+    stack = np.ones(size + 1, np.float32)
+    stack[:params] = snapshot.norm[:params]
     stack[size] = snapshot.total_norm
     return np.log(stack, out=stack)
 

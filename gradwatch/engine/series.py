@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample
 from gradwatch.rules import Group, Rule, RuleSet
-from gradwatch.snapshot import SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
+from gradwatch.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
 
 SeriesScope = Literal["param", "group", "total", "scalar"]
 Index = NDArray[np.intp]
@@ -68,8 +68,8 @@ class Series:
 
     @property
     def always(self) -> bool:
-        """Whether it has values on steps on which no column was measured beside the norms."""
-        return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS
+        """Whether it has values on steps on which no column was measured beside the norms (and by rank)."""
+        return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
         """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""
@@ -120,7 +120,8 @@ def matching(sites: Sites, globs: tuple[str, ...]) -> BoolArray:
 
 def selected(rule: Rule, ruleset: RuleSet, sites: Sites) -> BoolArray:
     """bool[S]: the sites a rule is about, by `groups`, `exclude`, and what its kind can judge."""
-    wanted = "module" if rule.detect.columns[0] in MODULE_COLUMNS else "param"
+    column = rule.detect.columns[0]
+    wanted = "module" if column in MODULE_COLUMNS else "rank" if column in RANK_COLUMNS else "param"
     mask = np.array([kind == wanted for kind in sites.kinds], np.bool_)
     if rule.groups:
         masks = group_masks(ruleset.groups, sites)

@@ -1,4 +1,4 @@
-"""From what one window found to the Snapshot the engine judges. S = K parameters, then M tapped modules."""
+"""From what one window found to the Snapshot the engine judges. S = K parameters, M tapped modules, W ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.hooks.device import arrived
 from gradwatch.hooks.norms import FLOAT32_MAX
-from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites, Snapshot
 
@@ -21,24 +21,40 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 def with_modules(sites: Sites, modules: tuple[str, ...]) -> Sites:
     """The sites of a lane followed by tapped modules."""
-    if not modules:
+    return appended(sites, modules, "module")
+
+
+def appended(sites: Sites, names: tuple[str, ...], kind: str) -> Sites:
+    """The sites followed by others that are no parameters."""
+    if not names:
         return sites
-    zeros = np.zeros(len(modules), np.int64)
+    zeros = np.zeros(len(names), np.int64)
     return Sites(
-        names=sites.names + modules,
-        kinds=sites.kinds + ("module",) * len(modules),
+        names=sites.names + names,
+        kinds=sites.kinds + (kind,) * len(names),
         numels=np.concatenate([sites.numels, zeros]),
         ndims=np.concatenate([sites.ndims, zeros]),
-        depths=np.concatenate([sites.depths, np.arange(len(modules))]),
+        depths=np.concatenate([sites.depths, np.arange(len(names))]),
     )
+
+
+class Measured(Protocol):
+    """Columns of one step, possibly still on their way."""
+
+    def ready(self) -> bool:
+        """Whether `columns()` would return at once."""
+
+    def columns(self) -> dict[str, Column]:
+        """The columns; waits for what has not arrived."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """Columns read beside the norms: of the K parameters, and of the M modules."""
+    """Columns read beside the norms: of the K parameters, of the M modules, and of the ranks."""
 
-    params: tuple[Sampled, ...] = ()
-    modules: tuple[Sampled, ...] = ()
+    params: tuple[Measured, ...] = ()
+    modules: tuple[Measured, ...] = ()
+    ranks: tuple[Measured, ...] = ()
 
     def ready(self) -> bool:
         """Whether all columns are on the host."""
@@ -126,7 +142,13 @@ def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: in
             columns[name] = Column(_pad(column.values, missing), _pad(column.present, missing))
     for sampled in extras.modules:
         for name, column in sampled.columns().items():
-            columns[name] = Column(_lead(column.values, count), _lead(column.present, count))
+            values, present = _lead(column.values, count), _lead(column.present, count)
+            ranks = count + missing - len(values)
+            columns[name] = Column(_pad(values, ranks), _pad(present, ranks))
+    for measured in extras.ranks:
+        for name, column in measured.columns().items():
+            before = count + missing - len(column.values)
+            columns[name] = Column(_lead(column.values, before), _lead(column.present, before))
 
 
 def _suspicions(

@@ -47,6 +47,15 @@ class Judge(Protocol):
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
 
+    def arrive(self, optimizer: Optimizer) -> None:
+        """A step boundary begins, at which other ranks may wait for this one."""
+
+    def enter(self, lane: Lane) -> None:
+        """The lane that stands at this boundary; its ranks meet at the first."""
+
+    def depart(self, optimizer: Optimizer) -> None:
+        """The boundary has been left, by a fault of ours or not: see to it that nobody waits any longer."""
+
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the total norm, which a device applies without the host; None = none."""
 
@@ -185,19 +194,39 @@ class Boundary:
 
     def _at_step(self, optimizer: Optimizer) -> None:
         if not self._judge.owns(optimizer):
+            self._judge.arrive(optimizer)
+            self._judge.depart(optimizer)
             return
         known = self._capture.lane_of(optimizer)
         if known is not None and self._emptied.get(known.index):
             self._give_back(known.index)  # the step that was skipped raised all the same
         self._capture.drain()
+        if known is not None and not known.on_cpu and capturing():
+            known.discard()
+            self._judge.captured()
+            return
+        if known is not None and self._inside.get(known.index) and known.settled == known.backwards:
+            self._inside[known.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
+            return
+        self._among_ranks(optimizer, self._close_window)
+
+    def _among_ranks(self, optimizer: Optimizer, close: Callable[[Optimizer], None]) -> None:
+        """Close a window; whatever fails, no rank is left waiting for this one."""
+        self._judge.arrive(optimizer)
+        try:
+            close(optimizer)
+        except Exception:
+            self._judge.depart(optimizer)
+            raise
+        self._judge.depart(optimizer)
+
+    def _close_window(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
         if not lane.on_cpu and capturing():
             lane.discard()
             self._judge.captured()
             return
-        if self._inside.get(lane.index) and lane.settled == lane.backwards:
-            self._inside[lane.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
-            return
+        self._judge.enter(lane)
         if self._inside.get(lane.index):
             lane.tainted = True  # the step before this one raised: this window holds two
         self._inside[lane.index] = 1
@@ -279,10 +308,13 @@ class Boundary:
         self._guarded("boundary", lambda: self._at_rejected(optimizer))
 
     def _at_rejected(self, optimizer: Optimizer) -> None:
-        if not self._judge.owns(optimizer) or capturing():
-            return
-        self._capture.drain()
+        if self._judge.owns(optimizer) and not capturing():
+            self._capture.drain()
+            self._among_ranks(optimizer, self._close_rejected)
+
+    def _close_rejected(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
+        self._judge.enter(lane)
         self._inside.pop(lane.index, None)
         self._give_back(lane.index, into_params=False)
         window = self._settle(optimizer, lane, 1.0)
@@ -357,8 +389,6 @@ class Boundary:
 
     def _act_on_device(self, optimizer: Optimizer, lane: Lane) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device."""
-        if lane.sharded:
-            return  # each rank sees only its shard: acting on one alone would let the ranks' weights drift apart
         max_norm = self._judge.max_norm(lane)
         skips = self._judge.skips_nonfinite(lane)
         total = lane.device_total() if skips or max_norm is not None else None

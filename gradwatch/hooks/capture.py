@@ -22,6 +22,7 @@ from gradwatch.hooks import graph_task
 from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
+from gradwatch.hooks.shards import is_shard
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
@@ -57,6 +58,7 @@ class Capture:
         self._handles: dict[int, RemovableHandle] = {}
         self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
         self._touched: list[int] = []
+        self._silent: set[int] = set()
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
@@ -241,7 +243,9 @@ class Capture:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
         if any(not self.knows(param) for param in fresh):
             self.scan()  # a parameter was replaced or added: its name is in the model
-        named = [param for param in fresh if param.requires_grad and not is_lazy(param) and param.numel()]
+        wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
+        # A shard may be empty here and hold something on other ranks, which must see the same parameters.
+        named = [param for param in wanting if param.numel() or is_shard(param)]
         slots = [self.slot(param, fallback(param)) for param in named]
         # One name, one site: an optimizer may still hold what a module of the same name replaced.
         latest = {self.names[slot]: k for k, slot in sorted(enumerate(slots), key=lambda pair: pair[1])}
@@ -341,7 +345,7 @@ class Capture:
     def _backward_end(self) -> None:
         try:
             started = time.perf_counter()
-            touched, count = self._touched[:], len(self.params)
+            touched, count = self._touched[:] + self._unmarked_arrivals(), len(self.params)
             self._touched.clear()
             if not self._arrival:
                 self._arrival = list(dict.fromkeys(touched))
@@ -355,6 +359,18 @@ class Capture:
             self.spent_seconds += time.perf_counter() - started
         except Exception as error:
             self._failed("capture", error)
+
+    def hear(self, params: list[nn.Parameter]) -> None:
+        """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
+        if self._ends.task[0] != graph_task.current():
+            self._arm()
+        self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
+
+    def _unmarked_arrivals(self) -> list[int]:
+        """The slots that `hear` told of, and that have a gradient now."""
+        silent = self._silent.difference(self._touched)
+        self._silent.clear()
+        return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
     def _tell_lanes(self, touched: list[int], count: int) -> None:
         if len(touched) < THIN_FROM:

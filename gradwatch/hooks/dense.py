@@ -12,9 +12,7 @@ def dense(grad: Tensor) -> Tensor:
     """A plain real dense tensor with the L2 norm of this rank's part of `grad`; a view where possible."""
     if grad.requires_grad:
         grad = grad.detach()
-    to_local = getattr(grad, "to_local", None)  # DTensor, without importing torch.distributed
-    if to_local is not None:
-        grad = to_local()
+    grad = local(grad)
     if grad.layout is torch.sparse_coo:
         # Duplicate indices add up, so the values alone would have the wrong norm.
         grad = grad.coalesce().values()
@@ -35,6 +33,15 @@ def alias(grad: Tensor) -> Tensor | None:
         return grad.detach()
     except RuntimeError:
         return None
+
+
+def local(grad: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, the tensor itself otherwise; torch.distributed is not imported for it."""
+    to_local = getattr(grad, "to_local", None)
+    if to_local is None:
+        return grad
+    shard: Tensor | None = getattr(grad, "_local_tensor", None)  # the same object every time, unlike a view
+    return to_local() if shard is None else shard
 
 
 def flat(grad: Tensor) -> Tensor:

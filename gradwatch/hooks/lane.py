@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.hooks import device
+from gradwatch.hooks.dense import local
 from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
@@ -51,7 +52,7 @@ class Lane:
         self.step = 0
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
-        self.sharded = any(map(_is_shard, params))
+        self.distributed = any(hasattr(param, "to_local") for param in params)
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
@@ -59,6 +60,7 @@ class Lane:
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
+        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
@@ -102,7 +104,9 @@ class Lane:
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
-        return [param.grad for param in self.params]
+        grads: list[Tensor | None] = [param.grad for param in self.params]
+        # In place on a DTensor bumps only the version of the shard behind it.
+        return [grad if grad is None else local(grad) for grad in grads] if self.distributed else grads
 
     # -- during backward ---------------------------------------------------------------------------------
 
@@ -165,7 +169,8 @@ class Lane:
         raw = self._norms
         assert raw is not None
         after = raw
-        if ids != self._ids or versions != self._versions:
+        # A clip of DTensors bumps no version, so theirs are always read again.
+        if ids != self._ids or versions != self._versions or (self.distributed and not unread):
             after = self._changed(grads, ids, versions, raw, scale)
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
@@ -198,6 +203,7 @@ class Lane:
         self.step += 1
         self.settled = -1
         self.tainted = self.late = False
+        self.reduced_total = None
         self._backwards = 0
         self._read_at = 0
         self._calls = None
@@ -217,6 +223,8 @@ class Lane:
 
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
+        if self.reduced_total is not None:
+            return self.reduced_total
         assert self._after is not None
         norms = self._after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
@@ -294,7 +302,7 @@ class Lane:
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         left = arrived(scale)
-        if len(changed) * 2 > len(grads):
+        if self.distributed or len(changed) * 2 > len(grads):
             after = HostReading(self._reader.read(grads), self._floor, left)
             if raw.looked:
                 after.look(grads)
@@ -394,12 +402,6 @@ class Lane:
         steady = complete and self._backwards > 0 and self._versions == self._pattern
         self._steady = self._steady + 1 if steady else 0
         self._pattern, self._pattern_backwards = self._versions, self._backwards
-
-
-def _is_shard(param: nn.Parameter) -> bool:
-    """Whether this rank holds only a part of a parameter (FSDP2's DTensor, FSDP1's flat parameter)."""
-    flat = getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
-    return flat or hasattr(param, "to_local")
 
 
 def _without(reading: Reading, scale: Number) -> Reading:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import alias, dense
-from gradwatch.hooks.device import Arriving, Number
+from gradwatch.hooks.device import Arriving, Number, capturing, widest
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
@@ -24,11 +24,12 @@ class LocalNorms:
     the loss scale, which `collect` divides out. NaN beats every number. A tensor hook also fires for
     `torch.autograd.grad`, which leaves nothing in `.grad`: what it saw counts once the gradient has been
     accumulated, and a second hook says so. What a backward that raised has left behind does not count either.
+    A parameter that cannot be heard is None.
     """
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        params: Sequence[Tensor | None],
         failed: Callable[[str, BaseException], None],
         before: LocalNorms | None = None,
     ) -> None:
@@ -36,8 +37,10 @@ class LocalNorms:
         self._count = len(params)
         self._heard: dict[int, float | Tensor] = {}  # a tensor where the gradient is on a device
         self._running = Running()
-        self._taps: dict[int, tuple[int, nn.Parameter, int, tuple[RemovableHandle, ...]]] = {}
+        self._taps: dict[int, tuple[int, Tensor, int, tuple[RemovableHandle, ...]]] = {}
         for k, param in enumerate(params):
+            if param is None:
+                continue
             heard = None if before is None else before._let_go(param)
             if heard is not None:
                 self._heard[k] = heard
@@ -86,7 +89,7 @@ class LocalNorms:
         for _, param, _, _ in list(self._taps.values()):
             self._let_go(param)
 
-    def _let_go(self, param: nn.Parameter) -> float | Tensor | None:
+    def _let_go(self, param: Tensor) -> float | Tensor | None:
         """Stop listening to one parameter; what was heard of it in this step."""
         if id(param) not in self._taps:
             return None
@@ -150,7 +153,8 @@ def _hooks(k: int, running: Running, failed: Callable[[str, BaseException], None
 def _norm(grad: Tensor) -> float | Tensor:
     if grad.device.type == "cpu":
         return exact_norm(grad)[0]
-    return torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
+    norm: Tensor = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
+    return norm
 
 
 def _larger_of(before: float | Tensor | None, norm: float | Tensor) -> float | Tensor:

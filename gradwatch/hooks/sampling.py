@@ -42,11 +42,13 @@ class Ratio:
         """Whether `values()` would return at once."""
         return self._change.ready() and self._size.ready()
 
+    def size(self) -> Floats:
+        """float32[K]: ‖w‖."""
+        return self._size.values()
+
     def values(self) -> Floats:
         """float32[K]."""
-        return np.divide(
-            self._change.values(), np.maximum(self._size.values(), np.float32(WEIGHT_NORM_FLOOR))
-        )
+        return np.divide(self._change.values(), np.maximum(self.size(), np.float32(WEIGHT_NORM_FLOOR)))
 
 
 @dataclass(slots=True)
@@ -160,7 +162,8 @@ class Sampler:
     def _gradients(
         self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None], scale: Number
     ) -> None:
-        have = [k for k, grad in enumerate(grads) if grad is not None and grad.numel()]
+        # A shard may be empty though the gradient is not.
+        have = [k for k, grad in enumerate(grads) if grad is not None and dense(grad).numel()]
         rows, order = _rows([grads[k] for k in have])  # type: ignore[misc]
         positions = np.array(have, np.intp)[order]
         present = np.zeros(sampled.count, bool)
@@ -177,7 +180,7 @@ class Sampler:
     def _weights(self, sampled: Sampled, due: list[str], step: int, params: Sequence[Tensor]) -> None:
         rows, positions = _rows(params)
         scale = [torch.linalg.vector_norm(row.float(), dim=1) for row in rows]
-        numels = np.array([param.numel() for param in params], np.float64)
+        numels = np.array([max(1, dense(param).numel()) for param in params], np.float64)
         blown_up = np.sqrt(np.maximum(numels / np.minimum(numels, _taken(numels)), 1)).astype(np.float32)
         if "weight_norm" in due:
             sampled.parts["weight_norm"] = Arriving(scale, positions, sampled.count, blown_up)

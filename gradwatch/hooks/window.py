@@ -58,6 +58,11 @@ class Window:
         norms = self.after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
+    def total(self) -> float:
+        """The total norm before clipping, of every gradient there is."""
+        raw = self.raw.norms()
+        return float(np.sqrt(np.dot(raw, raw)))
+
     def resolve(self) -> tuple[Norms, Norms]:
         """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
 

@@ -15,6 +15,7 @@ from gradwatch.rulefile.items import actions
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
 from gradwatch.rulefile.schema import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules import Action, Group, Rule, whole_optimizer
+from gradwatch.snapshot import RANK_COLUMNS
 
 BUILT_IN: Mapping[str, Any] = {
     "every": 1,
@@ -183,6 +184,12 @@ class Resolver:
                     )
                     self.problems.add(node.key_mark(key), "GW212", message, "delete the key")
             return "total"
+        if detector.columns[0] in RANK_COLUMNS:
+            for key in ("scope", "groups", "exclude"):
+                if key in node.entries:
+                    message = f"the detector '{detector.kind}' is about ranks and takes no {quoted(key)}"
+                    self.problems.add(node.key_mark(key), "GW212", message, "delete the key")
+            return detector.scopes[0]
         if entry.scope is None:
             return detector.scopes[0]
         if entry.scope not in detector.scopes:

@@ -1,0 +1,159 @@
+"""A process group of our own: how the ranks of a run find each other, and the one collective of a step.
+
+Never torch's default group: a collective of ours among the user's could be matched with one of theirs. The
+meeting goes through the store that `init_process_group` made. Every rank leaves a card there; rank 0 reads
+them and one verdict is written, by compare-and-set, so that all ranks hold the same: a rank that came too
+late, or not at all, cannot leave some of them waiting for it. Whatever fails later closes this rank's
+connections, at which the others' collective raises at once, and everybody goes on alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from gradwatch.errors import GradwatchError
+
+MEET_SECONDS = 30.0
+"""How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""
+WAIT_SECONDS = 60.0
+"""How long a step waits for a rank that stays away before everybody goes on alone."""
+
+
+_c10d: Any = dist  # its stubs do not export what is used here
+
+
+class AloneError(GradwatchError):
+    """This rank goes on without the others; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the ranks agreed on. `cards[world]`: what each of them laid on the table."""
+
+    rank: int
+    world: int
+    cards: tuple[Mapping[str, Any], ...]
+    store: Any
+
+    def read(self, key: str) -> Any:
+        """What some rank published under `key` before the meeting."""
+        return json.loads(self.store.get(key))
+
+
+def place() -> tuple[int, int]:
+    """(rank, world size) of this process: torch.distributed's where it is initialised, else (0, 1)."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def meet(name: str, card: Mapping[str, Any], published: Mapping[str, Any]) -> Meeting:
+    """Meet the other ranks under `name`; all of them get the same cards, or all of them `AloneError`.
+
+    `card` says what this rank is about; `published` is laid down under keys of its own, to be `read` later.
+    Waits at most `MEET_SECONDS` (and a little for a verdict under way), once.
+    """
+    rank, world = place()
+    if dist.get_backend() == "fake":
+        raise AloneError("torch.distributed runs on its fake backend, whose ranks do not exist")
+    store = _store(name)
+    for key, value in published.items():
+        store.set(key, json.dumps(value))
+    store.set(f"card/{rank}", json.dumps(card))
+    verdict = _settle(store, _collect(store, world)) if rank == 0 else _await(store)
+    if "alone" in verdict:
+        raise AloneError(str(verdict["alone"]))
+    return Meeting(rank, world, tuple(verdict["cards"]), store)
+
+
+def announce(name: str) -> None:
+    """Say that this rank does not want to meet, so that one that does need not wait for it."""
+    rank, _ = place()
+    store = _store(name)
+    store.set(f"card/{rank}", json.dumps(None))
+    if rank == 0:
+        _settle(store, {"alone": "rank 0 has no rule that needs the other ranks"})
+
+
+def _store(name: str) -> Any:
+    return _c10d.PrefixStore(f"gradwatch/{name}", _c10d.distributed_c10d._get_default_store())
+
+
+def _collect(store: Any, world: int) -> dict[str, Any]:
+    """Rank 0's proposal: everybody's cards, or who is missing."""
+    deadline = time.monotonic() + MEET_SECONDS
+    cards = []
+    for rank in range(world):
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            store.wait([f"card/{rank}"], timedelta(seconds=left + 0.001))
+        except RuntimeError:  # DistStoreError: the time is up
+            return {"alone": f"rank {rank} does not watch this training, or came more than {left:.0f} s late"}
+        card = json.loads(store.get(f"card/{rank}"))
+        if card is None:
+            return {"alone": f"rank {rank} has no rule that needs the other ranks"}
+        cards.append(card)
+    return {"cards": cards}
+
+
+def _await(store: Any) -> dict[str, Any]:
+    """The verdict, or the proposal to go without one where rank 0 never came."""
+    try:
+        store.wait(["verdict"], timedelta(seconds=MEET_SECONDS * 1.2))
+    except RuntimeError:
+        return _settle(store, {"alone": "rank 0 does not watch this training"})
+    found: dict[str, Any] = json.loads(store.get("verdict"))
+    return found
+
+
+def _settle(store: Any, proposal: Mapping[str, Any]) -> dict[str, Any]:
+    """The first proposal written is the verdict; everybody gets that one."""
+    settled: dict[str, Any] = json.loads(store.compare_set("verdict", "", json.dumps(proposal)))
+    return settled
+
+
+class Group:
+    """All ranks of a meeting, connected; `total` is their one collective.
+
+    gloo over host memory, whatever the training uses: only a collective that can be given up may wait for
+    other ranks inside somebody's training (one of NCCL's would keep the device's stream for ever).
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        gloo = _c10d.ProcessGroupGloo
+        timeout = timedelta(seconds=WAIT_SECONDS)
+        options = gloo._Options()
+        options._timeout, options._threads = timeout, 1
+        options._devices = [gloo.create_default_device()]
+        store = _c10d.PrefixStore("group", meeting.store)
+        store.set_timeout(timeout)
+        self._gloo: Any = gloo(store, meeting.rank, meeting.world, options)
+
+    def total(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of all ranks' vectors, the same bits on each. They must be equally long on all of them.
+
+        Raises `AloneError` when a rank has left or stays away; the group is closed then.
+        """
+        tensor = torch.from_numpy(vector.copy())
+        try:
+            self._gloo.allreduce([tensor]).wait()
+        except Exception as error:
+            self.close()
+            said = str(error).split("] ", 1)[-1].splitlines()[0][:120]
+            raise AloneError(f"a rank has left, failed or stayed away: {said}") from error
+        summed: NDArray[np.float64] = tensor.numpy()  # sync: a CPU tensor
+        return summed
+
+    def close(self) -> None:
+        """Drop the connections; the others' next collective raises at once."""
+        self._gloo = None

@@ -1,0 +1,72 @@
+"""Pipeline schedules of torch.distributed: gradients are final after the last micro-batch, not after a backward.
+
+A schedule runs a backward (or, with a split one, none that autograd announces) per micro-batch and divides the
+gradients by their number at the end, in `scale_grads` of every stage. What is read there is the gradient
+itself; what is read before is n times too large, and what is read at the step may be clipped already.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+STAGE_MODULE = "torch.distributed.pipelining.stage"
+_listeners: list[PipelineStages] = []
+_wrapped: list[tuple[type, Any, Any]] = []
+
+
+class PipelineStages:
+    """Calls `scaled` with the module of a stage whose gradients are final now.
+
+    The method is wrapped on torch's class once for all listeners, and only where a pipeline is in use; the
+    last `close` puts it back as found.
+    """
+
+    def __init__(
+        self, scaled: Callable[[nn.Module], None], failed: Callable[[str, BaseException], None]
+    ) -> None:
+        self._scaled = scaled
+        self._failed = failed
+        _listeners.append(self)
+        self.look()
+
+    def look(self) -> None:
+        """Wrap the stages' method, once a pipeline has been imported; a dictionary look-up until then."""
+        module = sys.modules.get(STAGE_MODULE)
+        base = getattr(module, "_PipelineStageBase", None)
+        if not _wrapped and hasattr(base, "scale_grads"):
+            _wrap(base)
+
+    def notice(self, stage: Any) -> None:
+        """A stage has scaled its gradients."""
+        try:
+            self._scaled(stage.submod)
+        except Exception as error:
+            self._failed("capture", error)
+
+    def close(self) -> None:
+        """Stop listening; the last one out puts torch's class back, unless somebody wrapped it again since."""
+        if self in _listeners:
+            _listeners.remove(self)
+        if not _listeners and _wrapped:
+            base, original, wrapped = _wrapped.pop()
+            if base.__dict__.get("scale_grads") is wrapped:
+                base.scale_grads = original  # type: ignore[attr-defined]
+
+
+def _wrap(base: Any) -> None:
+    original = base.scale_grads
+
+    @functools.wraps(original)
+    def wrapped(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(stage, *args, **kwargs)
+        for listener in tuple(_listeners):
+            listener.notice(stage)
+        return result
+
+    base.scale_grads = wrapped
+    _wrapped.append((base, original, wrapped))

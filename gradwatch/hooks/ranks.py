@@ -1,0 +1,370 @@
+"""A watch among the ranks of a distributed training: meeting them, telling and hearing the facts of each step.
+
+Plain replicas (DDP) need nobody to know their reduced norms. The ranks meet once all the same where a rule may
+act, for a rank without a watch would not act with the others; and they talk at every step only where
+gradients are sharded, where ranks hold different parameters, or where a loaded rule asks about ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwatch.hooks import reduce
+from gradwatch.hooks.assemble import Extras, appended
+from gradwatch.hooks.dense import dense
+from gradwatch.hooks.group import AloneError, Group, Meeting, announce, meet, place
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.reduce import Layout, Told, Usual
+from gradwatch.hooks.sampling import Ratio, Sampled
+from gradwatch.hooks.shards import Holding, holdings, local_taps, whole
+from gradwatch.hooks.window import Window
+from gradwatch.snapshot import Column, Sites
+
+Report = Callable[[str, BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a watch is there for: `acts` some rule may change a step; `facts` some rule reads what only all
+    ranks together know; `ranked` some rule is about ranks; `sampled` the columns read in bursts; `rules` the
+    digest of them all; `refused` why several ranks may not act by these rules ("" = they may).
+    """
+
+    rules: str
+    acts: bool
+    facts: bool
+    ranked: bool
+    sampled: tuple[str, ...]
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Columns that have arrived."""
+
+    found: Mapping[str, Column]
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def columns(self) -> dict[str, Column]:
+        """The columns."""
+        return dict(self.found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """One step as every rank sees it; `own` where this rank's parameters stand in it.
+
+    `may_act`: every rank decides the same from these numbers. `total_applied`: the norm of everything the
+    optimizers of all ranks are about to use; None where this rank's own is that.
+    """
+
+    window: Window
+    extras: Extras
+    values: Mapping[str, float]
+    own: Any
+    may_act: bool
+    total_applied: float | None = None
+
+
+class Totals(NamedTuple):
+    """Total norms that every rank knows; `applied` None where this rank's own is that."""
+
+    raw: float
+    applied: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One lane's place among the ranks: what was agreed on, and the group it talks over (None = it does not)."""
+
+    lane_sites: Sites
+    sites: Sites
+    sharded: bool
+    layout: Layout | None = None
+    group: Group | None = None
+    alone: str = ""
+    ranked: bool = False
+    replicas: bool = False
+    usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
+    lost: bool = False
+    told: Told | None = None
+
+    def lose(self, why: str, own: Sites) -> None:
+        """Go on without the others; what was laid out for all ranks is laid out anew."""
+        self.close()
+        self.alone, self.layout, self.sites, self.lost = why, None, own, True
+
+    def close(self) -> None:
+        """Leave; the others notice at once."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+class Ranks:
+    """The seats of one watch. Nothing here raises because of another rank; it is reported, and goes on alone."""
+
+    def __init__(
+        self, name: str, wants: Wants, models: Callable[[], list[nn.Module]], report: Report
+    ) -> None:
+        self._name = name
+        self._wants = wants
+        self._models = models
+        self._report = report
+        self._seats: dict[int, Seat] = {}
+        self._meetings = 0
+        self._turn: set[int] = set()  # lanes at their boundary that have not told the others anything yet
+
+    @property
+    def several(self) -> bool:
+        """Whether this process is one of several ranks."""
+        return place()[1] > 1
+
+    def talks(self, lane: Lane) -> bool:
+        """Whether the ranks exchange the facts of every step of a lane, and so wait for them."""
+        seat = self._seats.get(lane.index)
+        return seat is not None and (seat.layout is not None or bool(seat.alone))
+
+    @property
+    def alone(self) -> bool:
+        """Whether some lane goes on without the other ranks, though they are needed."""
+        return any(seat.alone for seat in self._seats.values())
+
+    # -- meeting -----------------------------------------------------------------------------------------
+
+    def arrive(self, lane: Lane | None) -> None:
+        """A step boundary begins: from here to `depart` this rank owes the others one vector."""
+        if lane is not None:
+            self._turn.add(lane.index)
+            if lane.index in self._seats:
+                self._seats[lane.index].told = None
+
+    def enter(self, lane: Lane) -> bool:
+        """Meet the other ranks at the first boundary of a lane, or of its changed parameters; True if met now."""
+        seat = self._seats.get(lane.index)
+        if seat is not None and seat.lane_sites is lane.sites:
+            lost, seat.lost = seat.lost, False
+            return lost
+        if seat is not None:
+            seat.close()
+        self._turn.add(lane.index)
+        held = holdings(lane.params, self._models())
+        sites, sharded = whole(lane.sites, held), any(one.sharded for one in held)
+        seat = self._seats[lane.index] = Seat(lane.sites, sites, sharded)
+        if self.several:
+            try:
+                self._meet(lane, seat, held)
+            except Exception as error:
+                seat.lose(str(error), sites)
+                self._report("ranks", error)
+        return True
+
+    def _meet(self, lane: Lane, seat: Seat, held: list[Holding]) -> None:
+        wants = self._wants
+        self._meetings += 1
+        name = f"{self._name}/{lane.index}/{self._meetings}"
+        if not (wants.acts or wants.facts or seat.sharded):
+            announce(name)
+            return
+        if wants.refused:
+            announce(name)
+            raise AloneError(wants.refused)
+        table = _table(seat.sites)
+        digest = hashlib.sha256(json.dumps(table[:3]).encode()).hexdigest()[:32]
+        models = self._models()
+        card = {
+            "rules": wants.rules,
+            "table": digest,
+            "sharded": seat.sharded,
+            "facts": wants.facts,
+            "ddp": any(isinstance(m, DistributedDataParallel) for model in models for m in model.modules()),
+            "heard": any(tap is not None for tap in local_taps(lane.params, models)),
+        }
+        met = meet(name, card, {digest: table})
+        if len({one["rules"] for one in met.cards}) > 1:
+            raise AloneError("the ranks run different rules; give all of them the same rule file")
+        apart = len({one["table"] for one in met.cards}) > 1
+        pooled = apart or any(one["sharded"] for one in met.cards)
+        heard = all(card["heard"] for card in met.cards)
+        seat.ranked = wants.ranked and not apart and (heard or not pooled)
+        seat.replicas = all(one["ddp"] for one in met.cards)
+        if pooled or any(one["facts"] for one in met.cards):
+            seat.layout = self._laid_out(met, digest, held, lane, pooled)
+            seat.sites = seat.layout.sites
+            seat.usual = Usual(np.full(len(held), np.nan))
+            seat.group = Group(met)
+
+    def _laid_out(self, met: Meeting, digest: str, held: list[Holding], lane: Lane, pooled: bool) -> Layout:
+        tables = list(dict.fromkeys(str(card["table"]) for card in met.cards))
+        found = {table: met.read(table) for table in tables}
+        start = sum(len(found[table][0]) for table in tables[: tables.index(digest)])
+        leader = next(rank for rank, card in enumerate(met.cards) if card["table"] == digest)
+        here = [dense(param.detach()).numel() for param in lane.params]
+        sampled = tuple(name for name in reduce.REDUCED_SAMPLES if name in self._wants.sampled)
+        return Layout(
+            sites=_joined([found[table] for table in tables]),
+            own=np.arange(start, start + len(held)),
+            counts=np.array([one.counts(met.rank, leader) for one in held], np.float64),
+            share=np.array([size / max(1, one.numel) for size, one in zip(here, held, strict=True)]),
+            rank=met.rank,
+            world=met.world,
+            pooled=pooled,
+            sampled=sampled if pooled else (),
+        )
+
+    def sites(self, lane: Lane) -> Sites:
+        """The parameters that the lane's rules judge: whole, and of all ranks where those hold different ones."""
+        seat = self._seats.get(lane.index)
+        return lane.sites if seat is None or seat.lane_sites is not lane.sites else seat.sites
+
+    def with_ranks(self, lane: Lane, sites: Sites) -> Sites:
+        """The sites, followed by one per rank where rules about ranks have something to read."""
+        seat = self._seats.get(lane.index)
+        if seat is None or seat.group is None or not seat.ranked or seat.layout is None:
+            return sites
+        return appended(sites, tuple(f"rank {rank}" for rank in range(seat.layout.world)), "rank")
+
+    # -- every step --------------------------------------------------------------------------------------
+
+    def share(self, lane: Lane, window: Window, extras: Extras, values: Mapping[str, float]) -> Shared | None:
+        """Tell the others this window and hear theirs; None where its numbers mean nothing without them."""
+        seat = self._seats.get(lane.index)
+        mine = slice(0, len(window.sites))
+        if seat is None:  # its optimizers step inside backward, which is no boundary
+            return Shared(window, extras, values, mine, may_act=not self.several)
+        if seat.layout is None:
+            if seat.alone and seat.sharded:  # a shard's norms: shown, but no baseline may learn them
+                window = replace(window, provisional=True)
+            return Shared(window, extras, values, mine, may_act=not seat.alone)
+        pooled = seat.layout.pooled
+        told = self._exchange(lane, seat, window, extras, values)
+        if told is not None and told.complete:
+            return _seen_by_all(told, seat, window, extras, values)
+        self._catch_up(lane, window, told)
+        return None if pooled else Shared(window, extras, values, mine, may_act=False)
+
+    def _exchange(
+        self, lane: Lane, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
+    ) -> Told | None:
+        layout, group = seat.layout, seat.group
+        if layout is None or group is None or lane.index not in self._turn:
+            return None
+        columns = {name: column for one in extras.params for name, column in one.columns().items()}
+        columns |= _sizes(extras, columns)
+        local = columns.get("norm_local")
+        vector = reduce.encode(layout, window, window.resolve(), values, columns, local, seat.usual)
+        return self._send(lane.index, seat, layout, group, vector)
+
+    def _send(
+        self, index: int, seat: Seat, layout: Layout, group: Group, vector: reduce.Vector
+    ) -> Told | None:
+        self._turn.discard(index)
+        seat.told = None
+        try:
+            told = seat.told = Told(layout, group.total(vector))
+        except AloneError as error:
+            seat.lose(str(error), seat.lane_sites)
+            self._report("ranks", error)
+            return None
+        if told.head("blind"):
+            ranks = ", ".join(map(str, told.blind))
+            self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; nobody acts on it"))
+        return told
+
+    def totals(self, lane: Lane, window: Window) -> Totals | None:
+        """What the other ranks decide by, should a fault of ours keep this one from judging as they do.
+
+        None where there are none, where they cannot know it either, or where they have not been told yet.
+        """
+        seat = self._seats.get(lane.index)
+        if seat is None or seat.alone or not self.several:
+            return None
+        if seat.layout is None:
+            return Totals(window.total(), None)
+        told = seat.told
+        if told is None or not told.complete or lane.index in self._turn:
+            return None
+        if not seat.layout.pooled:
+            return Totals(window.total(), None)
+        return Totals(*(float(np.sqrt(told.column(name).sum())) for name in ("squares", "applied")))
+
+    def _catch_up(self, lane: Lane, window: Window, told: Told | None) -> None:
+        """Count steps as the rank that has seen most of them: one that paused has missed some."""
+        if told is not None and told.head("facts"):
+            lane.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
+
+    def depart(self, lane: Lane | None) -> None:
+        """The step boundary ends: where nothing was told, by a fault of ours, take part all the same."""
+        if lane is None or lane.index not in self._turn:
+            return
+        self._turn.discard(lane.index)
+        seat = self._seats.get(lane.index)
+        if seat is not None and seat.layout is not None and seat.group is not None:
+            # A device's numbers are told one step late: on its first step there are none, by no fault.
+            vector = reduce.blind(seat.layout) if lane.on_cpu else seat.layout.empty()
+            self._send(lane.index, seat, seat.layout, seat.group, vector)
+
+    def close(self) -> None:
+        """Leave every group."""
+        for seat in self._seats.values():
+            seat.close()
+
+
+def _seen_by_all(
+    told: Told, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
+) -> Shared:
+    layout = told.layout
+    seat.replicas = seat.replicas or reduce.agreeing(told)
+    values = dict(values)
+    if told.loss is not None:
+        values["loss"] = told.loss
+    if told.head("rejected"):
+        values["scaler_skip"] = 1.0
+    ranked = (Known(reduce.rank_columns(told, seat.replicas)),) if seat.ranked else ()
+    if not layout.pooled:
+        whole_window = replace(window, provisional=told.head("provisional") > 0)
+        own: Any = slice(0, len(window.sites))
+        return Shared(whole_window, replace(extras, ranks=ranked), values, own, may_act=True)
+    columns = reduce.pooled_columns(told)
+    total = float(np.sqrt(told.column("applied").sum()))
+    pooled = replace(extras, params=(Known(columns),), ranks=ranked)
+    return Shared(reduce.pooled_window(told, window), pooled, values, layout.own, True, total)
+
+
+def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
+    """‖w‖ behind a sampled ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
+    for one in extras.params:
+        ratio = one.parts.get("update_ratio") if isinstance(one, Sampled) else None
+        if isinstance(one, Sampled) and isinstance(ratio, Ratio):
+            return {"size": Column(ratio.size(), columns["update_ratio"].present)}
+    return {}
+
+
+def _table(sites: Sites) -> list[list[Any]]:
+    return [
+        list(sites.names),
+        sites.numels.tolist(),  # sync: numpy
+        sites.ndims.tolist(),  # sync: numpy
+        sites.depths.tolist(),  # sync: numpy
+    ]
+
+
+def _joined(tables: list[list[list[Any]]]) -> Sites:
+    """The parameters of all tables; a name that several of them use is told apart by a number."""
+    names: dict[str, None] = {}
+    for number, table in enumerate(tables):
+        for name in table[0]:
+            names[name if name not in names else f"{name}@{number}"] = None
+    numels, ndims, depths = (np.array([x for t in tables for x in t[k]], np.int64) for k in (1, 2, 3))
+    return Sites(tuple(names), ("param",) * len(names), numels, ndims, depths)

@@ -1,0 +1,456 @@
+"""Two ranks of which one is in trouble: a NaN, a fault of ours, a watch that is missing, late or gone.
+
+Every situation trains under a time limit that a wait for the other rank would break, and returns hashes of
+the weights: whatever happens, the ranks must hold the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwatch
+from gradwatch import watching
+from gradwatch.engine import BoundEngine
+from gradwatch.errors import AttachError
+from gradwatch.hooks import group, local, ranks, reduce
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.sampling import Sampler
+from gradwatch.rulefile import parse_rules
+from gradwatch.rules import RuleSet
+from tests.ranks.launch import fingerprint
+from tests.ranks.situations import Collector, Net, batch, fsdp2, loss_of
+
+TRIALS = 100
+TRIALS_PER_WATCH = 10
+ACTING = """
+version: 1
+clip: {total: {method: norm, max_norm: 0.05}}
+rules:
+  non-finite:
+    detect: {kind: nonfinite, of: norm}
+    severity: critical
+    do: [skip_step: {max_consecutive: 10, then: continue}]
+  rank-outlier: {detect: {kind: rank_outlier}}
+  rank-mismatch: {detect: {kind: rank_mismatch}, severity: critical}
+"""
+OBSERVING = "version: 1\nrules:\n  rail: {detect: {kind: above, of: total_norm, threshold: 1e9}}\n"
+SKIPPING = """
+version: 1
+rules:
+  non-finite: {detect: {kind: nonfinite}, do: [skip_step]}
+"""
+ON_LOSS = "version: 1\nrules:\n  loss: {detect: {kind: loss_nonfinite}, do: [skip_step]}\n"
+ON_LOCAL = (
+    "version: 1\nrules:\n  far: {detect: {kind: above, of: norm_local, threshold: 9}, do: [skip_step]}\n"
+)
+
+
+BROKEN = (math.nan, math.inf, -math.inf)
+
+
+class Poison:
+    """Spoils one element of one parameter's local gradient, at the step it is told to."""
+
+    def __init__(self, model: nn.Module, rank: int, name: str, value: float = float("nan")) -> None:
+        self.now = False
+        self._value = value
+        if rank == 1:
+            dict(model.named_parameters())[name].register_hook(self._spoil)
+
+    def _spoil(self, grad: Tensor) -> Tensor | None:
+        if not self.now:
+            return None
+        grad = grad.clone()
+        grad.view(-1)[-1] = self._value
+        return grad
+
+
+@contextlib.contextmanager
+def watched(
+    model: nn.Module, optimizer: Any, text: str, strict: bool = True
+) -> Iterator[tuple[Any, Collector]]:
+    """A watch by the rules in a text; not strict where a fault of ours is what is tested."""
+    collector = Collector()
+    rules: str | RuleSet = parse_rules(text) if text else "default"
+    with tempfile.TemporaryDirectory() as folder:
+        gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=strict)
+        try:
+            yield gw, collector
+        finally:
+            gw.close()
+
+
+def made(
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+) -> tuple[nn.Module, nn.Module, Any]:
+    """(plain, wrapped, optimizer)."""
+    plain = Net()
+    model = wrap(plain)
+    return plain, model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def take_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> float:
+    """One training step; the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch(step, 0, rank))
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def weights(model: nn.Module) -> str:
+    """A hash of the weights; of all ranks' shards where they are sharded."""
+    parts = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+    return fingerprint(parts)
+
+
+def told(collector: Collector, rule: str) -> list[Any]:
+    """[step, sites, first cause] of every time a rule fired or acted again."""
+    return [
+        [event.step, list(event.sites), event.first_cause, event.description]
+        for record in collector.records
+        for event in record.verdict.events
+        if event.rule == rule and event.kind in ("firing", "repeat")
+    ]
+
+
+def nan_on_one_rank(rank: int) -> list[dict[str, Any]]:
+    """A NaN in one parameter of rank 1 at a random step, ten times under each of ten watches."""
+    generator = random.Random(5)
+    found = []
+    for _ in range(TRIALS // TRIALS_PER_WATCH):
+        plain, model, optimizer = made()
+        names = [name for name, _ in plain.named_parameters()]
+        poisons = {name: Poison(plain, rank, name, generator.choice(BROKEN)) for name in names}
+        # Two healthy steps at least in between, so that every one is an incident of its own.
+        steps = list(itertools.accumulate(generator.randint(3, 5) for _ in range(TRIALS_PER_WATCH)))
+        chosen = {step: generator.choice(names) for step in steps}
+        with watched(model, optimizer, "") as (gw, collector):
+            hashes = []
+            for step in range(steps[-1] + 2):
+                for name, poison in poisons.items():
+                    poison.now = chosen.get(step) == name
+                take_step(model, optimizer, step, rank)
+                hashes.append(weights(model))
+            found.append(
+                {
+                    "chosen": list(chosen.items()),
+                    "outlier": told(collector, "rank-outlier"),
+                    "nonfinite": told(collector, "non-finite"),
+                    "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+                    "hashes": hashes,
+                    "errors": gw.health.errors(),
+                }
+            )
+    return found
+
+
+def acting(rank: int, wrap: Callable[[nn.Module], nn.Module], text: str = ACTING) -> dict[str, Any]:
+    """Skip and clip armed, NaN now and then on rank 1."""
+    plain, model, optimizer = made(wrap)
+    names = [name for name, _ in plain.named_parameters()]
+    target = names[2]
+    injured = {3, 4, 9}
+    poison = None if wrap is fsdp2 else Poison(plain, rank, target)
+    with watched(model, optimizer, text) as (gw, collector):
+        hashes = []
+        for step in range(12):
+            if poison is not None:
+                poison.now = step in injured
+                take_step(model, optimizer, step, rank)
+            else:  # autograd's hooks are silent on shards: the batch itself is broken
+                optimizer.zero_grad()
+                x = batch(step, 0, rank) * (float("nan") if rank == 1 and step in injured else 1.0)
+                loss_of(model, x).backward()
+                optimizer.step()
+            hashes.append(weights(model))
+        return {
+            "hashes": hashes,
+            "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+            "clipped": [round(r.snapshot.total_norm_applied, 5) for r in collector.records],
+            "totals": [r.snapshot.total_norm for r in collector.records if r.snapshot.step not in injured],
+            "outlier": told(collector, "rank-outlier"),
+            "errors": gw.health.errors(),
+        }
+
+
+SITES: dict[str, tuple[Any, str]] = {
+    "settle": (Lane, "settle"),
+    "read": (Lane, "read"),
+    "sample": (Sampler, "collect"),
+    "local": (local.LocalNorms, "collect"),
+    "encode": (reduce, "encode"),
+    "hear": (ranks, "_seen_by_all"),
+    "assemble": (watching, "assemble"),
+    "evaluate": (BoundEngine, "evaluate"),
+    "decide": (BoundEngine, "decide"),
+    "clipped": (watching, "clipped"),
+}
+
+
+def our_fault(rank: int, site: str, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Any:
+    """A fault of ours on rank 1, at a step with a NaN and at a healthy one."""
+    owner, attribute = SITES[site]
+    original = getattr(owner, attribute)
+    broken = [False]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if broken[0] and rank == 1:
+            raise MemoryError("injected")
+        return original(*args, **kwargs)
+
+    plain, model, optimizer = made(wrap)
+    poison = Poison(plain, rank, "b.weight") if wrap is not fsdp2 else None
+    started = time.monotonic()
+    with (
+        mock.patch.object(owner, attribute, failing),
+        watched(model, optimizer, ACTING, strict=False) as (
+            gw,
+            collector,
+        ),
+    ):
+        for step in range(12):
+            broken[0] = step in (4, 7)
+            if poison is not None:
+                poison.now = step in (7, 9)
+            take_step(model, optimizer, step, rank)
+        return {
+            "hash": weights(model),
+            "seconds": time.monotonic() - started,
+            "steps": [r.snapshot.step for r in collector.records],
+            "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+            "errors": gw.health.errors(),
+            "alone": gw._ranks.alone,
+        }
+
+
+def without(rank: int, how: str) -> dict[str, Any]:
+    """Rank 1 does not watch at all, or other rules, or leaves, or stays away: nobody hangs, nobody acts alone."""
+    plain, model, optimizer = made()
+    poison = Poison(plain, rank, "b.weight")
+    text = SKIPPING if how == "other rules" and rank == 1 else ACTING
+    if how == "observing" and rank == 1:
+        text = OBSERVING
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(group, "MEET_SECONDS", 1.0))
+        stack.enter_context(mock.patch.object(group, "WAIT_SECONDS", 1.0))
+        gw = collector = None
+        if how == "missing" and rank == 1:
+            next(watching._ordinal)  # its attach failed
+        else:
+            gw, collector = stack.enter_context(watched(model, optimizer, text, strict=False))
+        for step in range(8):
+            poison.now = step == 6
+            if gw is not None and how == "leaves" and rank == 1 and step == 3:
+                gw.close()
+            optimizer.zero_grad()
+            loss_of(model, batch(step, 0, rank)).backward()
+            if how == "late" and rank == 1 and step == 3:
+                time.sleep(1.6)
+            optimizer.step()
+        return {
+            "hash": weights(model),
+            "seconds": time.monotonic() - started,
+            "skipped": []
+            if collector is None
+            else [r.snapshot.step for r in collector.records if r.decision.skip],
+            "fired": None if collector is None else told(collector, "non-finite"),
+            "errors": {} if gw is None else gw.health.errors(),
+            "up": {} if gw is None else gw.health.up(),
+        }
+
+
+def paused(rank: int) -> dict[str, Any]:
+    """Rank 1 pauses itself after three faults: it takes part blind, and counts steps as the others afterwards."""
+    plain, model, optimizer = made()
+    poison = Poison(plain, rank, "b.weight")
+    original, broken = Lane.settle, [False]
+
+    def failing(*args: Any) -> Any:
+        if broken[0] and rank == 1:
+            raise MemoryError("injected")
+        return original(*args)
+
+    with (
+        mock.patch.object(watching, "PAUSE_SECONDS", 0.2),
+        mock.patch.object(Lane, "settle", failing),
+        watched(model, optimizer, ACTING, strict=False) as (gw, collector),
+    ):
+        for step in range(30):
+            broken[0] = 4 <= step < 8
+            poison.now = step == 27
+            if step == 20:
+                time.sleep(0.3)
+            take_step(model, optimizer, step, rank)
+        return {
+            "hash": weights(model),
+            "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+            "last": collector.records[-1].snapshot.step,
+            "errors": gw.health.errors(),
+        }
+
+
+def corrupted(rank: int) -> dict[str, Any]:
+    """A reduction that gives rank 1 one other bit."""
+    _, model, optimizer = made()
+    at = [False]
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+
+        def flip(future: Any) -> Tensor:
+            reduced = future.value()[0]
+            if at[0] and rank == 1:
+                reduced.view(torch.int32)[3] ^= 1 << 20
+            return reduced
+
+        return work.get_future().then(flip)
+
+    hook.__annotations__.clear()  # DDP compares them with its own types, not with their names
+    model.register_comm_hook(None, hook)
+    with watched(model, optimizer, "") as (gw, collector):
+        for step in range(8):
+            at[0] = step == 5
+            take_step(model, optimizer, step, rank)
+        return {"mismatch": told(collector, "rank-mismatch"), "errors": gw.health.errors()}
+
+
+def flipped(rank: int, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> dict[str, Any]:
+    """A bit of an exponent turns over in rank 1's local gradient: finite, and far too large."""
+    plain, model, optimizer = made(wrap)
+    poison = Poison(plain, rank, "b.weight", 1e4)
+    with watched(model, optimizer, "") as (gw, collector):
+        for step in range(40):
+            poison.now = step == 33
+            take_step(model, optimizer, step, rank)
+        return {"outlier": told(collector, "rank-outlier"), "errors": gw.health.errors()}
+
+
+def silent(rank: int) -> dict[str, Any]:
+    """Plain replicas and a rule about norms: no meeting and no collective."""
+    _, model, optimizer = made()
+    with mock.patch.object(group.Group, "__init__", side_effect=AssertionError("a group was made")):
+        with watched(model, optimizer, OBSERVING) as (gw, _):
+            for step in range(4):
+                take_step(model, optimizer, step, rank)
+            observing = gw.health.errors()
+        with watched(model, optimizer, SKIPPING) as (gw, _):  # meets, to know that all will act
+            for step in range(4):
+                take_step(model, optimizer, step, rank)
+            return {"observing": observing, "skipping": gw.health.errors(), "alone": gw._ranks.alone}
+
+
+def one_collective(rank: int) -> dict[str, Any]:
+    """How often the ranks talk: once a step and optimizer."""
+    _, model, optimizer = made()
+    original, calls = group.Group.total, [0]
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return original(*args)
+
+    with mock.patch.object(group.Group, "total", counted), watched(model, optimizer, "") as (_, collector):
+        for step in range(6):
+            take_step(model, optimizer, step, rank)
+    return {"calls": calls[0], "records": len(collector.records)}
+
+
+def on_the_loss(rank: int) -> dict[str, Any]:
+    """Only rank 1 observes a NaN loss: both ranks skip, by the mean over ranks."""
+    _, model, optimizer = made()
+    with watched(model, optimizer, ON_LOSS) as (gw, collector):
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step, 0, rank))
+            loss.backward()
+            observed = float("nan") if rank == 1 and step == 3 else float(rank + 1)
+            gw.observe(loss=observed)
+            optimizer.step()
+        return {
+            "hash": weights(model),
+            "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+            "losses": [r.snapshot.scalars["loss"] for r in collector.records if r.snapshot.step != 3],
+            "errors": gw.health.errors(),
+        }
+
+
+def on_the_local_norm(rank: int) -> dict[str, Any]:
+    """An action on what only this rank knows is refused before training starts."""
+    _, model, optimizer = made()
+    try:
+        with watched(model, optimizer, ON_LOCAL):
+            return {"refused": ""}
+    except AttachError as error:
+        return {"refused": str(error)}
+
+
+def two_optimizers(rank: int) -> dict[str, Any]:
+    """A generator and a discriminator, an optimizer each: the second skips, the first does not."""
+    first, second = DistributedDataParallel(Net()), DistributedDataParallel(Net())
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (first, second)]
+    poison = Poison(second.module, rank, "b.weight")
+    with watched([first, second], optimizers, ACTING) as (gw, collector):  # type: ignore[arg-type]
+        for step in range(6):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                poison.now = step == 4
+                take_step(model, optimizer, step, rank)
+        return {
+            "hash": [weights(first), weights(second)],
+            "skipped": [
+                [r.snapshot.optimizer, r.snapshot.step] for r in collector.records if r.decision.skip
+            ],
+            "errors": gw.health.errors(),
+        }
+
+
+def unchanged(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """The same training without and with a watch."""
+    hashes = []
+    for watch in (False, True):
+        _, model, optimizer = made(wrap)
+        with watched(model, optimizer, "") if watch else contextlib.nullcontext():
+            for step in range(12):
+                take_step(model, optimizer, step, rank)
+        hashes.append(fingerprint(model.parameters()))
+    return {"hashes": hashes}
+
+
+SITUATIONS: dict[str, Callable[[int], Any]] = {
+    "nan on one rank": nan_on_one_rank,
+    "acting under ddp": lambda rank: acting(rank, DistributedDataParallel),
+    "acting under fsdp2": lambda rank: acting(rank, fsdp2),
+    "default pack under fsdp2": lambda rank: acting(rank, fsdp2, ""),
+    **{f"fault in {site}": (lambda rank, site=site: our_fault(rank, site)) for site in SITES},
+    **{
+        f"fsdp2, fault in {site}": (lambda rank, site=site: our_fault(rank, site, fsdp2))
+        for site in ("settle", "encode", "evaluate")
+    },
+    **{
+        f"rank 1: {how}": (lambda rank, how=how: without(rank, how))
+        for how in ("missing", "other rules", "observing", "leaves", "late")
+    },
+    "paused": paused,
+    "corrupted": corrupted,
+    "flipped": flipped,
+    "silent": silent,
+    "one collective": one_collective,
+    "on the loss": on_the_loss,
+    "on the local norm": on_the_local_norm,
+    "two optimizers": two_optimizers,
+    "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),
+    "unchanged fsdp2": lambda rank: unchanged(rank, fsdp2),
+}

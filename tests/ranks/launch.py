@@ -1,0 +1,91 @@
+"""Two ranks over gloo on this machine: the launcher that tests call, and what its workers share.
+
+A start costs seconds (torch is imported on every rank), so one launch runs many situations; each returns a
+dict that travels home as JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+WORLD = 2
+SECONDS = 240
+
+
+def launch(module: str, chosen: str = "") -> dict[str, list[Any]]:
+    """Run every situation of a module on all ranks: its results by name, one per rank.
+
+    Fails with the ranks' output when one of them did not come home.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
+        command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environ,
+            )
+            for rank in range(WORLD)
+        ]
+        try:
+            said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        codes = [rank.returncode for rank in ranks]
+        assert codes == [0] * WORLD, f"exit codes {codes}\n" + "\n".join(said)
+        homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {name: [home[name] for home in homes] for name in homes[0]}
+
+
+def main(module: str, folder: str, chosen: str, rank: int) -> None:
+    """One rank: every situation in turn, a barrier between them; a situation that raises says so."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
+    )
+    results: dict[str, Any] = {}
+    for name, situation in importlib.import_module(module).SITUATIONS.items():
+        if chosen and chosen not in name:
+            continue
+        torch.manual_seed(0)
+        try:
+            results[name] = situation(rank)
+        except Exception:
+            results[name] = {"raised": traceback.format_exc()}
+        dist.barrier()
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def fingerprint(tensors: Any) -> str:
+    """A hash of every bit of some tensors (their local parts)."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        digest.update(local.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

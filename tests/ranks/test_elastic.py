@@ -1,0 +1,47 @@
+"""`gradwatch run` in front of torchrun, with a rank that dies and an elastic restart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gradwatch.journal import read_journal
+from tests.launch_cases import GRADWATCH
+
+SCRIPT = Path(__file__).with_name("elastic.py")
+
+
+def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
+    """The second attempt meets again, both ranks skip the step that rank 1 poisoned, and each has its journal."""
+    options = ["--dir", str(tmp_path / "runs"), "--run-id", "r", "--listen", "127.0.0.1:0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*GRADWATCH, "run", *options, "--", sys.executable, *torchrun, str(SCRIPT), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    homes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert homes[0] == homes[1]
+    assert homes[0]["attempt"] == 1
+    assert all(math.isfinite(total) for total in homes[0]["weights"])
+    journals = read_journal(tmp_path / "runs" / "r")
+    assert {(one.rank, one.attempt) for one in journals} == {(0, 0), (1, 0), (0, 1), (1, 1)}
+    for journal in journals:
+        if journal.attempt == 1:
+            records = [step.record for step in journal.records()]
+            assert [one.snapshot.step for one in records if one.decision.skip] == [4]
+            named = [
+                (event.step, event.sites)
+                for one in records
+                for event in one.verdict.events
+                if event.rule == "rank-outlier" and event.kind == "firing"
+            ]
+            assert named == [(4, ("rank 1",))]

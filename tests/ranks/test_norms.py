@@ -1,0 +1,98 @@
+"""norm, norm_applied, total_norm and norm_local in every parallel mode, against float64 in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks.launch import WORLD, launch
+from tests.ranks.situations import CLIP, NORMS, STEPS
+
+RELATIVE = 1e-5
+SHARDED = [name for name in NORMS if name.startswith(("fsdp", "hsdp"))]
+
+
+@pytest.fixture(scope="module")
+def homes() -> dict[str, list[Any]]:
+    """Every situation, from both ranks, out of one launch."""
+    return launch("tests.ranks.situations")
+
+
+def came_home(homes: dict[str, list[Any]], name: str) -> list[Any]:
+    """What a situation returned on each rank; its traceback where it raised."""
+    for rank, home in enumerate(homes[name]):
+        assert "raised" not in home, f"rank {rank}\n{home['raised']}"
+        assert home["errors"] == {}
+        assert [found["step"] for found in home["found"]] == list(range(STEPS))
+    return homes[name]
+
+
+def total(norms: dict[str, float]) -> float:
+    return float(sum(norm * norm for norm in norms.values()) ** 0.5)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_is_that_of_the_reduced_gradient_before_clipping(
+    homes: dict[str, list[Any]], name: str
+) -> None:
+    """Per parameter and in total, on both ranks, at every step, within 1e-5 of an independent computation."""
+    for home in came_home(homes, name):
+        for found, told in zip(home["found"], home["told"], strict=True):
+            if name != "pipeline same names":  # there, each rank sees only its own stages
+                assert found["total"] == pytest.approx(total(told["expected"]), rel=RELATIVE)
+            if name != "fsdp1 flat":  # one flat parameter
+                assert found["norm"] == pytest.approx(told["expected"], rel=RELATIVE)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_the_optimizer_gets_is_seen_too(homes: dict[str, list[Any]], name: str) -> None:
+    """norm_applied is the norm after the user's clipping, where there is any."""
+    for home in came_home(homes, name):
+        for found, told in zip(home["found"], home["told"], strict=True):
+            applied = {site: norm * told["factor"] for site, norm in told["expected"].items()}
+            if name != "fsdp1 flat":
+                assert found["applied"] == pytest.approx(applied, rel=RELATIVE)
+            if told["factor"] < 1:
+                assert found["total_applied"] == pytest.approx(CLIP, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_both_ranks_report_the_same_bits(homes: dict[str, list[Any]], name: str) -> None:
+    """Every rank judges the same numbers, so every rank reaches the same verdict."""
+    first, second = (home["found"] for home in came_home(homes, name))
+    if name != "pipeline same names":
+        keys = ("norm", "applied", "total", "total_applied")
+        assert [{key: one[key] for key in keys} for one in first] == [
+            {key: one[key] for key in keys} for one in second
+        ]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_shard_is_described_as_the_whole(homes: dict[str, list[Any]], name: str) -> None:
+    """Sizes and dimensions are the parameter's, not those of the shard this rank happens to hold."""
+    if name == "fsdp1 flat":
+        assert came_home(homes, name)[1]["found"][0]["numels"] == {"_flat_param": 85}
+        return
+    for key in ("numels", "ndims"):
+        assert came_home(homes, name)[1]["found"][0][key] == came_home(homes, "ddp")[1]["found"][0][key]
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", "ddp clipped", "ddp checkpoint", "fsdp2", "fsdp2 clipped", "fsdp1 flat"]
+)
+def test_every_rank_knows_the_local_norms_of_all(homes: dict[str, list[Any]], name: str) -> None:
+    """norm_local is this rank's own gradient, before the reduction; both are known from the second step on."""
+    for home in came_home(homes, name):
+        for found, told in list(zip(home["rank_norm"], home["told"], strict=True))[1:]:
+            assert found == pytest.approx(told["local"], rel=RELATIVE)
+            assert len(found) == WORLD
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_number_of_micro_batches_is_learned(homes: dict[str, list[Any]], name: str) -> None:
+    """One window per optimizer step, however many backwards it holds."""
+    wanted = 3 if "no_sync" in name else 2 if "accumulated" in name else 4 if "pipeline" in name else 1
+    for home in came_home(homes, name):
+        # A split backward announces itself on some stages only.
+        assert {found["micro"] for found in home["found"]} <= {wanted, 0 if "bubble" in name else wanted}
