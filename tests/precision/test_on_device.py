@@ -140,8 +140,11 @@ rules:
 """
 
 
+@pytest.mark.parametrize("captured", ["whole step", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_taps_and_local_norms_on_meta(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_and_local_norms_on_meta(
+    dtype: torch.dtype, captured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hooks inside backward look at no number either; and under a CUDA graph's capture they do nothing."""
     ring = Ring()
 
@@ -157,13 +160,15 @@ def test_taps_and_local_norms_on_meta(dtype: torch.dtype, monkeypatch: pytest.Mo
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
         gw, sink = watched(model, optimizer, parse_rules(rules))
         with gw:
-            for step in range(5):
+            for step in range(3):  # activations are looked at in the first three
                 optimizer.zero_grad()
+                before = model(x).pow(2).sum() if captured == "backward" else None
                 with monkeypatch.context() as patch, Operations() as operations:
-                    if step == 4:
+                    if step == 2:
                         patch.setattr(torch.cuda, "is_initialized", lambda: True)
                         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-                    model(x).pow(2).sum().backward()
+                    loss = model(x).pow(2).sum() if before is None else before
+                    loss.backward()
                     optimizer.step()
             assert gw.health.errors() == {"capture": 1}  # said once, of the last step
         names.append(operations.names)
