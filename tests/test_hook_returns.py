@@ -51,7 +51,7 @@ def gradient(spec: Spec) -> Tensor | None:
         return values.repeat_interleave(2, -1)[..., ::2] if values.dim() else values
     if form == "expanded":
         return values[:1].expand(shape) if values.dim() and values.shape[0] else values
-    if form == "sparse" and values.dim():
+    if form == "sparse" and values.dim() and dtype not in DTYPES[:2]:  # torch cannot add sparse halves
         return values.to_sparse()
     return values
 
