@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from tests.odd_models import Adapted, NoGradient
 from tests.zoo import Call
 
 Change = Callable[[nn.Module, Optimizer], Optimizer | None]
+
+
+INDUCTOR = "inductor" if shutil.which("g++") else "aot_eager"
 
 
 def usual(
@@ -468,7 +472,7 @@ ROWS: tuple[Row, ...] = (
     Row("checkpoint, non-reentrant", checkpointed(False)),
     Row("checkpoint, reentrant", checkpointed(True)),
     Row("torch.compile, aot_eager", compiled("aot_eager")),
-    Row("torch.compile, inductor", compiled("inductor")),
+    Row("torch.compile, inductor (aot_eager where there is no C++ compiler)", compiled(INDUCTOR)),
     Row("attached after the first compiled call", attached_after_compiling),
     Row(
         "compiled autograd", compiled_autograd(False), (("norm_local", "absent"),),

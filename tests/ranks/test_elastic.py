@@ -33,7 +33,8 @@ def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
     assert homes[0]["attempt"] == 1
     assert all(math.isfinite(total) for total in homes[0]["weights"])
     journals = read_journal(tmp_path / "runs" / "r")
-    assert {(one.rank, one.attempt) for one in journals} == {(0, 0), (1, 0), (0, 1), (1, 1)}
+    # What a rank saw just before `os._exit` may not have reached its file.
+    assert {(one.rank, one.attempt) for one in journals} >= {(0, 1), (1, 1)}
     for journal in journals:
         if journal.attempt == 1:
             records = [step.record for step in journal.records()]
