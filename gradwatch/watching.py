@@ -5,47 +5,42 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import math
 import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, clipped, json_safe
-from gradwatch.engine import Engine, EngineState
+from gradwatch.course import json_safe
+from gradwatch.engine import Engine
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import sampling
-from gradwatch.hooks.assemble import Extras, assemble, with_modules
+from gradwatch.hooks.assemble import with_modules
 from gradwatch.hooks.boundary import Boundary
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.clipping import BeforeClip
 from gradwatch.hooks.deferred import Measured
-from gradwatch.hooks.device import arrived, capturing, is_ready, kept
+from gradwatch.hooks.device import capturing
 from gradwatch.hooks.flat import FlatTaps
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
-from gradwatch.hooks.modules import ModuleTaps
-from gradwatch.hooks.names import named_modules
+from gradwatch.hooks.modules import ModuleTaps, taps_on
 from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
-from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import local_taps
 from gradwatch.hooks.window import Window
+from gradwatch.judging import Judging
 from gradwatch.rank_rules import check_ranks, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Decision, Record, RunInfo, Sites, Snapshot, Verdict
+from gradwatch.snapshot import RunInfo, Sites
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -56,13 +51,8 @@ BLIND = (
     "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
     "give them to the optimizer (add_param_group, or a new one)"
 )
-OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
-LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local", "ranks")
-NOT_ALONE = (
-    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
-)
 
 _live: list[weakref.ref[Watch]] = []
 _ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
@@ -91,12 +81,8 @@ class Watch:
         self.health = Health(on_first=self._say_once)
         self._strict = settings.strict
         self._closed = not active
-        self._courses: dict[int, Course] = {}
-        self._scalars: dict[str, tuple[int, Any]] = {}
-        self._observed = 0
         self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
-        self._restored: Mapping[str, Any] = {}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
@@ -107,9 +93,8 @@ class Watch:
         self._ranks = Ranks(
             f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
         )
-        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
-        self._may_wait = not self._engine.acts_on_host and ruleset.clip is None
-        self._sinks: list[Breaker] = []
+        self._judging = Judging(self._engine, self._ranks, self)
+        self._sinks: list[Breaker] = self._judging.sinks
         if active:
             self._attach(models, optimizers, settings, sinks)
 
@@ -125,7 +110,6 @@ class Watch:
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._taps: ModuleTaps | None = None
-        self._early: LocalNorms | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
             if not self._capture.marked and not self._capture.lazy_names():
@@ -133,7 +117,9 @@ class Watch:
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
                 )
-            self._taps = self._module_taps(models)
+            asked, columns = self.ruleset.modules, self._engine.columns & MODULE_COLUMNS
+            if asked is not None and columns:
+                self._taps = taps_on(models, asked.names, asked.tap, columns, self.failed)
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites())
             check_ranks(self._engine, self.run.world_size)
@@ -143,16 +129,14 @@ class Watch:
             self._flat.close()
             self._capture.close()
             raise
-        if self._engine.columns & LOCAL:
-            # Until a lane takes them over: the first backward counts too.
-            wanted = [param for param in self._capture.params if param.requires_grad]
-            self._early = LocalNorms(local_taps(wanted, self._capture.models()), self.failed)
+        wanted = [param for param in self._capture.params if param.requires_grad]
+        self._judging.listen(local_taps(wanted, self._capture.models()))
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
-        self._sinks = [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
+        self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
         for sink in self._sinks:
             sink.open(self.run)
         _live.append(weakref.ref(self))
@@ -182,8 +166,7 @@ class Watch:
             return
         for name, value in scalars.items():
             try:
-                self._observed += 1
-                self._scalars[name] = (self._observed, kept(value))
+                self._judging.observe(name, value)
             except Exception as error:
                 self.failed("observe", error)
 
@@ -213,7 +196,7 @@ class Watch:
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
         self._catch_up()
-        records = [course.record for course in self._courses.values() if course.record is not None]
+        records = self._judging.records()
         return {
             "run_id": self.run.run_id,
             "directory": self.run.directory,
@@ -257,12 +240,7 @@ class Watch:
         if self._closed:
             return self._last_state
         self._catch_up()
-        lanes = dict(self._restored)  # loaded, and not taken up by a step yet
-        for lane in self._capture.lanes:
-            course = self._courses.get(lane.index)
-            if course is not None:
-                lanes[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
-        return {"version": 1, "lanes": lanes}
+        return {"version": 1, "lanes": self._judging.saved(self._capture.lanes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; parameters that are new start afresh, by name."""
@@ -271,9 +249,7 @@ class Watch:
                 f"this state was saved by another version: {state.get('version')!r}, expected 1"
             )
         self._catch_up()
-        self._restored = dict(state["lanes"])
-        for lane in [] if self._closed else self._capture.lanes:
-            self._restore(lane)
+        self._judging.load(state["lanes"], [] if self._closed else self._capture.lanes)
 
     def _catch_up(self) -> None:
         """Judge what was put off, unless this is a forked child, which has no steps of its own."""
@@ -288,9 +264,8 @@ class Watch:
             self._last_state = self.state_dict()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
-        locals_ = [course.local for course in self._courses.values()]
-        taps = [self._stages, self._taps, self._flat, self._early]
-        parts = [self._ranks, self._before_clip, self._boundary, *taps, *locals_, self._capture]
+        taps = [self._stages, self._taps, self._flat]
+        parts = [self._ranks, self._before_clip, self._boundary, *taps, self._judging, self._capture]
         for part in parts:
             try:
                 if part is not None:
@@ -303,6 +278,20 @@ class Watch:
 
     # -- for the boundary (hooks/boundary.py: Judge) -----------------------------------------------------
 
+    def bound(self, lane: Lane) -> None:
+        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
+        self._capture.drop_dead()
+        modules = () if self._taps is None or lane.index else self._taps.names
+        self._judging.bind(lane, modules, local_taps(lane.params, self._capture.models()))
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
+        """Read the extra columns of this step; the result assembles, judges and publishes it."""
+        return self._judging.measure(lane, window, None if lane.index else self._taps)
+
+    def forget(self, lane: Lane) -> None:
+        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
+        self._judging.forget(lane)
+
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
         if self._closed or os.getpid() != self.run.pid or self._pausing():
@@ -312,31 +301,6 @@ class Watch:
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
         return self._capture.holds(optimizer)
-
-    def bound(self, lane: Lane) -> None:
-        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
-        self._capture.drop_dead()
-        modules = () if self._taps is None or lane.index else self._taps.names
-        sites = with_modules(self._ranks.sites(lane), modules)
-        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
-        before = self._courses.get(lane.index)
-        state = bound.init() if before is None else bound.adopt(before.state, before.bound)
-        needs = bound.needs
-        former = self._early if before is None or before.local is None else before.local
-        local = None
-        if needs.columns & LOCAL:
-            local = LocalNorms(local_taps(lane.params, self._capture.models()), self.failed, former)
-        if former is not None and former is not self._early:
-            former.close()
-        sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
-        self._restore(lane)
-
-    def forget(self, lane: Lane) -> None:
-        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
-        course = self._courses.get(lane.index)
-        if course is not None and course.local is not None:
-            course.local.forget()
 
     def needs_host(self, lane: Lane) -> bool:
         """Whether some rule acts on this very step, and no device can decide it alone."""
@@ -365,141 +329,13 @@ class Watch:
 
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the rule file; None without one."""
-        return self._courses[lane.index].bound.max_norm
+        return self._judging.max_norm(lane)
 
     def captured(self) -> None:
         """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
         if not self._captured:
             self._captured = True
             self.health.report("capture", AttachError(IN_GRAPH))
-
-    def measure(self, lane: Lane, window: Window) -> Measured:
-        """Read the extra columns of this step; the result assembles, judges and publishes it."""
-        course = self._courses[lane.index]
-        optimizer = lane.optimizer() if lane.optimizer is not None else None
-        params: list[Sampled] = []
-        if course.sampler:
-            sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
-            params += [] if sampled is None else [sampled]
-        scale = 1.0 if window.loss_scale is None else window.loss_scale
-        if course.local is not None:
-            params.append(course.local.collect(scale))
-        modules = []
-        if self._taps is not None and lane.index == 0:
-            modules.append(self._taps.collect(window.step, scale))
-        scalars = self._unseen(course)
-        if optimizer is not None:
-            scalars |= self._of_optimizer(optimizer)
-        if window.skipped is not None:
-            scalars["scaler_skip"] = window.skipped
-        if window.calm:
-            window.calm = (
-                self._may_wait
-                and course.calm >= CALM
-                and window.loss_scale is None
-                and window.skipped is None
-                and not (params or modules or self._ranks.talks(lane) or course.sampler.expects_move)
-                and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
-            )
-        extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
-
-        def ready() -> bool:
-            return window.ready() and extras.ready() and all(map(is_ready, scalars.values()))
-
-        return Measured(ready, lambda: self._judge(lane, course, window, extras, scalars, at))
-
-    def _clock(self, course: Course) -> Clock:
-        """When this step is, and what it cost."""
-        now = time.perf_counter()
-        before, course.last_step = course.last_step, now
-        return Clock(self._spent(), None if before is None else now - before, time.time())
-
-    def _unseen(self, course: Course) -> dict[str, Any]:
-        """What was observed since this lane's last step; every lane sees every value once."""
-        fresh = {name: value for name, (count, value) in self._scalars.items() if count > course.observed}
-        course.observed = self._observed
-        return fresh
-
-    def _of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`lr`; a tensor of a capturable optimizer is read without waiting."""
-        return {"lr": kept(optimizer.param_groups[0].get("lr", 0.0))}
-
-    def _judge(
-        self,
-        lane: Lane,
-        course: Course,
-        window: Window,
-        extras: Extras,
-        scalars: Mapping[str, Any],
-        at: Clock,
-    ) -> Decision:
-        """What is decided of a window; a fault of ours does not make this rank part from the others."""
-        try:
-            return self._decided(lane, course, window, extras, scalars, at)
-        except Exception as error:
-            totals = self._ranks.totals(lane, window)
-            if totals is None:
-                raise
-            self.failed("boundary", error)
-            lane.reduced_total = totals.applied
-            return course.bound.fallback(totals.raw)
-
-    def _decided(
-        self,
-        lane: Lane,
-        course: Course,
-        window: Window,
-        extras: Extras,
-        scalars: Mapping[str, Any],
-        at: Clock,
-    ) -> Decision:
-        values = {name: arrived(value) for name, value in scalars.items()}
-        shared = self._ranks.share(lane, window, extras, values)
-        if shared is None:  # the other ranks' part of these numbers is missing
-            return Decision()
-        lane.reduced_total = shared.total_applied
-        sites, coverage = course.sites, self._coverage()
-        snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
-        verdict, decision = self._ask(course, snapshot)
-        if not shared.may_act and (decision.skip or decision.max_norm is not None):
-            self.health.report("action", AttachError(NOT_ALONE))
-            decision = decision.withheld()
-        rejected = bool(shared.values.get("scaler_skip"))
-        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
-            self.health.report("action", AttachError(OBSERVED))
-            decision = decision.withheld()
-        if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, shared.window.total_applied())
-        if course.sampler.expects_move:
-            moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
-            moved &= not (decision.skip or rejected)
-            course.sampler.moved(moved, window.step)
-        if lane.thinned and not window.trusted and window.repeats is not None:
-            lane.ambiguous = True
-            self._capture.restore(lane)
-        unusual = verdict.events or verdict.breaching or shared.window.details or snapshot.provisional
-        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
-        calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
-        lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
-        for sink in self._sinks:
-            sink.write(record)
-        if decision.stop:
-            self.flush_sinks()
-        return decision
-
-    def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
-        """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
-        try:
-            verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict)
-        except Exception as error:
-            self.failed("engine", error)
-            # The other ranks judge the same numbers without this fault: do as they are about to.
-            several = self._ranks.several
-            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
-        self._failures = 0
-        return verdict, decision
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
@@ -515,13 +351,16 @@ class Watch:
         if self._strict:
             raise error
 
-    # -- inside ------------------------------------------------------------------------------------------
+    def judged(self) -> None:
+        """A step was judged without a fault."""
+        self._failures = 0
 
-    def flush_sinks(self, timeout: float = 2.0) -> None:
-        """Make what was written durable, before training is stopped."""
-        deadline = time.monotonic() + timeout
-        for sink in self._sinks:
-            sink.flush(max(0.0, deadline - time.monotonic()))
+    def remark(self, lane: Lane) -> None:
+        """A few marks did not tell the truth about this lane: put every mark back."""
+        lane.ambiguous = True
+        self._capture.restore(lane)
+
+    # -- inside ------------------------------------------------------------------------------------------
 
     def _of_ranks(self, component: str, error: BaseException) -> None:
         """Something about the other ranks: told, but no fault of ours that would pause anything."""
@@ -533,13 +372,10 @@ class Watch:
             return
         if capturing():
             return  # a read of ours would become part of the user's CUDA graph, or break it
-        if self._early is not None:  # some rule asks for `norm_local`
-            for local in [self._early, *(course.local for course in self._courses.values())]:
-                if local is not None:
-                    local.backward_ended()
+        self._judging.backward_ended()
         with torch.no_grad():
             for lane in self._capture.lanes:
-                if lane.index not in self._courses:
+                if not self._judging.knows(lane):
                     self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read()
@@ -551,7 +387,7 @@ class Watch:
         params = set(map(id, stage.parameters()))
         with torch.no_grad():
             for lane in self._capture.lanes:
-                if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
+                if self._judging.knows(lane) and not params.isdisjoint(lane.param_ids):
                     lane.read()
 
     def _resting(self) -> bool:
@@ -578,14 +414,14 @@ class Watch:
         self._wanted.clear()
         return [optimizer for optimizer in found if self._capture.lane_of(optimizer) is None]
 
-    def _spent(self) -> float:
+    def spent(self) -> float:
         """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""
         boundary, capture = self._boundary, self._capture
         spent = boundary.spent_seconds + capture.spent_seconds
         boundary.spent_seconds = capture.spent_seconds = 0.0
         return spent
 
-    def _coverage(self) -> float:
+    def coverage_now(self) -> float:
         """The coverage as of this boundary; a fall is said once, until it is whole again."""
         ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
         if missing and not self._said_blind:
@@ -593,29 +429,6 @@ class Watch:
             self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
         self._said_blind = bool(missing)
         return ratio
-
-    def _restore(self, lane: Lane) -> None:
-        saved = self._restored.get(str(lane.index))
-        course = self._courses.get(lane.index)
-        if saved is None or course is None:
-            return
-        course.state = EngineState.from_dict(saved["engine"], course.bound)
-        lane.step = int(saved["step"])
-        self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
-
-    def _module_taps(self, models: list[nn.Module]) -> ModuleTaps | None:
-        asked = self.ruleset.modules
-        wanted = self._engine.columns & MODULE_COLUMNS
-        if asked is None or not wanted:
-            return None
-        sites = _bare_sites(tuple(name for name, _ in named_modules(models)), "module")
-        chosen = np.zeros(len(sites), bool)
-        for glob in asked.names:
-            chosen |= sites.select(glob)
-        pairs = [pair for pair, keep in zip(named_modules(models), chosen, strict=True) if keep]
-        if not pairs:
-            raise AttachError(f"`modules.names` {list(asked.names)} matches no module of the model")
-        return ModuleTaps(pairs, asked.tap, wanted, self.failed)
 
     def _all_sites(self) -> Sites:
         return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)
@@ -625,11 +438,6 @@ class Watch:
             say = getattr(breaker.sink, "internal_error", None)
             if say is not None:
                 say(component, error)
-
-
-def _bare_sites(names: tuple[str, ...], kind: str) -> Sites:
-    zeros = np.zeros(len(names), np.int64)
-    return Sites(names, (kind,) * len(names), zeros, zeros, np.arange(len(names)))
 
 
 def _close_sinks(sinks: list[Breaker], pid: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch import watching
+from gradwatch import judging
 from gradwatch.course import CALM
 from gradwatch.hooks import deferred
 from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
@@ -149,7 +149,7 @@ def test_put_off_or_not_the_records_are_the_same(
     late, judged = run(case, layers, tmp_path / "late")
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(watching, "CALM", 10**9)
+        patch.setattr(judging, "CALM", 10**9)
         at_once, judged = run(case, layers, tmp_path / "at_once")
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)

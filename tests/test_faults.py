@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch import watching
+from gradwatch import judging, watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
@@ -57,7 +57,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "sample": (sampling.Sampler, "collect", "boundary"),
     "local_collect": (local.LocalNorms, "collect", "boundary"),
     "taps_collect": (modules.ModuleTaps, "collect", "boundary"),
-    "assemble": (watching, "assemble", "boundary"),
+    "assemble": (judging, "assemble", "boundary"),
     "at_step_scale": (precision, "at_step", "boundary"),
     "evaluate": (BoundEngine, "evaluate", "engine"),
     "decide": (BoundEngine, "decide", "engine"),

@@ -24,13 +24,37 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.errors import AttachError
 from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing
+from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
+from gradwatch.snapshot import Sites
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
 ACTIVATION_COLUMNS = frozenset({"activation_mean", "activation_std", "activation_near_zero"})
 COLUMNS = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
 NEAR_ZERO = 1e-6
+
+
+def taps_on(
+    models: list[nn.Module],
+    globs: Sequence[str],
+    tap: TapKind,
+    wanted: frozenset[str],
+    failed: Callable[[str, BaseException], None],
+) -> ModuleTaps:
+    """Taps on the modules whose name matches one of the globs (see `Sites.select`).
+
+    Raises `AttachError` where none does, or where `preflight` refuses the tap.
+    """
+    named = list(named_modules(models))
+    zeros = np.zeros(len(named), np.int64)
+    names = tuple(name for name, _ in named)
+    sites = Sites(names, ("module",) * len(names), zeros, zeros, np.arange(len(names)))
+    chosen = np.logical_or.reduce([sites.select(glob) for glob in globs])
+    pairs = [pair for pair, keep in zip(named, chosen, strict=True) if keep]
+    if not pairs:
+        raise AttachError(f"`modules.names` {list(globs)} matches no module of the model")
+    return ModuleTaps(pairs, tap, wanted, failed)
 
 
 class Tap:

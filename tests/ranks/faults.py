@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
-from gradwatch import watching
+from gradwatch import judging, watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.hooks import group, local, ranks, reduce
@@ -194,10 +194,10 @@ SITES: dict[str, tuple[Any, str]] = {
     "local": (local.LocalNorms, "collect"),
     "encode": (reduce, "encode"),
     "hear": (ranks, "_seen_by_all"),
-    "assemble": (watching, "assemble"),
+    "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
     "decide": (BoundEngine, "decide"),
-    "clipped": (watching, "clipped"),
+    "clipped": (judging, "clipped"),
 }
 
 

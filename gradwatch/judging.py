@@ -1,0 +1,293 @@
+"""From a window to its Record: one step of one optimizer measured, judged, published."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradwatch.course import CALM, Clock, Course, clipped
+from gradwatch.engine import Engine, EngineState
+from gradwatch.errors import AttachError
+from gradwatch.health import Health
+from gradwatch.hooks import sampling
+from gradwatch.hooks.assemble import Extras, assemble, with_modules
+from gradwatch.hooks.deferred import Measured
+from gradwatch.hooks.device import arrived, is_ready, kept
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.modules import ModuleTaps
+from gradwatch.hooks.ranks import Ranks
+from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.window import Window
+from gradwatch.sinks.breaker import Breaker
+from gradwatch.snapshot import Decision, Record, Snapshot, Verdict
+
+LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
+OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+NOT_ALONE = (
+    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
+)
+
+
+class Surroundings(Protocol):
+    """What judging asks of the Watch it belongs to."""
+
+    health: Health
+
+    def failed(self, component: str, error: BaseException) -> None:
+        """Count a fault of ours."""
+
+    def judged(self) -> None:
+        """A step was judged without a fault."""
+
+    def spent(self) -> float:
+        """Seconds that watching has cost since the last Record."""
+
+    def coverage_now(self) -> float:
+        """The coverage as of this boundary, 0..1."""
+
+    def remark(self, lane: Lane) -> None:
+        """A few marks did not tell the truth about this lane: put every mark back."""
+
+
+class Judging:
+    """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, around: Surroundings) -> None:
+        self.sinks: list[Breaker] = []
+        self._engine = engine
+        self._ranks = ranks
+        self._around = around
+        self._courses: dict[int, Course] = {}
+        self._restored: Mapping[str, Any] = {}
+        self._scalars: dict[str, tuple[int, Any]] = {}
+        self._observed = 0
+        self._early: LocalNorms | None = None
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None
+
+    def knows(self, lane: Lane) -> bool:
+        """Whether the rules are bound to a lane."""
+        return lane.index in self._courses
+
+    def observe(self, name: str, value: float | Tensor) -> None:
+        """Keep a one-per-step value for the next step of every lane."""
+        self._observed += 1
+        self._scalars[name] = (self._observed, kept(value))
+
+    def records(self) -> list[Record]:
+        """The latest Record of every lane."""
+        return [course.record for course in self._courses.values() if course.record is not None]
+
+    def max_norm(self, lane: Lane) -> float | None:
+        """The standing clip of the rule file; None without one."""
+        return self._courses[lane.index].bound.max_norm
+
+    # -- what is listened to -----------------------------------------------------------------------------
+
+    def listen(self, wanted: Sequence[Tensor | None]) -> None:
+        """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
+        if self._engine.columns & LOCAL:
+            self._early = LocalNorms(wanted, self._around.failed)
+
+    def backward_ended(self) -> None:
+        """What tensor hooks heard of a backward counts."""
+        if self._early is not None:
+            for local in [self._early, *(course.local for course in self._courses.values())]:
+                if local is not None:
+                    local.backward_ended()
+
+    def forget(self, lane: Lane) -> None:
+        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.forget()
+
+    def close(self) -> None:
+        """Remove the tensor hooks."""
+        for local in [self._early, *(course.local for course in self._courses.values())]:
+            if local is not None:
+                local.close()
+
+    # -- states ------------------------------------------------------------------------------------------
+
+    def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> None:
+        """Bind the rules to a lane and its tapped modules; baselines go on by name."""
+        sites = with_modules(self._ranks.sites(lane), modules)
+        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
+        before = self._courses.get(lane.index)
+        state = bound.init() if before is None else bound.adopt(before.state, before.bound)
+        needs = bound.needs
+        former = self._early if before is None or before.local is None else before.local
+        local = None
+        if needs.columns & LOCAL:
+            local = LocalNorms(taps, self._around.failed, former)
+        if former is not None and former is not self._early:
+            former.close()
+        sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
+        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        self._restore(lane)
+
+    def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
+        """The state of every lane, JSON-safe, by its index."""
+        found = dict(self._restored)  # loaded, and not taken up by a step yet
+        for lane in lanes:
+            course = self._courses.get(lane.index)
+            if course is not None:
+                found[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+        return found
+
+    def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
+        """Go on from what `saved` gave; lanes that do not exist yet take theirs when they are bound."""
+        self._restored = dict(saved)
+        for lane in lanes:
+            self._restore(lane)
+
+    def _restore(self, lane: Lane) -> None:
+        saved = self._restored.get(str(lane.index))
+        course = self._courses.get(lane.index)
+        if saved is None or course is None:
+            return
+        course.state = EngineState.from_dict(saved["engine"], course.bound)
+        lane.step = int(saved["step"])
+        self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
+        """Read the extra columns of this step; the result assembles, judges and publishes it."""
+        course = self._courses[lane.index]
+        optimizer = lane.optimizer() if lane.optimizer is not None else None
+        params: list[Sampled] = []
+        if course.sampler:
+            sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
+            params += [] if sampled is None else [sampled]
+        scale = 1.0 if window.loss_scale is None else window.loss_scale
+        if course.local is not None:
+            params.append(course.local.collect(scale))
+        modules = []
+        if taps is not None:
+            modules.append(taps.collect(window.step, scale))
+        scalars = self._unseen(course)
+        if optimizer is not None:
+            scalars |= self._of_optimizer(optimizer)
+        if window.skipped is not None:
+            scalars["scaler_skip"] = window.skipped
+        if window.calm:
+            window.calm = (
+                self._may_wait
+                and course.calm >= CALM
+                and window.loss_scale is None
+                and window.skipped is None
+                and not (params or modules or self._ranks.talks(lane) or course.sampler.expects_move)
+                and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
+            )
+        extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
+
+        def ready() -> bool:
+            return window.ready() and extras.ready() and all(map(is_ready, scalars.values()))
+
+        return Measured(ready, lambda: self._judge(lane, course, window, extras, scalars, at))
+
+    def _clock(self, course: Course) -> Clock:
+        """When this step is, and what it cost."""
+        now = time.perf_counter()
+        before, course.last_step = course.last_step, now
+        return Clock(self._around.spent(), None if before is None else now - before, time.time())
+
+    def _unseen(self, course: Course) -> dict[str, Any]:
+        """What was observed since this lane's last step; every lane sees every value once."""
+        fresh = {name: value for name, (count, value) in self._scalars.items() if count > course.observed}
+        course.observed = self._observed
+        return fresh
+
+    def _of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`lr`; a tensor of a capturable optimizer is read without waiting."""
+        return {"lr": kept(optimizer.param_groups[0].get("lr", 0.0))}
+
+    def _judge(
+        self,
+        lane: Lane,
+        course: Course,
+        window: Window,
+        extras: Extras,
+        scalars: Mapping[str, Any],
+        at: Clock,
+    ) -> Decision:
+        """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        try:
+            return self._decided(lane, course, window, extras, scalars, at)
+        except Exception as error:
+            totals = self._ranks.totals(lane, window)
+            if totals is None:
+                raise
+            self._around.failed("boundary", error)
+            lane.reduced_total = totals.applied
+            return course.bound.fallback(totals.raw)
+
+    def _decided(
+        self,
+        lane: Lane,
+        course: Course,
+        window: Window,
+        extras: Extras,
+        scalars: Mapping[str, Any],
+        at: Clock,
+    ) -> Decision:
+        values = {name: arrived(value) for name, value in scalars.items()}
+        shared = self._ranks.share(lane, window, extras, values)
+        if shared is None:  # the other ranks' part of these numbers is missing
+            return Decision()
+        lane.reduced_total = shared.total_applied
+        sites, coverage = course.sites, self._around.coverage_now()
+        snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
+        verdict, decision = self._ask(course, snapshot)
+        if not shared.may_act and (decision.skip or decision.max_norm is not None):
+            self._around.health.report("action", AttachError(NOT_ALONE))
+            decision = decision.withheld()
+        rejected = bool(shared.values.get("scaler_skip"))
+        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+            self._around.health.report("action", AttachError(OBSERVED))
+            decision = decision.withheld()
+        if decision.max_norm is not None:
+            snapshot = clipped(snapshot, decision, shared.window.total_applied())
+        if course.sampler.expects_move:
+            moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
+            moved &= not (decision.skip or rejected)
+            course.sampler.moved(moved, window.step)
+        if lane.thinned and not window.trusted and window.repeats is not None:
+            self._around.remark(lane)
+        unusual = verdict.events or verdict.breaching or shared.window.details or snapshot.provisional
+        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
+        calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
+        lane.usual = snapshot.total_norm if calm else None
+        course.record = record = Record(snapshot, verdict, decision, *at)
+        for sink in self.sinks:
+            sink.write(record)
+        if decision.stop:
+            self.flush_sinks()
+        return decision
+
+    def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
+        """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
+        try:
+            verdict, state = course.bound.evaluate(course.state, snapshot)
+            decision, course.state = course.bound.decide(state, verdict)
+        except Exception as error:
+            self._around.failed("engine", error)
+            # The other ranks judge the same numbers without this fault: do as they are about to.
+            several = self._ranks.several
+            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
+        self._around.judged()
+        return verdict, decision
+
+    def flush_sinks(self, timeout: float = 2.0) -> None:
+        """Make what was written durable, before training is stopped."""
+        deadline = time.monotonic() + timeout
+        for sink in self.sinks:
+            sink.flush(max(0.0, deadline - time.monotonic()))
