@@ -326,6 +326,7 @@ def test_the_first_cadence_keeps_the_rate_of_writing(sites: int) -> None:
     assert 4 * sites / every < 2 * 4096 or every == 1
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [6_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 def test_a_cap_thins_the_middle_and_keeps_first_and_last(tmp_path: Path, count: int) -> None:
     """However many incidents (P22), the cap holds; the first and the last are there, nothing is damaged."""
