@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import random
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,17 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwatch
 from gradwatch import judging, watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.hooks import group, local, ranks, reduce
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.sampling import Sampler
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import RuleSet
 from tests.ranks.launch import fingerprint
-from tests.ranks.situations import Collector, Net, batch, fsdp2, loss_of
+from tests.ranks.situations import Net, batch, fsdp2, loss_of
+from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
 
 TRIALS = 100
 TRIALS_PER_WATCH = 10
@@ -56,75 +52,6 @@ ON_LOSS = "version: 1\nrules:\n  loss: {detect: {kind: loss_nonfinite}, do: [ski
 ON_LOCAL = (
     "version: 1\nrules:\n  far: {detect: {kind: above, of: norm_local, threshold: 9}, do: [skip_step]}\n"
 )
-
-
-BROKEN = (math.nan, math.inf, -math.inf)
-
-
-class Poison:
-    """Spoils one element of one parameter's local gradient, at the step it is told to."""
-
-    def __init__(self, model: nn.Module, rank: int, name: str, value: float = float("nan")) -> None:
-        self.now = False
-        self._value = value
-        if rank == 1:
-            dict(model.named_parameters())[name].register_hook(self._spoil)
-
-    def _spoil(self, grad: Tensor) -> Tensor | None:
-        if not self.now:
-            return None
-        grad = grad.clone()
-        grad.view(-1)[-1] = self._value
-        return grad
-
-
-@contextlib.contextmanager
-def watched(
-    model: nn.Module, optimizer: Any, text: str, strict: bool = True
-) -> Iterator[tuple[Any, Collector]]:
-    """A watch by the rules in a text; not strict where a fault of ours is what is tested."""
-    collector = Collector()
-    rules: str | RuleSet = parse_rules(text) if text else "default"
-    with tempfile.TemporaryDirectory() as folder:
-        gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=strict)
-        try:
-            yield gw, collector
-        finally:
-            gw.close()
-
-
-def made(
-    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
-) -> tuple[nn.Module, nn.Module, Any]:
-    """(plain, wrapped, optimizer)."""
-    plain = Net()
-    model = wrap(plain)
-    return plain, model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def take_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> float:
-    """One training step; the loss."""
-    optimizer.zero_grad()
-    loss = loss_of(model, batch(step, 0, rank))
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
-
-
-def weights(model: nn.Module) -> str:
-    """A hash of the weights; of all ranks' shards where they are sharded."""
-    parts = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
-    return fingerprint(parts)
-
-
-def told(collector: Collector, rule: str) -> list[Any]:
-    """[step, sites, first cause] of every time a rule fired or acted again."""
-    return [
-        [event.step, list(event.sites), event.first_cause, event.description]
-        for record in collector.records
-        for event in record.verdict.events
-        if event.rule == rule and event.kind in ("firing", "repeat")
-    ]
 
 
 def nan_on_one_rank(rank: int) -> list[dict[str, Any]]:

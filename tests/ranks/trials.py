@@ -1,0 +1,87 @@
+"""What the two-rank trials share: a model under DDP or FSDP2, a NaN at will, a watch, hashes of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwatch
+from gradwatch.rulefile import parse_rules
+from gradwatch.rules import RuleSet
+from tests.ranks.launch import fingerprint
+from tests.ranks.situations import Collector, Net, batch, loss_of
+
+BROKEN = (math.nan, math.inf, -math.inf)
+
+
+class Poison:
+    """Spoils one element of one parameter's local gradient, at the step it is told to."""
+
+    def __init__(self, model: nn.Module, rank: int, name: str, value: float = float("nan")) -> None:
+        self.now = False
+        self._value = value
+        if rank == 1:
+            dict(model.named_parameters())[name].register_hook(self._spoil)
+
+    def _spoil(self, grad: Tensor) -> Tensor | None:
+        if not self.now:
+            return None
+        grad = grad.clone()
+        grad.view(-1)[-1] = self._value
+        return grad
+
+
+@contextlib.contextmanager
+def watched(
+    model: nn.Module, optimizer: Any, text: str, strict: bool = True
+) -> Iterator[tuple[Any, Collector]]:
+    """A watch by the rules in a text; not strict where a fault of ours is what is tested."""
+    collector = Collector()
+    rules: str | RuleSet = parse_rules(text) if text else "default"
+    with tempfile.TemporaryDirectory() as folder:
+        gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=strict)
+        try:
+            yield gw, collector
+        finally:
+            gw.close()
+
+
+def made(
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+) -> tuple[nn.Module, nn.Module, Any]:
+    """(plain, wrapped, optimizer)."""
+    plain = Net()
+    model = wrap(plain)
+    return plain, model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def take_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> float:
+    """One training step; the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch(step, 0, rank))
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def weights(model: nn.Module) -> str:
+    """A hash of the weights; of all ranks' shards where they are sharded."""
+    parts = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+    return fingerprint(parts)
+
+
+def told(collector: Collector, rule: str) -> list[Any]:
+    """[step, sites, first cause] of every time a rule fired or acted again."""
+    return [
+        [event.step, list(event.sites), event.first_cause, event.description]
+        for record in collector.records
+        for event in record.verdict.events
+        if event.rule == rule and event.kind in ("firing", "repeat")
+    ]
