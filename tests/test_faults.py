@@ -64,7 +64,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "skip": (boundary.Boundary, "_skip", "action"),
     "advance": (lane.Lane, "advance", "boundary"),
     "thinnable": (lane.Lane, "thinnable", "boundary"),
-    "norm_local": (local, "dense", "norm_local"),
+    "norm_local": (local, "exact_norm", "norm_local"),
     "tap": (modules, "dense", "modules"),
     "inspect": (lane, "inspect", "capture"),
     "prometheus": (PrometheusSink, "write", "prometheus"),
