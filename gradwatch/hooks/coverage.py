@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import named_parameters
 
-RECOUNT = 128  # steps between counts that nothing asked for
+RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
 
 
@@ -109,7 +109,7 @@ class Coverage:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
-        self._here: dict[int, NDArray[np.bool_]] = {}
+        self._last: dict[int, NDArray[np.int32]] = {}  # the arrivals of each lane's last step
 
     def attached(self, models: Iterable[nn.Module]) -> None:
         """These models are watched from now on, with the parameters they have."""
@@ -183,9 +183,8 @@ class Coverage:
 
     def _gone(self, lane: int, calls: NDArray[np.int32]) -> list[int]:
         """Positions with a gradient in the lane's last step and none in this one."""
-        before, here = self._here.get(lane), calls > 0
-        self._here[lane] = here
-        if before is None or len(before) != len(here) or bool(here.all()):
+        before, self._last[lane] = self._last.get(lane), calls
+        if before is None or before is calls or len(before) != len(calls):
             return []
-        gone: list[int] = np.flatnonzero(before & ~here).tolist()  # sync: numpy
+        gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
         return gone
