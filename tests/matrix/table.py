@@ -22,12 +22,10 @@ Written by `python -m tests.matrix`; `pytest tests/matrix` measures it again, on
 
 def render(rows: tuple[Row, ...], result: Callable[[Row], Result]) -> str:
     """The whole file."""
-    lines = [HEAD, f"| situation | {' | '.join(f'`{number}`' for number in NUMBERS)} | provisional steps | |"]
-    lines.append("|---" * (len(NUMBERS) + 3) + "|")
+    lines = [HEAD, f"| situation | {' | '.join(f'`{number}`' for number in NUMBERS)} | |"]
+    lines.append("|---" * (len(NUMBERS) + 2) + "|")
     for row in rows:
         found = result(row)
         cells = [found.said(number) for number in NUMBERS]
-        lines.append(
-            f"| {row.name} | {' | '.join(cells)} | {found.provisional} of {found.steps} | {row.note} |"
-        )
+        lines.append(f"| {row.name} | {' | '.join(cells)} | {row.note} |")
     return "\n".join(lines) + "\n"
