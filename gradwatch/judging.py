@@ -25,7 +25,7 @@ from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.window import Window
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Decision, Record, Snapshot, Verdict
+from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
@@ -92,7 +92,8 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
-        if self._engine.columns & LOCAL:
+        several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
+        if several or "norm_local" in self._engine.columns:
             self._early = LocalNorms(wanted, self._around.failed)
 
     def backward_ended(self) -> None:

@@ -66,6 +66,17 @@ def watch(model: Any, optimizer: Any = None, **options: Any) -> tuple[Any, Colle
     return gradwatch.watch(model, optimizer, sinks=[sink], strict=True, **options), sink
 
 
+def test_one_rank_has_no_hook_for_the_rules_of_many(tmp_path: Path) -> None:
+    """With one process the default pack puts marks on parameters and nothing else: rank rules cost nothing."""
+    model, optimizer = build()
+    gw, _ = watch(model, optimizer, run_dir=tmp_path)
+    with gw:
+        for _ in range(3):
+            step(model, optimizer)
+        assert not any(parameter._backward_hooks for parameter in model.parameters())
+        assert {len(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()} == {1}
+
+
 def test_every_step_is_recorded(tmp_path: Path) -> None:
     """One Record per optimizer step, with its cost, its time and the norms of every parameter."""
     model, optimizer = build()

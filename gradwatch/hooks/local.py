@@ -131,14 +131,14 @@ def _hooks(k: int, running: Running, failed: Callable[[str, BaseException], None
     tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what they do would break its graph
 
     def observe(grad: Tensor | None) -> None:
-        if tracing() or grad is None:  # a custom Function may return None for it
+        if tracing() or grad is None or capturing():  # a custom Function may return None for it
             return
         kept = alias(grad)
         if kept is not None:
             running.arriving[k] = kept
 
     def accumulated(_: Tensor) -> None:
-        if tracing() or capturing():
+        if tracing():
             return
         try:
             with torch.no_grad():

@@ -162,10 +162,13 @@ class ModuleTaps:
 
     def _adder(self, column: str, m: int) -> Callable[[Tensor | None], None]:
         heard, failed = self._heard[column], self._failed
+        tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what follows would break its graph
 
         def add(grad: Tensor | None) -> None:
+            if tracing() or not isinstance(grad, Tensor) or capturing():
+                return
             try:
-                kept = alias(grad) if isinstance(grad, Tensor) and not capturing() else None
+                kept = alias(grad)
                 if kept is not None:
                     square = torch.linalg.vector_norm(dense(kept).float()).square()
                     heard[m] = square if m not in heard else heard[m] + square

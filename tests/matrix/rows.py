@@ -486,7 +486,7 @@ ROWS: tuple[Row, ...] = (
     Row("compiled `optimizer.step`", compiled_step),
     Row("GradScaler, unscaled and clipped", scaled(False)),
     Row("the same, fused", scaled(True)),
-    Row("GradScaler, an overflow step", scaled(False, overflow=6), note="the rejected step is no Snapshot"),
+    Row("GradScaler, an overflow step", scaled(False, overflow=6), note="the rejected step is a Snapshot that says so"),
     Row("bf16 autocast", autocast),
     Row("bf16 parameters", of_dtype(torch.bfloat16)),
     Row("float64 parameters", of_dtype(torch.float64)),
