@@ -252,8 +252,8 @@ class Watch:
         self._judging.load(state["lanes"], [] if self._closed else self._capture.lanes)
 
     def _catch_up(self) -> None:
-        """Judge what was put off, unless this is a forked child, which has no steps of its own."""
-        if not self._closed and os.getpid() == self.run.pid:
+        """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
+        if not self._closed and os.getpid() == self.run.pid and self._boundary.is_here():
             self._boundary.settle_deferred()
 
     def close(self) -> None:
@@ -280,6 +280,7 @@ class Watch:
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
+        self._catch_up()  # what waits was measured on the parameters as they were
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
         self._judging.bind(lane, modules, local_taps(lane.params, self._capture.models()))
@@ -306,6 +307,10 @@ class Watch:
         """Whether some rule acts on this very step, and no device can decide it alone."""
         # A device knows only its own rank's part of a pooled norm.
         return self._engine.acts_on_host or self._ranks.talks(lane)
+
+    def pooled(self, lane: Lane) -> bool:
+        """Whether the ranks put together what each knows of these gradients."""
+        return self._ranks.talks(lane)
 
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
@@ -368,7 +373,7 @@ class Watch:
         self.health.mark(component, not self._ranks.alone)
 
     def _backward_ended(self) -> None:
-        if self._closed or self._pausing():
+        if self._resting():
             return
         if capturing():
             return  # a read of ours would become part of the user's CUDA graph, or break it

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.hooks.device import arrived
-from gradwatch.hooks.norms import FLOAT32_MAX
+from gradwatch.hooks.norms import FLOAT32_MAX, Detail
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites, Snapshot
 
@@ -76,7 +76,11 @@ def assemble(
     total = _total(raw, window)
     # A total that float32 holds says that no norm is NaN, infinite or beyond float32.
     norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not window.details else as_float32(raw)
-    columns = {} if total < FLOAT32_MAX else _suspicions(window, raw, norms, missing)
+    columns = {} if total < FLOAT32_MAX else _suspicions(window, window.details, raw, norms, missing)
+    applied = total if after is raw else _total(after, window)
+    if not columns and not applied < FLOAT32_MAX:
+        # Finite at the end of backward and not any longer: the optimizer is about to get it all the same.
+        columns = _suspicions(window, window.after.details, after, as_float32(after), missing)
     _sampled(columns, extras, count, missing)
     return Snapshot(
         optimizer=optimizer,
@@ -86,7 +90,7 @@ def assemble(
         calls=_pad(window.calls, missing),
         coef=_pad(_coefficients(raw, after), missing, 1),
         total_norm=total,
-        total_norm_applied=total if after is raw else _total(after, window),
+        total_norm_applied=applied,
         loss_scale=None if window.loss_scale is None else arrived(window.loss_scale),
         columns=columns,
         scalars=scalars,
@@ -152,7 +156,11 @@ def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: in
 
 
 def _suspicions(
-    window: Window, raw: NDArray[np.float64], norms: NDArray[np.float32], missing: int
+    window: Window,
+    details: Mapping[int, Detail],
+    raw: NDArray[np.float64],
+    norms: NDArray[np.float32],
+    missing: int,
 ) -> dict[str, Column]:
     """`nonfinite`, `nan_count`, `inf_count`, `norm_overflow`; none of them while every norm is finite."""
     bad = ~np.isfinite(norms)
@@ -161,7 +169,7 @@ def _suspicions(
     names = ("nonfinite", "nan_count", "inf_count", "norm_overflow")
     found = {name: np.zeros(len(norms), np.float32) for name in names}
     for k in np.flatnonzero(bad):
-        detail = window.details.get(int(k))
+        detail = details.get(int(k))
         if detail is not None and detail.nonfinite:
             found["nonfinite"][k], found["nan_count"][k] = detail.nonfinite, detail.nan
             found["inf_count"][k] = detail.inf

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -43,6 +44,9 @@ class Judge(Protocol):
 
     def needs_host(self, lane: Lane) -> bool:
         """Whether a rule may act on this very step, so that the numbers must be waited for."""
+
+    def pooled(self, lane: Lane) -> bool:
+        """Whether the ranks put together what each knows of these gradients."""
 
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
@@ -89,8 +93,8 @@ class Boundary:
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
         self._in_backward = InBackward(capture, judge)
-        capture.after_backward = self._in_backward.finish
         self.spent_seconds = 0.0
+        self._thread: int | None = None  # that took the last step
         self._removes = [step_hooks.listen(self), precision.listen(self)]
 
     def close(self) -> None:
@@ -103,6 +107,10 @@ class Boundary:
             self._open_gate(index)
         for index in [*self._set_aside, *self._emptied]:
             self._give_back(index)
+
+    def is_here(self) -> bool:
+        """Whether this is the thread that takes the steps, as far as one has been seen."""
+        return self._thread in (None, threading.get_ident())
 
     def settle_deferred(self) -> None:
         """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
@@ -117,13 +125,16 @@ class Boundary:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
+        self._thread = threading.get_ident()
         if graph_task.current() != graph_task.NONE:
             self._guarded("boundary", lambda: self._step_in_backward(optimizer))
             return None
-        self._evaluations.pop(id(optimizer), None)  # of a step that raised
+        nested = self._is_nested(optimizer)
+        if not nested:
+            self._evaluations.pop(id(optimizer), None)  # of a step that raised
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._guarded("boundary", lambda: self._at_step(optimizer))
+            self._guarded("boundary", lambda: self._at_step(optimizer, nested))
             return None
         if hasattr(closure, "gradwatch_evaluations"):
             return None  # a subclass whose step calls super().step(closure): wrapped already
@@ -145,15 +156,18 @@ class Boundary:
         return (args[0], watched, *args[2:]), kwargs
 
     def _guarded(self, component: str, call: Callable[[], Any]) -> None:
+        graded = torch.is_grad_enabled()
         try:
             started = time.perf_counter()
-            with torch.no_grad():
-                call()
+            torch.set_grad_enabled(False)  # `with torch.no_grad()` takes twice as long in cold caches
+            call()
             self.spent_seconds += time.perf_counter() - started
         except TrainingStopped:
             raise
         except Exception as error:
             self._judge.failed(component, error)
+        finally:
+            torch.set_grad_enabled(graded)
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer):
@@ -182,6 +196,8 @@ class Boundary:
             return
         if turn.skipped or turn.spoilt:
             return
+        if self._judge.pooled(lane):
+            return  # a rank knows only its own part of a later evaluation, and must not act on it alone
         self._capture.drain()
         total = lane.total_read()
         if not math.isfinite(total):
@@ -192,23 +208,38 @@ class Boundary:
         elif turn.max_norm is not None:
             lane.multiply(clip_coefficient(total, turn.max_norm))
 
-    def _at_step(self, optimizer: Optimizer) -> None:
+    def _is_nested(self, optimizer: Optimizer) -> bool:
+        """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
+
+        Told by the stack, and asked only where a step seems to be open: one that raised leaves that behind too.
+        """
+        lane = self._capture.lane_of(optimizer)
+        if lane is None or not self._inside.get(lane.index):
+            return False
+        under_way = step_hooks.steps_under_way(optimizer)
+        if under_way:
+            return under_way > 1
+        return lane.backwards > 0 and lane.settled == lane.backwards  # compiled: nothing better is known
+
+    def _at_step(self, optimizer: Optimizer, nested: bool = False) -> None:
         if not self._judge.owns(optimizer):
             self._judge.arrive(optimizer)
             self._judge.depart(optimizer)
             return
         known = self._capture.lane_of(optimizer)
-        if known is not None and self._emptied.get(known.index):
+        if known is not None and nested:
+            if id(optimizer) in self._evaluations or known.settled == known.backwards:
+                self._inside[known.index] += 1  # the outer call has judged these gradients, or will
+                return
+        elif known is not None and self._emptied.get(known.index):
             self._give_back(known.index)  # the step that was skipped raised all the same
         self._capture.drain()
         if known is not None and not known.on_cpu and capturing():
             known.discard()
             self._judge.captured()
             return
-        if known is not None and self._inside.get(known.index) and known.settled == known.backwards:
-            self._inside[known.index] += 1  # a subclass whose step calls super().step() fires the hooks twice
-            return
-        self._among_ranks(optimizer, self._close_window)
+        before = self._inside.get(known.index, 0) if known is not None and nested else 0
+        self._among_ranks(optimizer, lambda optimizer: self._close_window(optimizer, before))
 
     def _among_ranks(self, optimizer: Optimizer, close: Callable[[Optimizer], None]) -> None:
         """Close a window; whatever fails, no rank is left waiting for this one."""
@@ -220,16 +251,17 @@ class Boundary:
             raise
         self._judge.depart(optimizer)
 
-    def _close_window(self, optimizer: Optimizer) -> None:
+    def _close_window(self, optimizer: Optimizer, outer: int = 0) -> None:
+        """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
         lane = self._lane(optimizer)
         if not lane.on_cpu and capturing():
             lane.discard()
             self._judge.captured()
             return
         self._judge.enter(lane)
-        if self._inside.get(lane.index):
+        if self._inside.get(lane.index) and not outer:
             lane.tainted = True  # the step before this one raised: this window holds two
-        self._inside[lane.index] = 1
+        self._inside[lane.index] = outer + 1
         self._give_back(lane.index, into_params=False)
         self._open_gate(lane.index)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))

@@ -205,7 +205,9 @@ class Capture:
         """Build the lane of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
-        lane = lane or self._predecessor(set(map(id, params)))
+        lane = (
+            self._predecessor(set(map(id, params))) if lane is None else lane
+        )  # one without parameters is falsy
         index = len(self.lanes) if lane is None else lane.index
         built = Lane(index, optimizer, params, self._sites(kept, params))
         built.slots = kept
@@ -354,7 +356,7 @@ class Capture:
                     self.adopt(optimizer).born = False  # it hears this window from its first backward on
             self._tell_lanes(touched, count)
             self._ended()
-            if not graph_task.nested():
+            if self.after_backward is not _nothing and not graph_task.nested():
                 self.after_backward()
             self.spent_seconds += time.perf_counter() - started
         except Exception as error:

@@ -16,9 +16,9 @@ from gradwatch.snapshot import Decision
 
 DEPTH = 4
 """Windows of one optimizer that may be under way from a device; the next one waits for the oldest."""
-MOST = 16
+MOST = 8
 """Calm windows that may wait to be judged together."""
-LONGEST = 1.0
+LONGEST = 0.5
 """Seconds that a calm window may wait while steps are taken."""
 
 

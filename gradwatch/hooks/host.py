@@ -57,6 +57,8 @@ class HostReading:
 
     def finite(self) -> bool:
         """Whether every norm is; one operation."""
+        if self._norms is not None:
+            return bool(np.isfinite(self._norms).all())
         return self._rows.total() < math.inf
 
     def look(self, grads: Sequence[Tensor | None]) -> None:

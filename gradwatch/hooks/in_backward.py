@@ -97,6 +97,7 @@ class InBackward:
     def _join(self, optimizer: Optimizer) -> None:
         """From now on this optimizer belongs here."""
         self._capture.stepped_inside.add(optimizer)
+        self._capture.after_backward = self.finish
         self._optimizers.append(weakref.ref(optimizer))
         own = self._capture.lane_of(optimizer)
         if own is not None:  # adopted when it was named at attach
@@ -145,7 +146,7 @@ def _on_device(found: list[float | Tensor]) -> DeviceReading:
     """Norms that are 0-dim tensors on accelerators (and floats where a parameter is on the CPU)."""
     groups: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, norm in enumerate(found):
-        tensor = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32)
+        tensor = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
         groups.setdefault(tensor.device, []).append((k, tensor))
     stacks = [torch.stack([tensor for _, tensor in group]) for group in groups.values()]
     positions = np.array([k for group in groups.values() for k, _ in group], np.intp)

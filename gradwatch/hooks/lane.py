@@ -33,6 +33,7 @@ VARIED = 100  # steps after a change of that count during which every backward i
 STEADY = 5  # identical steps before marks are thinned
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
+GONE = -2  # in place of an id
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
 
 
@@ -67,6 +68,7 @@ class Lane:
         self._after: Reading | None = None
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those of the pattern
+        self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
@@ -143,6 +145,7 @@ class Lane:
         self._ids = list(map(id, grads))
         self._versions = self._usual() if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
+        self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         self._norms = self._take(grads, 1.0)
         self._read_at = self._backwards
 
@@ -160,6 +163,9 @@ class Lane:
         """
         grads = self.grads()
         ids, versions = signature(grads)
+        for k, (held, grad) in enumerate(zip(self._held, grads, strict=False)):
+            if held is not None and grad is not None and held() is not grad:
+                self._ids[k] = GONE  # another gradient, which may have the id of the one that is gone
         unread = self._norms is None or self._read_at != self._backwards
         if unread:
             self._ids, self._versions, self._assumed = ids, versions, False
@@ -209,6 +215,7 @@ class Lane:
         self._calls = None
         self._heard = [0] * len(self.params)
         self._norms = self._kept = None
+        self._held = []
 
     def discard(self) -> None:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
@@ -242,7 +249,7 @@ class Lane:
         present = [grad for grad in self.grads() if grad is not None]
         if coefficient != 1.0 and present:
             # As a tensor, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
-            torch._foreach_mul_(present, torch.tensor(coefficient))
+            torch._foreach_mul_(present, torch.tensor(coefficient, device="cpu"))
 
     def device_total(self) -> Tensor | None:
         """0-dim total norm on the device, of the gradients as they stand at the boundary, loss scale included.
@@ -276,7 +283,7 @@ class Lane:
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
-        self._norms = self._after = self._last = None
+        self._norms = self._after = self._last = self._kept = None
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class LocalNorms:
         order = [k for group in by_device.values() for k, _ in group]
         if on_host:
             # In float64 to the end, and never rounded to 0 or past float32 without need: as `norm` is.
-            stacks.append(torch.tensor(list(on_host.values()), dtype=torch.float64))
+            stacks.append(torch.tensor(list(on_host.values()), dtype=torch.float64, device="cpu"))
             order += on_host
         sampled.parts["norm_local"] = Arriving(stacks, np.array(order, np.intp), self._count, scale=scale)
         sampled.present["norm_local"] = present
@@ -76,6 +76,7 @@ class LocalNorms:
         for k, norm in self._running.heard.items():
             self._heard[k] = _larger_of(self._heard.get(k), norm)
         self._running.heard.clear()
+        self._running.arriving.clear()
         self._running.task = graph_task.IDLE
 
     def forget(self) -> None:
@@ -108,7 +109,16 @@ class Running:
     def __init__(self) -> None:
         self.task = graph_task.IDLE
         self.arriving: dict[int, Tensor] = {}
+        self._arriving_in = graph_task.IDLE
         self.heard: dict[int, float | Tensor] = {}
+
+    def arrives(self, k: int, grad: Tensor) -> None:
+        """A gradient is on its way to k; those of another backward that never got there are let go."""
+        task = graph_task.current()
+        if task != self._arriving_in and not graph_task.nested():
+            self.arriving.clear()
+        self._arriving_in = task
+        self.arriving[k] = grad
 
     def accumulated(self, k: int) -> None:
         """The gradient that arrived at k is in `.grad` now."""
@@ -135,7 +145,7 @@ def _hooks(k: int, running: Running, failed: Callable[[str, BaseException], None
             return
         kept = alias(grad)
         if kept is not None:
-            running.arriving[k] = kept
+            running.arrives(k, kept)
 
     def accumulated(_: Tensor) -> None:
         if tracing():

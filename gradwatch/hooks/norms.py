@@ -33,6 +33,9 @@ PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
 UNDERFLOW = 2.0**-126 * 1e5
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
+# Not what `torch.set_default_dtype` and `set_default_device` say.
+_HERE: Any = {"dtype": torch.float32, "device": "cpu"}
+
 Squares = NDArray[np.float64]
 
 
@@ -83,12 +86,12 @@ class _Sheet:
     __slots__ = ("_rows", "_total", "buckets", "host", "singles")
 
     def __init__(self, plan: _Plan) -> None:
-        rows = torch.zeros(plan.size)
+        rows = torch.zeros(plan.size, **_HERE)
         parts = iter(rows.split(plan.sizes))
         self.buckets = [(bucket, next(parts)) for bucket in plan.buckets]
         self.singles = [(*single, next(parts)) for single in plan.singles]
         self.host: NDArray[np.float32] = rows.numpy()  # sync: CPU tensor
-        self._rows, self._total = rows.unsqueeze(0), torch.zeros(1)
+        self._rows, self._total = rows.unsqueeze(0), torch.zeros(1, **_HERE)
 
     def total(self) -> float:
         """Root sum of squares of all rows, by the very operation whose code is in the caches by now."""
@@ -230,7 +233,7 @@ def _buckets(grads: Sequence[Tensor | None]) -> tuple[list[_Bucket], list[int]]:
 
 
 def _bucket(shape: torch.Size, members: list[int]) -> _Bucket:
-    stacked = torch.empty((len(members), *shape))
+    stacked = torch.empty((len(members), *shape), **_HERE)
     return _Bucket(members, operator.itemgetter(*members), stacked, stacked.view(len(members), -1))
 
 

@@ -23,7 +23,7 @@ class Buffer:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, capacity: int) -> None:
         on_cuda = device.type == "cuda"
-        self.host = torch.empty(capacity, dtype=dtype, pin_memory=on_cuda)
+        self.host = torch.empty(capacity, dtype=dtype, device="cpu", pin_memory=on_cuda)
         self.event = torch.cuda.Event() if on_cuda else None
 
 

@@ -101,6 +101,17 @@ def _stepping() -> bool:
     return False
 
 
+def steps_under_way(optimizer: Optimizer) -> int:
+    """How many calls of this optimizer's `step` are on this thread's stack; 0 where a compiled one hides them."""
+    found, frame = 0, sys._getframe(1)
+    while frame is not None:
+        # torch's wrapper keeps the optimizer in its local `self`.
+        if frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer:
+            found += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 class _Leaving(tuple):  # type: ignore[type-arg]
     """The arguments of a step with no listener left: torch lets go of them after its last hook."""
 

@@ -284,6 +284,7 @@ class Gradwatch(Contender):
     def attach(self, task: Task) -> None:
         gradwatch = importlib.import_module("gradwatch")
         self._directory = tempfile.mkdtemp(prefix="gradwatch-bench-")
+        self._steps = 0
         self.watch = gradwatch.watch(
             task.model,
             task.optimizer,
@@ -294,12 +295,16 @@ class Gradwatch(Contender):
         )
 
     def suspend(self) -> None:
-        # In a process of its own, bare would not run our hook on all optimizers, nor one watch another's.
+        # In a process of its own, bare would not run our hook on all optimizers, nor one watch another's. Not an
+        # empty list: with nobody left to tell, the hooks would be removed from torch.
         self._listeners, listening = step_listeners()[:], step_listeners()
-        listening.clear()
+        listening[:] = [_Nobody()]
 
     def resume(self) -> None:
-        step_listeners().extend(self._listeners)
+        step_listeners()[:] = self._listeners
+
+    def after_step(self, task: Task) -> None:
+        self._steps += 1
 
     def drain(self) -> None:
         self.watch.flush()
@@ -312,11 +317,23 @@ class Gradwatch(Contender):
             found.append(f"coverage {self.watch.coverage:.2f}")
         if self.watch.url is None:
             found.append("no endpoint")
+        if (seen := self.watch.status()["steps"]) != self._steps:
+            found.append(f"{seen} of {self._steps} steps seen")
         return "; ".join(found)
 
     def detach(self) -> None:
         self.watch.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Nobody:
+    """Hears of steps and does nothing."""
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Nothing."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """Nothing."""
 
 
 def step_listeners() -> list[Any]:
