@@ -54,6 +54,9 @@ class Recorder:
     def needs_host(self, lane: Lane) -> bool:
         return self.wait
 
+    def pooled(self, lane: Lane) -> bool:
+        return False
+
     def skips_nonfinite(self, lane: Lane) -> bool:
         return self.gate
 

@@ -156,7 +156,7 @@ def test_put_off_or_not_the_records_are_the_same(
 
 
 def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
-    """At most 16 steps are not judged yet, and all are once the run is closed."""
+    """At most a few steps are not judged yet, and all are once the run is closed."""
     records, judged = run("nothing", 2, tmp_path)
     assert all(step + 1 - count < MOST for step, count in enumerate(judged))
     assert [record.snapshot.step for record in records] == list(range(200))
