@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.benchmarks import memory, overhead
 from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
 from tests.benchmarks.loops import Handover, in_turn, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch, step_listeners
+from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch, Nobody, step_listeners
 from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
@@ -176,7 +176,7 @@ def test_watches_taking_turns_hear_only_their_own_steps() -> None:
     for contender, task in turns.values():
         contender.attach(task)
         contender.suspend()
-    assert step_listeners() == []
+    assert [type(one) for one in step_listeners()] == [Nobody]
     for steps, (contender, task) in enumerate(turns.values(), 2):
         for _ in range(steps):
             in_turn(contender, lambda task=task, contender=contender: training_step(task, contender))()  # type: ignore[misc]

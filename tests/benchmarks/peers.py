@@ -297,8 +297,9 @@ class Gradwatch(Contender):
     def suspend(self) -> None:
         # In a process of its own, bare would not run our hook on all optimizers, nor one watch another's. Not an
         # empty list: with nobody left to tell, the hooks would be removed from torch.
-        self._listeners, listening = step_listeners()[:], step_listeners()
-        listening[:] = [_Nobody()]
+        listening = step_listeners()
+        self._listeners = [one for one in listening if not isinstance(one, Nobody)]
+        listening[:] = [Nobody()]
 
     def resume(self) -> None:
         step_listeners()[:] = self._listeners
@@ -326,7 +327,7 @@ class Gradwatch(Contender):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class _Nobody:
+class Nobody:
     """Hears of steps and does nothing."""
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
