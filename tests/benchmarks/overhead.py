@@ -84,10 +84,12 @@ def measure(
             name: _attach(workload, original, contender, loop, attached)
             for name, contender in by_name.items()
         }
-        for name, sample in samples.items():
-            for _ in range(warmup):
-                sample()
-            by_name[name].drain()
+        # In turns here too: twins share weights, and one that slept while they moved would see its norms jump.
+        for _ in range(0, warmup, STEPS):
+            for name, sample in samples.items():
+                for _ in range(min(STEPS, warmup)):
+                    sample()
+                by_name[name].drain()
         # The collector stays on, as in training, but need not walk our models in somebody's turn.
         gc.collect()
         gc.freeze()
