@@ -15,31 +15,9 @@ from torch import nn
 
 import gradwatch
 from gradwatch.snapshot import Record
+from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
-
-
-class Kept:
-    """A sink that keeps every Record."""
-
-    name = "kept"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def open(self, run: Any, health: Any) -> None:
-        """Nothing to open."""
-
-    def write(self, record: Record) -> None:
-        """Keep it."""
-        self.records.append(record)
-
-    def flush(self, timeout: float) -> bool:
-        """Nothing waits here."""
-        return True
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def watch(model: nn.Module, optimizer: Any, path: Path) -> tuple[Any, list[Record]]:

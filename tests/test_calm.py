@@ -22,34 +22,12 @@ from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
 from gradwatch.journal import read_journal
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Decision, Record
+from tests.kept import Kept
 
 LEARNED = CALM + 10
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
 
 Deed = Callable[[nn.Module], None]
-
-
-class Kept:
-    """A sink that keeps every Record."""
-
-    name = "kept"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def open(self, run: Any, health: Any) -> None:
-        """Nothing to open."""
-
-    def write(self, record: Record) -> None:
-        """Keep it."""
-        self.records.append(record)
-
-    def flush(self, timeout: float) -> bool:
-        """Nothing waits here."""
-        return True
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def build(layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -18,33 +18,11 @@ from torch import nn
 
 import gradwatch
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.health import Health
 from gradwatch.hooks import step_hooks
 from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Record, RunInfo
+from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
-
-
-class Collector:
-    """A sink that keeps every Record."""
-
-    name = "collector"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def open(self, run: RunInfo, health: Health) -> None:
-        self.run = run
-
-    def write(self, record: Record) -> None:
-        self.records.append(record)
-
-    def flush(self, timeout: float) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -61,8 +39,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0)
     return loss
 
 
-def watch(model: Any, optimizer: Any = None, **options: Any) -> tuple[Any, Collector]:
-    sink = Collector()
+def watch(model: Any, optimizer: Any = None, **options: Any) -> tuple[Any, Kept]:
+    sink = Kept()
     return gradwatch.watch(model, optimizer, sinks=[sink], strict=True, **options), sink
 
 
