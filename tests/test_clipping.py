@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import gradwatch
 from gradwatch.hooks import clipping
+from tests.kept import Kept
 from tests.recorder import norms_of
-from tests.test_watch import Collector
 
 ORIGINAL = clip_grad._group_tensors_by_device_and_dtype
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(5))
@@ -63,7 +63,7 @@ def train(clip: Clip, scaler: Any = None, rules: str = "default") -> tuple[list[
     """(what was recorded, float64 norms before clipping) of every window."""
     model = wide()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    sink, truth = Collector(), []
+    sink, truth = Kept(), []
     with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True) as gw:
         for window in WINDOWS:
             for micro in range(window):
@@ -186,7 +186,7 @@ def test_attached_between_backward_and_clip() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     model(X).square().mean().backward()
     truth = norms_of(model.named_parameters())
-    sink = Collector()
+    sink = Kept()
     with gradwatch.watch(model, optimizer, sinks=[sink], strict=True):
         clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()

@@ -14,9 +14,9 @@ from torch import nn
 import gradwatch
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Record
+from tests.kept import Kept
 from tests.recorder import norms_of
 from tests.test_boundary import equal
-from tests.test_watch import Collector
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(3))
 Y = X.sin().sum(1, keepdim=True)
@@ -86,7 +86,7 @@ def seen(record: Record) -> dict[str, float]:
 @pytest.mark.parametrize("make", MAKERS)
 def test_healthy_steps_are_one_snapshot_each_and_change_no_bit(make: str) -> None:
     """The first gradient of each step, however many evaluations follow; weights and state as without us."""
-    bare, job, sink = Job(make), Job(make), Collector()
+    bare, job, sink = Job(make), Job(make), Kept()
     with gradwatch.watch(job.model, job.optimizer, rules="default", sinks=[sink], strict=True) as gw:
         for number in range(6):
             bare.step()
@@ -112,7 +112,7 @@ def test_a_skip_takes_the_whole_step_back(make: str, evaluation: int) -> None:
     """NaN in any evaluation: weights and optimizer state bit-identical to before the step, and it is reported."""
     if make == "sam" and evaluation == 2:
         evaluation = 1
-    job, sink = Job(make), Collector()
+    job, sink = Job(make), Kept()
     with gradwatch.watch(job.model, job.optimizer, rules="default", sinks=[sink], strict=True) as gw:
         for _ in range(2):
             job.step()
@@ -138,7 +138,7 @@ def test_a_skip_takes_the_whole_step_back(make: str, evaluation: int) -> None:
 
 def test_without_a_rule_that_acts_a_bad_evaluation_is_reported_and_left_alone() -> None:
     """Observation changes no bit, also of a step that goes wrong; and no weights are kept for it."""
-    bare, job, sink = Job("lbfgs"), Job("lbfgs"), Collector()
+    bare, job, sink = Job("lbfgs"), Job("lbfgs"), Kept()
     with gradwatch.watch(job.model, job.optimizer, rules="observe-only", sinks=[sink], strict=True):
         for poison in (-1, -1, 2):
             bare.poison = job.poison = poison
@@ -165,7 +165,7 @@ def test_a_standing_clip_bounds_every_evaluation() -> None:
         return flat
 
     job.optimizer._gather_flat_grad = noted  # type: ignore[attr-defined]
-    with gradwatch.watch(job.model, job.optimizer, rules=rules, sinks=[Collector()], strict=True):
+    with gradwatch.watch(job.model, job.optimizer, rules=rules, sinks=[Kept()], strict=True):
         for _ in range(3):
             job.step()
             assert len(got) == len(job.wants) > 1
@@ -181,7 +181,7 @@ def test_stop_in_a_later_evaluation_leaves_the_weights_of_the_step_before() -> N
         "version: 1\nrules: {n: {detect: {kind: nonfinite, of: norm, values: [nan, inf]}, do: [stop]}}"
     )
     job = Job("lbfgs")
-    with gradwatch.watch(job.model, job.optimizer, rules=rules, sinks=[Collector()], strict=True):
+    with gradwatch.watch(job.model, job.optimizer, rules=rules, sinks=[Kept()], strict=True):
         job.step()
         weights = job.weights()
         job.poison = 2

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import gradwatch
 from gradwatch.rulefile import parse_rules
-from tests.test_watch import Collector
+from tests.kept import Kept
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning",
@@ -40,7 +40,7 @@ def train(backend: str, watched: bool, late: bool) -> tuple[list[torch.Tensor], 
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     fast = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    sink, gw = Collector(), None
+    sink, gw = Kept(), None
 
     def attach() -> gradwatch.Watch:
         return gradwatch.watch(model, optimizer, rules=parse_rules(RULES), sinks=[sink], strict=True)
@@ -85,11 +85,7 @@ def compiled_autograd(watched: bool) -> tuple[list[torch.Tensor], Counter[str], 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    gw = (
-        gradwatch.watch(model, optimizer, rules="default", sinks=[Collector()], strict=True)
-        if watched
-        else None
-    )
+    gw = gradwatch.watch(model, optimizer, rules="default", sinks=[Kept()], strict=True) if watched else None
     for _ in range(5):
         optimizer.zero_grad()
         loss = model(torch.randn(4, 8)).pow(2).mean()

@@ -12,8 +12,8 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import step_hooks
 from tests import framework_jobs
 from tests.framework_jobs import EPOCHS, JOBS, examples
+from tests.kept import Kept
 from tests.test_frameworks import FRAMEWORKS, WINDOWS, integrated
-from tests.test_watch import Collector
 
 pytestmark = pytest.mark.usefixtures("framework_folder")
 
@@ -41,7 +41,7 @@ def finite(model: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_poisoned_batch_is_skipped(framework: str) -> None:
     """With the default pack exactly its windows are skipped and the weights stay finite; without, all are lost."""
-    sink = Collector()
+    sink = Kept()
     watched, watch = integrated(framework, rules="default", sinks=[sink], strict=True)
     assert finite(JOBS[framework](watched))
     skipped = [record.snapshot.step for record in sink.records if record.decision.skip]
@@ -55,7 +55,7 @@ def test_a_poisoned_batch_is_skipped(framework: str) -> None:
 def test_a_rule_that_says_stop_ends_the_job(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`TrainingStopped` comes out of the framework's own call, before the step; the weights are as they were."""
     Path("stop.gradwatch.yaml").write_text(STOP)
-    sink = Collector()
+    sink = Kept()
     models: list[torch.nn.Module] = []
     build = framework_jobs.network
 

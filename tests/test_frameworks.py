@@ -34,9 +34,9 @@ from tests.framework_jobs import (
     examples,
     network,
 )
+from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 from tests.test_launch_training import execute
-from tests.test_watch import Collector
 
 Gradient = dict[str, NDArray[np.float64]]
 pytestmark = pytest.mark.usefixtures("framework_folder")
@@ -118,7 +118,7 @@ def integrated(framework: str, **options: Any) -> tuple[Any, Callable[[], Any]]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_integration_reports_the_norms_worked_out_by_hand(framework: str) -> None:
     """Pre-clip norms over accumulated batches, the partial last window included, and the post-clip ones."""
-    sink = Collector()
+    sink = Kept()
     watched, watch = integrated(framework, rules="default", sinks=[sink], strict=True)
     JOBS[framework](watched)
     conforms(framework, [record.snapshot for record in sink.records])

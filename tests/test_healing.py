@@ -13,15 +13,15 @@ from torch.nn.modules import module as torch_module
 import gradwatch
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Record
+from tests.kept import Kept
 from tests.recorder import norms_of
-from tests.test_watch import Collector
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 LOCAL = "version: 1\nrules: {a: {detect: {kind: above, of: norm_local, threshold: 1e9}}}"
 Model = nn.Sequential
 
 
-class Listener(Collector):
+class Listener(Kept):
     """Also keeps what the watch says about itself."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ def test_healing_revives_no_hook_of_the_users(kind: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         heard: list[int] = []
         register(lambda _: heard.append(0))
-        sink = Collector()
+        sink = Kept()
         gw = gradwatch.watch(model, rules=parse_rules(LOCAL), sinks=[sink], strict=True) if watched else None
         for step in range(6):
             if step == 2:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.rulefile import parse_rules
-from tests.test_watch import Collector
+from tests.kept import Kept
 
 MANY = 20  # gradients a backward
 RULES = """
@@ -103,7 +103,7 @@ def arrived(specs: list[Spec], watched: bool) -> list[Any]:
     found = []
     gw = None
     if watched:
-        gw = gradwatch.watch(model, optimizer, rules=parse_rules(RULES), sinks=[Collector()], strict=True)
+        gw = gradwatch.watch(model, optimizer, rules=parse_rules(RULES), sinks=[Kept()], strict=True)
     for number in range(2):
         model(x).backward()
         found.append([bits(param.grad) for param in model.parameters()])

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import gradwatch
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Record
-from tests.test_watch import Collector, build, step
+from tests.kept import Kept
+from tests.test_watch import build, step
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 
@@ -58,7 +59,7 @@ def seen(record: Record) -> dict[str, float]:
 def test_one_snapshot_per_backward(named: bool, first: bool) -> None:
     """Norms as float64 has them, total included, in model order; nothing is provisional and coverage is whole."""
     model, _ = build()
-    sink = Collector()
+    sink = Kept()
     inside = None if first else Inside(model)
     optimizers = inside.optimizers if named and inside is not None else None
     with gradwatch.watch(model, optimizers, rules="observe-only", sinks=[sink], strict=True) as gw:
@@ -81,7 +82,7 @@ def test_training_is_bit_identical_and_never_acted_on() -> None:
 
     def train(watched: bool) -> tuple[list[torch.Tensor], list[Record], dict[str, int]]:
         model, _ = build()
-        sink = Collector()
+        sink = Kept()
         gw = gradwatch.watch(model, rules="default", sinks=[sink], strict=True) if watched else None
         inside = Inside(model)
         for scale in (1.0, 1.0, float("nan"), 1.0):
@@ -110,7 +111,7 @@ rules:
 clip: {total: {method: norm, max_norm: 1e-6}}
 """
     model, _ = build()
-    sink = Collector()
+    sink = Kept()
     with gradwatch.watch(model, rules=parse_rules(rules), sinks=[sink], strict=True):
         want = Inside(model).backward(model(X).pow(2).sum())
     assert seen(sink.records[0]) == pytest.approx(want, rel=1e-5)
@@ -122,7 +123,7 @@ def test_beside_an_ordinary_optimizer() -> None:
     """Each kind has Snapshots of its own; neither pauses nor hides the other."""
     model, _ = build()
     ordinary, optimizer = build(1)
-    sink = Collector()
+    sink = Kept()
     with gradwatch.watch([model, ordinary], sinks=[sink], rules="observe-only", strict=True) as gw:
         inside = Inside(model)
         for _ in range(4):
@@ -138,7 +139,7 @@ def test_beside_an_ordinary_optimizer() -> None:
 def test_a_parameter_without_gradient_is_absent_in_that_backward() -> None:
     """Only what stepped in a backward has arrived in it; a late joiner becomes a site."""
     model = nn.ModuleDict({"often": nn.Linear(3, 2), "rare": nn.Linear(3, 2)})
-    sink = Collector()
+    sink = Kept()
     with gradwatch.watch(model, rules="observe-only", sinks=[sink], strict=True):
         inside = Inside(model)
         for number in range(4):
@@ -153,7 +154,7 @@ def test_reentrant_checkpoint_does_not_split_a_backward(partly: bool) -> None:
     """The inner backwards of reentrant checkpointing belong to the outer one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    sink = Collector()
+    sink = Kept()
     x = X.clone().requires_grad_()
     with gradwatch.watch(model, rules="observe-only", sinks=[sink], strict=True):
         inside = Inside(model)
@@ -172,7 +173,7 @@ def test_reentrant_checkpoint_does_not_split_a_backward(partly: bool) -> None:
 def test_a_backward_that_raises_reports_the_steps_it_took() -> None:
     """Steps before the exception happened, so they are a Snapshot; the next backward starts clean."""
     model, _ = build()
-    sink = Collector()
+    sink = Kept()
     with gradwatch.watch(model, rules="observe-only", sinks=[sink], strict=True):
         inside = Inside(model)
         inside.backward(model(X).pow(2).sum())

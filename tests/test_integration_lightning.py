@@ -18,11 +18,11 @@ from gradwatch.hooks import step_hooks
 from gradwatch.journal import read_journal
 from tests import framework_jobs
 from tests.framework_jobs import EPOCHS, loader, network, squared_error
+from tests.kept import Kept
 from tests.launch_cases import GRADWATCH, ROOT
 from tests.recorder import norms_of
 from tests.test_frameworks import WINDOWS
 from tests.test_launch_training import execute
-from tests.test_watch import Collector
 
 with warnings.catch_warnings():  # of the frameworks, about their own imports
     warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("framework_folder")
 STEPS = EPOCHS * len(WINDOWS)
 
 
-def steps(sink: Collector) -> list[int]:
+def steps(sink: Kept) -> list[int]:
     return [record.snapshot.step for record in sink.records]
 
 
@@ -75,7 +75,7 @@ def test_lightning_clipping_of_ones_own_is_preceded_by_the_read() -> None:
                 assert parameter.grad is not None
                 parameter.grad.mul_(0.125)
 
-    sink = Collector()
+    sink = Kept()
     trainer(LightningCallback(sinks=[sink], strict=True)).fit(OwnClipping(), loader())
     assert len(sink.records) == len(truth) == len(WINDOWS)
     for record, norms in zip(sink.records, truth, strict=True):
@@ -108,7 +108,7 @@ def test_lightning_manual_optimization_with_two_optimizers() -> None:
             parts = (self.net.out, self.net.hidden)
             return [torch.optim.SGD(part.parameters(), lr=0.05) for part in parts]
 
-    sink = Collector()
+    sink = Kept()
     callback = LightningCallback(sinks=[sink], strict=True)
     trainer(callback, accumulate_grad_batches=1).fit(Manual(), loader())
     for index, expected in truth.items():
@@ -131,7 +131,7 @@ def test_lightning_observes_the_loss_of_a_batch() -> None:
             losses.append(loss.item())
             return {"loss": loss}
 
-    sink = Collector()
+    sink = Kept()
     trainer(LightningCallback(sinks=[sink], strict=True)).fit(Noting(), loader())
     seen = [record.snapshot.scalars["loss"] for record in sink.records[1:]]
     # Lightning tells callbacks at the end of a batch: a step's rules see the batch before its last one.
@@ -213,7 +213,7 @@ def test_lightning_under_a_gradscaler() -> None:
 
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    sink = Collector()
+    sink = Kept()
     callback = LightningCallback(sinks=[sink], strict=True)
     trainer(callback, plugins=[plugin], gradient_clip_val=0.1, max_epochs=2).fit(Scaled(), loader())
     assert len(sink.records) == len(truth) == STEPS
@@ -242,7 +242,7 @@ def test_lightning_callback_under_the_launcher_is_the_one_that_watches(tmp_path:
 
 def test_plain_watch_takes_a_lightning_optimizer() -> None:
     """`gradwatch.watch(module, module.optimizers())` inside a fit finds the optimizer in Lightning's wrapper."""
-    sink = Collector()
+    sink = Kept()
 
     class Own(Plain):
         def on_train_start(self) -> None:

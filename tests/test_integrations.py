@@ -15,8 +15,8 @@ from torch import nn
 from gradwatch.hooks import step_hooks
 from tests import framework_jobs
 from tests.framework_jobs import EPOCHS, loader, network, squared_error
+from tests.kept import Kept
 from tests.test_frameworks import WINDOWS
-from tests.test_watch import Collector
 
 with warnings.catch_warnings():  # of the frameworks, about their own imports
     warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("framework_folder")
 STEPS = EPOCHS * len(WINDOWS)
 
 
-def steps(sink: Collector) -> list[int]:
+def steps(sink: Kept) -> list[int]:
     return [record.snapshot.step for record in sink.records]
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_file_that_is_no_state_is_counted_and_training_goes_on() ->
     accelerator.save_state("checkpoint")
     for text in ("{", '{"version": 7}', "[]", '{"version": 1}'):
         Path("checkpoint/gradwatch.json").write_text(text)
-        sink = Collector()
+        sink = Kept()
         gw = gradwatch.integrations.accelerate.watch(accelerator, model, optimizer, sinks=[sink])
         with gw:
             accelerator.load_state("checkpoint")
@@ -160,7 +160,7 @@ def test_a_checkpoint_file_that_is_no_state_is_counted_and_training_goes_on() ->
 def test_plain_watch_takes_a_prepared_optimizer() -> None:
     """`gradwatch.watch(model, optimizer)` finds the optimizer inside Accelerate's wrapper."""
     accelerator, model, optimizer, _ = prepared()
-    sink = Collector()
+    sink = Kept()
     with gradwatch.watch(model, optimizer, sinks=[sink], strict=True) as gw:
         train_prepared(accelerator, model, optimizer)
         assert list(gw.state_dict()["lanes"]) == ["0"]
@@ -201,7 +201,7 @@ def test_ignite_takes_the_loss_out_of_any_output() -> None:
     """`loss=` says where in the output it is; what fails there is counted and ends nothing."""
     for pick, errors in ((lambda output: output["loss"], {}), (lambda output: output["no"], {"observe": 9})):
         engine, model, optimizer = ignite_engine()
-        sink = Collector()
+        sink = Kept()
         gw = gradwatch.integrations.ignite.watch(engine, model, optimizer, loss=pick, sinks=[sink])
         with gw:
             engine.run(loader(), max_epochs=1)

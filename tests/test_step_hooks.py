@@ -11,12 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import gradwatch
 from gradwatch.hooks import step_hooks
 from gradwatch.snapshot import Record
-from tests.test_watch import Collector, build, step
+from tests.kept import Kept
+from tests.test_watch import build, step
 
 WHERE = ["instance pre", "instance post", "global pre", "global post", "in the judge"]
 
 
-class Closing(Collector):
+class Closing(Kept):
     """A sink that closes the watch from inside its own step."""
 
     close_watch: Callable[[], None] = staticmethod(lambda: None)
@@ -73,8 +74,8 @@ def test_a_watch_begun_inside_a_step_is_not_disturbed() -> None:
     """Another watch that starts while the last one's hooks are still leaving keeps them."""
     model, optimizer = build()
     other, its = build(1)
-    sink = Collector()
-    gw = gradwatch.watch(model, optimizer, sinks=[Collector()], rules="observe-only", strict=True)
+    sink = Kept()
+    gw = gradwatch.watch(model, optimizer, sinks=[Kept()], rules="observe-only", strict=True)
     begun = []
 
     def swap_watches(*_: object) -> None:

@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradwatch
 from gradwatch.rulefile import parse_rules
+from tests.kept import Kept
 from tests.odd_models import ODD, Odd
 from tests.recorder import norms_of
 from tests.test_bit_identity import digest, tensors
-from tests.test_watch import Collector
 from tests.zoo import MODELS
 
 STEPS = 9
@@ -97,7 +97,7 @@ def test_any_model_trains_as_without_us(name: str, tmp_path: Path) -> None:
         bare.step(number)
     want = left_behind(bare)
     torch._dynamo.reset()
-    odd, sink = make(name), Collector()
+    odd, sink = make(name), Kept()
     with gradwatch.watch(odd.watched, rules=parse_rules(RULES), sinks=[sink], strict=True) as gw:
         for number in range(STEPS):
             odd.step(number)
@@ -116,7 +116,7 @@ COALESCED = {"optimizer_in_backward", "sharpness_aware", "lbfgs", "adam_with_clo
 def test_every_step_reports_what_the_optimizer_was_given(name: str) -> None:
     """One Snapshot per step; its norms after clipping are those found independently just before the step."""
     with noted() as applied:
-        odd, sink = make(name), Collector()
+        odd, sink = make(name), Kept()
         with gradwatch.watch(odd.watched, rules="observe-only", sinks=[sink], strict=True):
             for number in range(STEPS):
                 odd.step(number)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 import gradwatch
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Record, Snapshot
+from tests.kept import Kept
 from tests.matrix.probe import Expected, Probe
-from tests.test_watch import Collector
 
 STEPS = 14
 TOLERANCE = 1e-5  # relative, against float64
@@ -27,7 +27,7 @@ class Loop:
     """What a row works with: it calls `watch` once its models are there, then trains through `probe`."""
 
     def __init__(self) -> None:
-        self.sink = Collector()
+        self.sink = Kept()
         self.models: list[nn.Module] = []
         self.probe = Probe(lambda: self.models)
         self.gw: gradwatch.Watch | None = None

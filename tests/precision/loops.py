@@ -11,7 +11,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.snapshot import Event, Record
-from tests.test_watch import Collector
+from tests.kept import Kept
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(11))
 
@@ -22,15 +22,13 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def watched(
-    model: Any, optimizer: Any, rules: Any = "default", **keys: Any
-) -> tuple[gradwatch.Watch, Collector]:
+def watched(model: Any, optimizer: Any, rules: Any = "default", **keys: Any) -> tuple[gradwatch.Watch, Kept]:
     """A strict watch whose Records are kept."""
-    sink = Collector()
+    sink = Kept()
     return gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, **keys), sink
 
 
-def events(sink: Collector, *severities: str) -> list[Event]:
+def events(sink: Kept, *severities: str) -> list[Event]:
     """What was told, of these severities (none given = all)."""
     told = [event for record in sink.records for event in record.verdict.events]
     return [event for event in told if not severities or event.severity in severities]
