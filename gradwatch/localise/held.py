@@ -1,0 +1,229 @@
+"""What a step was made of, held by reference until the step is taken, so that it can be run again.
+
+Per forward call of a watched model: its arguments, the generators and buffers before it, autocast, and the
+gradient that reached its outputs. Nothing is copied but buffers that forwards change (running statistics);
+what is held beyond the latest call is capped by size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.hooks.dense import alias
+from gradwatch.hooks.device import capturing
+from gradwatch.hooks.modules import Tap
+from gradwatch.localise.buffers import Buffers
+from gradwatch.localise.frames import calling
+from gradwatch.localise.randomness import Generators, Held
+from gradwatch.localise.values import tensors
+
+MAX_BYTES = 64 << 20
+"""Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
+
+MAX_CALLS = 256
+DEVICES = ("cpu", "cuda")
+LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
+
+    `versions` are those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it
+    can); `caller` is the line that made the call.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    generators: Generators
+    buffers: dict[str, Tensor]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    training: bool
+    caller: tuple[CodeType, int] | None
+    nbytes: int = 0
+    outputs: int = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    reason: str = ""
+
+    def release(self, reason: str) -> None:
+        """Let go of every tensor; the call can no longer be run again."""
+        self.args, self.kwargs, self.versions = (), {}, []
+        self.buffers, self.gradients, self.reason = {}, {}, reason
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Autocast and grad mode as they were."""
+        with contextlib.ExitStack() as stack:
+            for device, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class Holding:
+    """Holds the calls of one model between two steps; `close` removes its hooks. Never raises into the forward.
+
+    `max_bytes` caps what is held (see `MAX_BYTES`).
+    """
+
+    def __init__(
+        self, model: nn.Module, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.calls: deque[Call] = deque()
+        self.dropped = 0
+        self.refused = ""
+        self._failed = failed
+        self._max_bytes = max_bytes
+        self._generators = Held()
+        self._buffers = Buffers(inner(model))
+        self._open: Call | None = None
+        self._seen = 0
+        self._before_params: list[int] | None = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(Tap(self._guarded(self._begins)), with_kwargs=True),
+            model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and let go of everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """The step has been taken: nothing that was held can be run again."""
+        self.calls.clear()
+        self.dropped = 0
+        self._open = None
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*args: Any) -> None:
+            try:
+                if torch.is_grad_enabled() and not capturing():
+                    call(*args)
+            except Exception as error:
+                self._open = None
+                self._failed("localise", error)
+
+        return guarded
+
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held = _aliased(args), {key: _aliased(value) for key, value in kwargs.items()}
+        given = tensors(held)
+        self._open = Call(
+            *held,
+            versions=[tensor._version for tensor in given],
+            generators=self._generators.before(),
+            buffers=self._buffers.held(first=not self.calls),
+            autocast={device: _autocast(device) for device in DEVICES},
+            training=module.training,
+            caller=calling(),
+            nbytes=sum(map(_nbytes, given)),
+        )
+        if self._seen < LOOKED_AT:
+            self._before_params = _versions(module)
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call, self._open = self._open, None
+        if call is None:
+            return
+        self._generators.after()
+        if self._seen < LOOKED_AT:
+            self._seen += 1
+            if self._before_params is not None and self._before_params != _versions(module):
+                self.refused = "its forward writes into its own parameters"
+            self._before_params = None
+        outputs = tensors(output)
+        call.outputs = len(outputs)
+        self._buffers.learn()
+        for position, tensor in enumerate(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._hears(call, position))
+        self.calls.append(call)
+        self._make_room()
+
+    def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
+        def hear(grad: Tensor) -> None:
+            try:
+                self._hear(call, position, grad)
+            except Exception as error:
+                self._failed("localise", error)
+
+        return hear
+
+    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        if grad is None or call.reason or torch.compiler.is_dynamo_compiling():
+            return
+        kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
+        if kept is None:
+            return
+        before = call.gradients.get(position)
+        call.gradients[position] = kept if before is None else before + kept
+        call.nbytes += 0 if before is not None else _nbytes(kept)
+        if sum(map(_nbytes, call.gradients.values())) > self._max_bytes:
+            size = sum(map(_nbytes, call.gradients.values())) >> 20
+            call.release(f"the gradient at its outputs takes {size} MiB, more than max_bytes allows")
+
+    def _make_room(self) -> None:
+        """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
+        while len(self.calls) > 1:
+            earlier = sum(call.nbytes for call in self.calls) - self.calls[-1].nbytes
+            if earlier <= self._max_bytes and len(self.calls) <= MAX_CALLS:
+                return
+            self.calls.popleft()
+            self.dropped += 1
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The module whose forward computes, inside what DDP and torch.compile wrap around it."""
+    while True:
+        wrapped = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            wrapped = model.module
+        if not isinstance(wrapped, nn.Module):
+            return model
+        model = wrapped
+
+
+def _aliased(value: Any) -> Any:
+    """What is computed from other tensors is held without the graph behind it."""
+    if isinstance(value, Tensor):
+        return _alias(value)
+    if isinstance(value, tuple) and all(isinstance(item, Tensor) for item in value):
+        return tuple(map(_alias, value))
+    return pytree.tree_map(lambda leaf: _alias(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _versions(module: nn.Module) -> list[int]:
+    params: Iterable[Tensor] = module.parameters()
+    return [param._version for param in params]
