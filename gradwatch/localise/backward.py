@@ -87,8 +87,8 @@ class BackwardTracer:
         return Culprit(
             op=of_node(name),
             node=name,
-            module=self._where.at(node._sequence_nr()),  # type: ignore[attr-defined]
-            frames=frames.of_traceback(node.metadata.get("traceback_") or ()),
+            module=self._where.at(node._sequence_nr()),
+            frames=frames.of_traceback(_metadata(node).get("traceback_") or ()),
             operands=(*came, *saved(node)),
             result=describe("gradient out", broken[0]) if broken else None,
             custom=isinstance(node, torch.autograd.function.BackwardCFunction),
@@ -120,3 +120,6 @@ def saved(node: Node) -> Iterator[Operand]:
                 yield describe(f"saved {attribute.removeprefix('_saved_')}", value)
 
 
+def _metadata(node: Node) -> dict[str, Any]:
+    found: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property, though typed as a method
+    return found

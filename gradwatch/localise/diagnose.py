@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from gradwatch.finding import By, Finding, Phase
 from gradwatch.localise.backward import Culprit
 from gradwatch.localise.forward import Origin
-from gradwatch.localise.frames import frame_of
 from gradwatch.localise.replay import Trace
 
 LOSS_SIDE = (
@@ -33,7 +32,7 @@ def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
             return Finding(
                 "loss",
                 by,
-                frames=frame_of(trace.call.caller),
+                frames=trace.caller,
                 result=trace.gradient,
                 call=number,
                 note=LOSS_SIDE,
@@ -58,7 +57,7 @@ def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:
         module=origin.module[0],
         module_type=origin.module[1],
         op=origin.op,
-        frames=(*origin.frames, *frame_of(trace.call.caller)),
+        frames=(*origin.frames, *trace.caller),
         operands=origin.operands,
         result=origin.result,
         call=number,
@@ -77,7 +76,7 @@ def from_culprit(trace: Trace, by: By, number: int) -> Finding:
         module_type=culprit.module[1],
         op=culprit.op if within is None else within.op,
         node=culprit.node,
-        frames=(*(within.frames if within else ()), *culprit.frames, *frame_of(trace.call.caller)),
+        frames=(*(within.frames if within else ()), *culprit.frames, *trace.caller),
         operands=culprit.operands if within is None else within.operands,
         result=culprit.result,
         call=number,

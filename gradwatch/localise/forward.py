@@ -9,6 +9,7 @@ NaN that it led to, and never an infinity that was asked for by name.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,11 @@ class ForwardTracer(TorchDispatchMode):
     `asleep` True lets everything pass.
     """
 
-    def __init__(self, module: Callable[[], tuple[str, str]], failed: Callable[[BaseException], None]) -> None:
-        super().__init__()
+    def __init__(
+        self, module: Callable[[], tuple[str, str]], failed: Callable[[BaseException], None]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._process = os.getpid()
         self._module = module
         self._failed = failed
         self._held: dict[int, tuple[Tensor, dict[bool, Origin]]] = {}
@@ -65,6 +69,7 @@ class ForwardTracer(TorchDispatchMode):
         """Run the operation, and look at what it was given and what it made."""
         kwargs = kwargs or {}
         watched = not (self.asleep or func.namespace in COLLECTIVES or capturing())
+        watched = watched and os.getpid() == self._process  # a worker forked meanwhile is not looked at
         before = self._guarded(self._before, func, args, kwargs) if watched else None
         result = func(*args, **kwargs)
         if before is not None:
@@ -163,9 +168,7 @@ class ForwardTracer(TorchDispatchMode):
         return origin
 
     def _add(self, **facts: Any) -> Origin:
-        origin = Origin(
-            order=len(self.origins), module=self._module(), frames=frames.of_stack(), **facts
-        )
+        origin = Origin(order=len(self.origins), module=self._module(), frames=frames.of_stack(), **facts)
         self.origins.append(origin)
         return origin
 
@@ -178,5 +181,3 @@ def key_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-

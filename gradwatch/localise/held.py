@@ -8,6 +8,7 @@ what is held beyond the latest call is capped by size.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ MAX_BYTES = 64 << 20
 
 MAX_CALLS = 256
 DEVICES = ("cpu", "cuda")
+_orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 
 
@@ -41,10 +43,11 @@ LOOKED_AT = 3  # first calls, in which a forward that writes into its own parame
 class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
-    `versions` are those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it
-    can); `caller` is the line that made the call.
+    `order` grows from call to call, over all models. `versions` are those of the tensors among the arguments;
+    `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call.
     """
 
+    order: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[int]
@@ -127,6 +130,7 @@ class Holding:
         held = _aliased(args), {key: _aliased(value) for key, value in kwargs.items()}
         given = tensors(held)
         self._open = Call(
+            next(_orders),
             *held,
             versions=[tensor._version for tensor in given],
             generators=self._generators.before(),

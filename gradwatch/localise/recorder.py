@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gradwatch.localise.backward import BackwardTracer, Culprit
 from gradwatch.localise.forward import ForwardTracer, Origin
@@ -38,12 +39,24 @@ class Recorder:
     def backward(self, roots: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Watch the backward that starts at `roots`; gives the leaves it ends in."""
         self._backward.attach(roots)
+        slept, self._forward.asleep = self._forward.asleep, True  # the nodes are looked at, not their kernels
         try:
             # The backward of a custom Function is Python of the user's: its line can be told too.
             with self._inside_custom if self._backward.has_custom else contextlib.nullcontext():
                 yield self._backward.leaves
         finally:
+            self._forward.asleep = slept
             self._backward.close()
+
+    @property
+    def innermost(self) -> bool:
+        """Whether nobody has entered a dispatch mode since `forward()` was entered, and not left it."""
+        modes = _get_current_dispatch_mode_stack()
+        return bool(modes) and modes[-1] is self._forward
+
+    def sleep(self) -> None:
+        """Look at nothing any more."""
+        self._forward.asleep = True
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Where what is not finite in an output of the forward came from."""

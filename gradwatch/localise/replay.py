@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from gradwatch.finding import Frame, Operand
 from gradwatch.localise.backward import Culprit
 from gradwatch.localise.forward import Origin, key_of
+from gradwatch.localise.frames import frame_of
 from gradwatch.localise.held import Call, inner
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
@@ -34,35 +36,43 @@ class Refused(Exception):  # noqa: N818 (an answer, not an error)
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """What came of one forward call run again.
+    """What came of one forward call and its backward.
 
-    `origin`: where a non-finite output came from. `culprits`: nodes of its backward. `inside`: the operation at
-    fault within a custom Function. `incoming`: the gradient at the outputs was finite. `sources`: what an
-    external origin is called, by its key. `broken`: the replayed gradients of parameters are not all finite.
+    `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `culprits`: nodes of the
+    backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
+    was finite, else `gradient` describes it. `sources`: what an external origin is called, by its key. `caller`:
+    the line that called the model.
     """
 
-    call: Call
+    caller: tuple[Frame, ...] = ()
     origin: Origin | None = None
     has_nan: bool = False
     culprits: list[Culprit] = field(default_factory=list)
     inside: Origin | None = None
     incoming: bool = True
-    broken: bool = False
-    sources: dict[int, tuple[str, str]] = field(default_factory=dict)
-    gradient: Any = None
+    gradient: Operand | None = None
+    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
 
-def replay(model: nn.Module, calls: Sequence[Call], failed: Callable[[BaseException], None]) -> list[Trace]:
-    """Run the calls of one step again, in their order. Raises `Refused` where they could not be what they were."""
-    base = inner(model)
-    for call in calls:
-        refuse(base, call)
-    buffers: dict[str, Tensor] = dict(calls[0].buffers) if calls else {}
+def replay(
+    held: Sequence[tuple[nn.Module, Call]],
+    models: Sequence[nn.Module],
+    failed: Callable[[BaseException], None],
+) -> list[Trace]:
+    """Run the calls of one step again, in their order: (the model called, its call).
+
+    Modules are named by their place in `models`. Raises `Refused` where a call could not be what it was; what
+    the forward itself raises passes, and everything is as before all the same.
+    """
+    for model, call in held:
+        refuse(inner(model), call)
+    buffers: dict[int, dict[str, Tensor]] = {}
     traces = []
-    for call in calls:
-        given = stand_ins(base, buffers)
-        traces.append(_again(base, call, given, failed))
-        buffers = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
+    for model, call in held:
+        base = inner(model)
+        given = stand_ins(base, buffers.get(id(base), call.buffers))
+        traces.append(_again(base, call, given, Recorder(models, failed)))
+        buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
 
 
@@ -97,13 +107,10 @@ class _Step(nn.Module):
         self.run(self.model)
 
 
-def _again(
-    model: nn.Module, call: Call, given: dict[str, Tensor], failed: Callable[[BaseException], None]
-) -> Trace:
-    trace = Trace(call)
+def _again(model: nn.Module, call: Call, given: dict[str, Tensor], recorder: Recorder) -> Trace:
+    trace = Trace(frame_of(call.caller))
 
     def run(standing_in: nn.Module) -> None:
-        recorder = Recorder([model], failed)
         args, kwargs = _fresh((call.args, call.kwargs))
         trace.sources = sources(given, args, kwargs)
         call.generators.restore()
@@ -112,9 +119,9 @@ def _again(
         outputs = tensors(output)
         if len(outputs) != call.outputs:
             raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
-        _judge_outputs(trace, outputs, recorder)
-        if call.gradients:
-            _backward(trace, outputs, recorder)
+        used = [outputs[position] for position in call.gradients]
+        blame_outputs(trace, used or outputs, recorder)
+        _backward(trace, used, list(call.gradients.values()), recorder)
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
     with undisturbed(model), eager(), unchecked():
@@ -122,35 +129,36 @@ def _again(
     return trace
 
 
-def _judge_outputs(trace: Trace, outputs: list[Tensor], recorder: Recorder) -> None:
-    """The origin of what is not finite among outputs that were used, NaN before Inf."""
+def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -> None:
+    """The origin of what is not finite among outputs, NaN before Inf."""
     found = []
-    for position, tensor in enumerate(outputs):
-        if position in trace.call.gradients or not trace.call.gradients:
-            origin = recorder.origin_of(tensor)
-            if origin is not None and not origin.intended:
-                nan = state(tensor).nan
-                found.append((not nan, origin.order, origin))
-                trace.has_nan |= nan
+    for tensor in outputs:
+        origin = recorder.origin_of(tensor)
+        if origin is not None and not origin.intended:
+            nan = state(tensor).nan
+            found.append((not nan, origin.order, origin))
+            trace.has_nan |= nan
     if found:
         trace.origin = min(found, key=lambda one: one[:2])[2]
 
 
-def _backward(trace: Trace, outputs: list[Tensor], recorder: Recorder) -> None:
-    gradients = trace.call.gradients
-    roots = [outputs[position] for position in gradients]
-    seeds = list(gradients.values())
+def _backward(trace: Trace, roots: list[Tensor], seeds: list[Tensor], recorder: Recorder) -> None:
     for root, seed in zip(roots, seeds, strict=True):
         if not root.requires_grad or root.shape != seed.shape:
             raise Refused("the outputs are not those that the loss was computed from")
         # An output computed from another one: what reached it, all told, is what was held.
         root.register_hook(lambda grad, seed=seed: seed)
-    trace.incoming = finite(seeds)
-    if not trace.incoming:
-        trace.gradient = describe("gradient at the outputs", next(s for s in seeds if not finite((s,))))
+    broken = [seed for seed in seeds if not finite((seed,))]
+    if broken:
+        trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])
     with recorder.backward(roots) as leaves:
-        grads = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if leaves else ()
-    trace.broken = not finite(grads)
+        if leaves:
+            torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+    blame_nodes(trace, recorder)
+
+
+def blame_nodes(trace: Trace, recorder: Recorder) -> None:
+    """What the backward that has just run did."""
     trace.culprits = list(recorder.culprits)
     if trace.culprits:
         trace.inside = recorder.inside(trace.culprits[0])
@@ -167,13 +175,13 @@ def _fresh(tree: Any) -> Any:
     return pytree.tree_map(fresh, tree)
 
 
-def sources(given: dict[str, Tensor], args: Any, kwargs: Any) -> dict[int, tuple[str, str]]:
+def sources(given: Mapping[str, Tensor], args: Any = (), kwargs: Any = None) -> dict[int, tuple[str, str]]:
     """("parameter" | "buffer" | "input", name) by the key of the tensor's memory."""
     found = {
         key_of(tensor): ("parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
         for name, tensor in given.items()
     }
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
+    for path, leaf in pytree.tree_leaves_with_path((args, kwargs or {})):
         if isinstance(leaf, Tensor):
             found[key_of(leaf)] = ("input", _spelled(path))
     return found
@@ -204,9 +212,9 @@ def unchecked() -> Iterator[None]:
     def direct(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         if threading.get_ident() == thread:
             return function(*args)
-        return apply(function, preserve, *args)
+        return apply(function, preserve, *args)  # type: ignore[no-untyped-call]
 
-    CheckpointFunction.apply = staticmethod(direct)  # type: ignore[method-assign,assignment]
+    CheckpointFunction.apply = staticmethod(direct)  # type: ignore[method-assign]
     try:
         yield
     finally:

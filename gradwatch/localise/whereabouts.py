@@ -52,7 +52,7 @@ class Whereabouts:
     def at(self, number: int) -> tuple[str, str]:
         """The same for when the node of that sequence number was made."""
         position = bisect_right(self._numbers, number) - 1
-        return self._modules[position] if 0 <= position and number < LEAF else ("", "")
+        return self._modules[position] if position >= 0 and number < LEAF else ("", "")
 
     def _enters(self, module: nn.Module, args: Any) -> None:
         # A module nobody registered belongs to the one that called it.

@@ -25,7 +25,9 @@ def main() -> int:
     for name, goal in GOALS:
         right = sum(bool(getattr(one, name)) for one in trials)
         missed |= right < goal * len(trials)
-        print(f"{name.removeprefix('at_')}: {right} of {len(trials)} right ({right / len(trials):.0%}, goal {goal:.0%})")
+        print(
+            f"{name.removeprefix('at_')}: {right} of {len(trials)} right ({right / len(trials):.0%}, goal {goal:.0%})"
+        )
     return int(missed)
 
 

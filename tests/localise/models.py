@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 BAD = 7.0
@@ -169,7 +169,7 @@ class MaskedSoftmaxMended(Faulty):
 
     def wrong(self, h: Tensor, x: Tensor) -> Tensor:
         scores = h + torch.full_like(h, -math.inf)
-        weights = F.softmax(scores, dim=-1)  # fault
+        weights = functional.softmax(scores, dim=-1)  # fault
         return h + torch.nan_to_num(weights)
 
 
@@ -234,7 +234,7 @@ class AcosAtOne(Faulty):
     ops = ("acos",)
 
     def wrong(self, h: Tensor, x: Tensor) -> Tensor:
-        cosine = F.cosine_similarity(h, h.detach(), dim=-1).clamp(-1, 1)
+        cosine = functional.cosine_similarity(h, h.detach(), dim=-1).clamp(-1, 1)
         ones = cosine / cosine
         return h + torch.acos(ones).unsqueeze(-1)  # fault
 

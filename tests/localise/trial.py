@@ -70,10 +70,13 @@ def trial(case: type[Faulty]) -> Trial:
             loss = nn.functional.cross_entropy(model(x), torch.arange(5) % 3)
             optimizer.zero_grad()
             loss.backward()
-            broken = any(not bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+            broken = any(
+                not bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None
+            )
             assert broken == (step == STEPS - 1), (case, step)
             if broken:
-                finding = diagnose(replay(model, list(holding.calls), lambda error: faults.append(("", error))))
+                held = [(model, call) for call in holding.calls]
+                finding = diagnose(replay(held, [model], lambda error: faults.append(("", error))))
                 break
             optimizer.step()
             holding.drop()
