@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.sampling import Sampler
@@ -38,19 +40,28 @@ class Course:
     record: Record | None = field(default=None)
 
 
-def clipped(snapshot: Snapshot, decision: Decision, total: float) -> Snapshot:
+def reshaped(snapshot: Snapshot, decision: Decision, total: float) -> Snapshot:
     """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
 
     `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
     nobody renewed, which is no gradient of this step and so not in `total_norm`.
     """
-    if decision.max_norm is None or decision.skip or decision.stop:
+    if not decision.touches or decision.skip or decision.stop:
         return snapshot
-    coefficient = clip_coefficient(total, decision.max_norm)
-    if coefficient == 1:
+    uniform = 1 if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
+    if decision.coef is None:
+        if uniform == 1:
+            return snapshot
+        applied = snapshot.total_norm_applied * float(uniform)
+        return replace(snapshot, coef=snapshot.coef * uniform, total_norm_applied=applied)
+    coef = np.minimum(decision.coef, np.float32(uniform))
+    if decision.zero is not None:
+        coef = np.where(decision.zero, np.float32(1), coef)
+    if (coef == 1).all():
         return snapshot
-    applied = snapshot.total_norm_applied * float(coefficient)
-    return replace(snapshot, coef=snapshot.coef * coefficient, total_norm_applied=applied)
+    after = snapshot.coef * coef
+    norms = (snapshot.norm * after)[snapshot.calls > 0].astype(np.float64)
+    return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 
 def json_safe(value: float) -> float | str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, clipped
+from gradwatch.course import CALM, Clock, Course, reshaped
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
@@ -248,15 +248,15 @@ class Judging:
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        if not shared.may_act and (decision.skip or decision.max_norm is not None):
+        if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
         rejected = bool(shared.values.get("scaler_skip"))
-        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+        if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
-        if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, shared.window.total_applied())
+        if decision.touches:
+            snapshot = reshaped(snapshot, decision, shared.window.total_applied())
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -272,13 +272,13 @@ class Judging:
             sink.write(record)
         if decision.stop:
             self.flush_sinks()
-        return decision
+        return decision.at(shared.own)
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict)
+            decision, course.state = course.bound.decide(state, verdict, snapshot)
         except Exception as error:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.

@@ -166,9 +166,11 @@ class BoundEngine:
             one.skip is not None and one.rule.mode == "act" and one.rule.id in step.acting for one in rules
         )
 
-    def decide(self, state: EngineState, verdict: Verdict) -> tuple[Decision, EngineState]:
+    def decide(
+        self, state: EngineState, verdict: Verdict, snapshot: Snapshot
+    ) -> tuple[Decision, EngineState]:
         """The orders that follow from a verdict, joined over all rules; `state` is the one `evaluate`
-        returned.
+        returned for this snapshot, and the one returned here has learned what was decided of it.
 
         `max_norm` is the standing clip of the rule file: it holds on every step, and a non-finite total norm
         gets the coefficient 1 (`gradwatch.policies`).
