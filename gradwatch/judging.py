@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradwatch.course import CALM, Clock, Course, reshaped
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -53,6 +54,11 @@ class Surroundings(Protocol):
 
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
 
 
 class Judging:
@@ -267,7 +273,8 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
+        findings = self._around.causes(lane, snapshot, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, findings)
         for sink in self.sinks:
             sink.write(record)
         if decision.stop:

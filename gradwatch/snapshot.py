@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.finding import Finding
+
 FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
@@ -260,7 +262,8 @@ class Record:
     """One step as every sink sees it.
 
     `overhead_seconds` is what gradwatch itself cost since the last Record; `step_seconds` the time since the
-    last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch.
+    last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch. `findings` say what made
+    the gradients of an incident non-finite, where a rule had it looked for.
     """
 
     snapshot: Snapshot
@@ -269,6 +272,7 @@ class Record:
     overhead_seconds: float
     step_seconds: float | None
     wall_time: float
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

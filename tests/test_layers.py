@@ -14,13 +14,14 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "health", "codes"),
+    ("snapshot", "finding", "health", "codes"),
     ("detectors", "policies"),
     ("rules",),
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),
     ("hooks",),
-    ("course", "rank_rules"),
+    ("localise",),
+    ("course", "rank_rules", "causes"),
     ("judging",),
     ("watching",),
     ("attach",),
@@ -34,6 +35,8 @@ TORCH_FREE = [
     if name
     not in (
         "hooks",
+        "localise",
+        "causes",
         "course",
         "rank_rules",
         "judging",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -43,11 +44,13 @@ LOOKED_AT = 3  # first calls, in which a forward that writes into its own parame
 class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
-    `order` grows from call to call, over all models. `versions` are those of the tensors among the arguments;
-    `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call.
+    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
+    those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it can); `caller` is
+    the line that made the call.
     """
 
     order: int
+    step: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[int]
@@ -89,11 +92,13 @@ class Holding:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
         self.dropped = 0
+        self.steps = 0  # that optimizers have taken; whoever owns this sets it
         self.refused = ""
         self._failed = failed
         self._max_bytes = max_bytes
         self._generators = Held()
         self._buffers = Buffers(inner(model))
+        self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._open: Call | None = None
         self._seen = 0
         self._before_params: list[int] | None = None
@@ -110,10 +115,36 @@ class Holding:
         self.drop()
 
     def drop(self) -> None:
-        """The step has been taken: nothing that was held can be run again."""
+        """Let go of everything."""
         self.calls.clear()
         self.dropped = 0
         self._open = None
+
+    def taken(self, optimizer: Optimizer, before: int) -> None:
+        """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
+
+        What is left are calls of other models whose backward is still to come (a generator's, at the step of its
+        critic), unless they were made before the step numbered `before`.
+        """
+        if not self.calls:
+            return
+        if self._moves(optimizer):
+            self.drop()
+            return
+        kept = [call for call in self.calls if not call.gradients and call.step > before]
+        self.calls.clear()
+        self.calls.extend(kept)
+
+    def _moves(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._movers.get(optimizer)
+        if known is None or known[0] != count:
+            model = self.model()
+            own = set() if model is None else set(map(id, model.parameters()))
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            self._movers[optimizer] = known = (count, any(id(param) in own for param in params))
+        return known[1]
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def guarded(*args: Any) -> None:
@@ -131,6 +162,7 @@ class Holding:
         given = tensors(held)
         self._open = Call(
             next(_orders),
+            self.steps,
             *held,
             versions=[tensor._version for tensor in given],
             generators=self._generators.before(),

@@ -53,6 +53,11 @@ class Trace:
     gradient: Operand | None = None
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
+    @property
+    def blamed(self) -> bool:
+        """Whether some operation is at fault."""
+        return self.origin is not None or bool(self.culprits)
+
 
 def replay(
     held: Sequence[tuple[nn.Module, Call]],
