@@ -14,7 +14,7 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "finding", "health", "codes"),
+    ("snapshot", "finding", "remedies", "explanation", "health", "codes"),
     ("detectors", "policies"),
     ("rules",),
     ("rulefile", "engine", "testing"),

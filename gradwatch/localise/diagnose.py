@@ -22,7 +22,7 @@ NOT_AGAIN = (
 def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
     """The first cause among the calls of a step, in the order of the forward, then of the backward."""
     for number, trace in enumerate(traces):
-        if trace.origin is not None and (trace.has_nan or not trace.incoming):
+        if trace.origin is not None and (trace.has_nan or not trace.incoming or _same_line(trace)):
             return from_origin(trace.origin, trace, by, number)
     for number, trace in reversed(list(enumerate(traces))):
         if trace.culprits:
@@ -40,6 +40,12 @@ def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
         if trace.origin is not None:
             return from_origin(trace.origin, trace, by, number)
     return Finding("unknown", by, note=NOT_AGAIN)
+
+
+def _same_line(trace: Trace) -> bool:
+    """Whether an infinite output comes from the line whose backward is at fault, and not from a harmless one."""
+    origin, culprit = trace.origin, trace.culprits[0] if trace.culprits else None
+    return origin is not None and culprit is not None and origin.frames[:1] == culprit.frames[:1]
 
 
 def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:

@@ -20,6 +20,7 @@ from gradwatch.finding import Frame
 TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 MOST = 12  # frames kept
+LONGEST_SOURCE = 300  # characters of a line; generated code has long ones
 _LINE = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
 
 
@@ -81,4 +82,4 @@ def _chosen(lines: Iterator[tuple[str, int, str]]) -> tuple[Frame, ...]:
 
 
 def _frame(file: str, line: int, function: str) -> Frame:
-    return Frame(file, line, function, linecache.getline(file, line).strip())
+    return Frame(file, line, function, linecache.getline(file, line).strip()[:LONGEST_SOURCE])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _NODE = re.compile(r"^(?P<op>.*?)Backward\d*$")
-_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 # Kernels whose name no user ever writes.
 PUBLIC = {

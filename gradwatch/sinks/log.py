@@ -13,6 +13,8 @@ from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
+from gradwatch import explanation
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.sinks.printable import one_line, printable
 from gradwatch.snapshot import Event, Record, RunInfo
@@ -27,7 +29,7 @@ LONGEST_TEXT = 2000
 """Characters of a summary or description; a 100 kB parameter name may be part of it."""
 
 _LOGGED = ("firing", "resolved", "repeat")
-_PROSE = ("event", "summary", "description", "error")
+_PROSE = ("event", "summary", "description", "error", "cause", "source", "why", "mend", "note")
 _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
@@ -65,6 +67,7 @@ class LogSink:
         self._logger = make_logger(format, stream)
         self._clock = clock
         self._said: dict[str, _Said] = {}
+        self._caused: dict[str, float] = {}
         self._next_due = math.inf
         self._silent = False
 
@@ -74,12 +77,15 @@ class LogSink:
 
     def write(self, record: Record) -> None:
         """Log the transitions of this step, and sum up what was kept back a minute ago."""
-        if self._silent or (not record.verdict.events and self._clock() < self._next_due):
+        told = record.verdict.events or record.findings
+        if self._silent or (not told and self._clock() < self._next_due):
             return
         now = self._clock()
         for event in record.verdict.events:
             if event.kind in _LOGGED:
                 self._transition(event, now)
+        for finding in record.findings:
+            self._cause(finding, now)
         if now >= self._next_due:
             self._sum_up(now)
 
@@ -111,6 +117,12 @@ class LogSink:
         suppressed = said.suppressed if said is not None else 0
         self._said[event.rule] = _Said(now)
         self._log(event, suppressed)
+
+    def _cause(self, finding: Finding, now: float) -> None:
+        """One line a minute for the causes of one rule: the rest is in the journal."""
+        if now >= self._caused.get(finding.rule, -math.inf) + QUIET_SECONDS:
+            self._caused[finding.rule] = now
+            self._logger.warning("gradwatch cause", **dict(explanation.fields(finding)))
 
     def _sum_up(self, now: float) -> None:
         for rule, said in list(self._said.items()):
