@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
+from torch.nn.modules.batchnorm import _BatchNorm
+
+NORMS = (_BatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
+"""Layers whose running statistics are written in training and read in evaluation only: no forward hangs on them."""
 
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
@@ -19,6 +24,7 @@ class Buffers:
         self._places = [
             (f"{prefix}.{name}" if prefix else name, module, name)
             for prefix, module in model.named_modules()
+            if not isinstance(module, NORMS)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
