@@ -288,11 +288,11 @@ class Lane:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _take(self, grads: Sequence[Tensor | None], scale: Number) -> Reading:
-        """Read these gradients; on the host, look twice unless their total is as usual."""
+        """Read these gradients; on the host, look twice unless a glance finds them as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
         reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
-        if self.usual is None or not reading.near(self.usual):
+        if self.usual is None or not reading.as_usual(self.usual, grads):
             reading.look(grads)
         return reading
 
