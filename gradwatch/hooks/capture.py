@@ -63,6 +63,7 @@ class Capture:
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
+        self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.coverage = Coverage(self._slot_of)
         self.scan()
@@ -336,7 +337,8 @@ class Capture:
     def arm(self) -> None:
         """Have the end of the running backward heard, whether or not a mark speaks in it."""
         for lane in self.lanes:
-            lane.let_go()
+            if lane.begins():
+                self.cleared(lane)
         self._ends.arm()
 
     def _abandon(self) -> None:
@@ -383,7 +385,8 @@ class Capture:
         for lane in self.lanes:
             mine = counts[lane.slots]
             if mine.any():
-                lane.arrived(mine)
+                known = (lane.position[slot] for slot in reversed(touched) if slot in lane.position)
+                lane.arrived(mine, next(known, None))
 
     def drain(self) -> None:
         """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
@@ -411,5 +414,5 @@ class Capture:
         self.remark(lane)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass

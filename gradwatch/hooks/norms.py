@@ -173,7 +173,7 @@ class RowNorms:
         """
         if self._sheet is not None and not self._missed and self._sheet.least() > self._plan.faint:
             return any(value < floor[k] and grads[k] is not None for k, value in self._apart.items())
-        return any(grads[k] is not None for k in np.flatnonzero(self.squares() < floor))
+        return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
 
     def _added(self) -> Squares:
         plan, sheet = self._plan, self._sheet
