@@ -140,7 +140,7 @@ DEEDS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(DEEDS)
 def test_whatever_a_loop_does_arrivals_are_those_still_there(deeds: list[str]) -> None:
-    """In any order of backwards (after a clear or not), steps and failing steps: numbers in order, arrivals and norms right."""
+    """In any order of backwards, clears, steps and failing steps: numbers in order, arrivals and norms right."""
     model, optimizer = build(2)
     arrived, wants = 0, []
     with Recorder(model) as recorder:
