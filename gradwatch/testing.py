@@ -244,7 +244,7 @@ def check_policy(policy: Policy, seed: int = 0) -> None:
 
 
 def draw_norms(seed: int, steps: int = 3 * STEPS, faults: bool = True) -> list[Step]:
-    """T steps of `(norms[K], present[K])`: log-normal, with spikes, zeros, NaN, Inf and gaps unless `faults` is False."""
+    """T steps of `(norms[K], present[K])`: log-normal; with `faults` also spikes, zeros, NaN, Inf and gaps."""
     rng = np.random.default_rng(seed + 3)
     level = rng.normal(0.0, 1.0, SERIES)
     out = []
