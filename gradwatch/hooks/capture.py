@@ -22,7 +22,7 @@ from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.marks import Marks
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
-from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.shards import is_shard, offloaded
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
 
@@ -85,6 +85,7 @@ class Capture:
     def scan(self) -> None:
         """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
         models = self.models()
+        self._marks.spared = set(offloaded(models))
         for name, param in named_parameters(models):
             if not is_lazy(param):
                 self.slot(param, name)
@@ -168,6 +169,11 @@ class Capture:
     def marked(self) -> int:
         """How many parameters carry a mark at present."""
         return len(self._marks)
+
+    @property
+    def hears(self) -> bool:
+        """Whether any backward can be heard."""
+        return len(self._marks) > 0 or bool(self._marks.spared)
 
     def close(self) -> None:
         """Remove every mark and let go of every parameter."""
