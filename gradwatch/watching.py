@@ -113,7 +113,7 @@ class Watch:
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
-            if not self._capture.marked and not self._capture.lazy_names():
+            if not self._capture.hears and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
