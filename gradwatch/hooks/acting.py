@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.standing import carried_scale, factors_of
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
@@ -87,8 +87,8 @@ class Acting:
         total = lane.device_total() if skips or max_norm is not None or standing is not None else None
         if total is None or reading is None:
             return
-        scale = getattr(optimizer, "grad_scale", None)
-        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        scale = carried_scale(optimizer)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
         elif max_norm is not None:
