@@ -113,6 +113,12 @@ class Judging:
         if course is not None and course.local is not None:
             course.local.forget()
 
+    def cleared(self, lane: Lane) -> None:
+        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.cleared()
+
     def close(self) -> None:
         """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self._courses.values())]:

@@ -12,12 +12,14 @@ from gradwatch.detectors import State
 from gradwatch.engine.admission import admit
 from gradwatch.engine.clipping import needs_host
 from gradwatch.engine.judge import Step, exhausted, firing_now
+from gradwatch.engine.limiting import limits
 from gradwatch.engine.plan import Needs, Plan, RulePlan, make_plan
 from gradwatch.engine.quiet import Quiet
 from gradwatch.engine.series import labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.errors import GradwatchError
-from gradwatch.rules import Rule, RuleSet
+from gradwatch.limits import Limits
+from gradwatch.rules import ClipAt, Rule, RuleSet
 from gradwatch.snapshot import BoolArray, Decision, Order, RuleInfo, Sites, Snapshot, Verdict
 
 LR_JUMP = 3.0
@@ -167,6 +169,13 @@ class BoundEngine:
         return bool(step.acting) and any(
             one.skip is not None and one.rule.mode == "act" and one.rule.id in step.acting for one in rules
         )
+
+    def limits(self, state: EngineState, at: ClipAt | None = None) -> Limits:
+        """What the next backward's gradients may be, known before it starts: see `gradwatch.engine.limiting`.
+
+        `at` "backward" or "step" keeps only what is to be applied there; None = all.
+        """
+        return limits(self.plan, state, at)
 
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot

@@ -89,10 +89,14 @@ class RulePlan:
         """Whether there are steps on which it is not evaluated, by its `every` or for want of its column."""
         return self.rule.every != 1 or not self.series.always
 
+    def action(self, name: str) -> Action | None:
+        """The action of that name in its `do:`, if it has one."""
+        return next((action for action in self.rule.do if action.name == name), None)
+
     @property
     def skip(self) -> Action | None:
         """The `skip_step` of its `do:`, if it has one."""
-        return next((action for action in self.rule.do if action.name == "skip_step"), None)
+        return self.action("skip_step")
 
     @property
     def max_consecutive(self) -> int | None:
