@@ -279,7 +279,8 @@ class Judging:
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            if decision.elementwise and lane.step == window.step and not (decision.skip or rejected):
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
                 decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:

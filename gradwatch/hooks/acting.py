@@ -148,12 +148,12 @@ def _reshape(lane: Lane, decision: Decision) -> None:
         if (grad := grads[k]) is not None and not zero[k]:
             grad.copy_(made)
     clipped = [
-        (grad, torch.tensor(c, device="cpu"))
+        (grad, float(c))
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
         if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
-        # As 0-dim tensors, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
+        # One launch on a device; the products are those of clip_grad_norm_, which multiplies by a 0-dim tensor.
         torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
 
 
