@@ -113,6 +113,9 @@ class Clipping:
     ) -> Iterator[tuple[BoundPolicy, State, tuple[NDArray[np.float64], BoolArray]]]:
         with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
             norms = snapshot.norm.astype(np.float64) * snapshot.coef
+        for name in ("nonfinite", "norm_overflow"):
+            if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
+                norms[snapshot.columns[name].values > 0] = np.nan
         calls = snapshot.calls > 0
         for one, state in zip(self.policies, states, strict=True):
             yield one, state, one.measured(norms, calls)

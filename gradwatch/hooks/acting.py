@@ -147,14 +147,20 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k, made in ahead.items():
         if (grad := grads[k]) is not None and not zero[k]:
             grad.copy_(made)
+    factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
-        (grad, float(c))
+        (grad, factors[k])
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
         if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
-        # One launch on a device; the products are those of clip_grad_norm_, which multiplies by a 0-dim tensor.
-        torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
+        grads_, factors_ = map(list, zip(*clipped, strict=True))
+        if lane.on_cpu:
+            torch._foreach_mul_(
+                grads_, factors_
+            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+        else:
+            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
 
 
 def _zero_nonfinite(grad: Tensor) -> None:
