@@ -74,8 +74,14 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 
-def standing_of(clipping: Clipping, own: Sequence[str], names: Sequence[str]) -> StandingClips | None:
-    """What `clip:` asks of a lane with the parameters `own`, bound to all the sites `names`; None without any."""
+def standing_of(
+    clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
+) -> StandingClips | None:
+    """What `clip:` asks of a lane beside the total; None without any.
+
+    `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
+    sharded, and left alone by policies on whole rows.
+    """
     bounds = tuple(
         NormBound(one.policy.max_norm, tuple(tuple(members) for members in one.members()))
         for one in clipping.policies
@@ -83,9 +89,12 @@ def standing_of(clipping: Clipping, own: Sequence[str], names: Sequence[str]) ->
     )
     elementwise = None
     if clipping.elementwise:
-        place = {name: s for s, name in enumerate(names)}  # of the parameters of all ranks, where they differ
-        chosen = np.array([place[name] for name in own], np.intp)
-        elementwise = Elementwise([(policy, mask[chosen]) for policy, mask in clipping.elementwise], own)
+        whole = np.ones(len(own), np.bool_)
+        whole[list(torn)] = False
+        covered = [(policy, mask[list(own)]) for policy, mask in clipping.elementwise]
+        elementwise = Elementwise(
+            [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names
+        )
     return StandingClips(elementwise, bounds) if bounds or elementwise is not None else None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
-from gradwatch.engine import Engine, EngineState
+from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
@@ -24,8 +24,10 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
 
@@ -140,8 +142,18 @@ class Judging:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
         self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
-        lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
+
+    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, lane.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        if refused:
+            self._around.failed("action", AttachError(refused))
+        return standing_of(clipping, [place[name] for name in names], names, torn)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -267,8 +279,9 @@ class Judging:
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            if decision.elementwise and lane.step == window.step and not (decision.skip or rejected):
-                decision, left = self._measured_ahead(lane, decision, window, shared.own, total)
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
@@ -288,14 +301,16 @@ class Judging:
         return decision.at(shared.own)
 
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, window: Window, own: Any, total: float
+        self, lane: Lane, decision: Decision, own: Any, total: float
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; where they fail, the decision without them."""
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
             if standing is not None:
-                return decision, standing.measure(grads, lane.params, factors, arrived(window.left))
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                scale = arrived(kept(carried_scale(optimizer)))
+                return decision, standing.measure(grads, lane.params, factors, scale)
         except Exception as error:
             self._around.failed("action", error)
         return replace(decision, elementwise=False), {}

@@ -41,6 +41,7 @@ class Engine:
 
     def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
         self.ruleset = ruleset
+        self._clip_needs_host = needs_host(ruleset.clip)
         self.rank = rank
 
     @property
@@ -65,7 +66,7 @@ class Engine:
     def acts_on_host(self) -> bool:
         """Whether some rule or policy acts otherwise, so that norms must be on the host before the step."""
         rules = any(rule.acts and not _skips_on_device(rule) for rule in self._enabled())
-        return rules or needs_host(self.ruleset.clip)
+        return rules or self._clip_needs_host
 
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)

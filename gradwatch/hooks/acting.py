@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.standing import carried_scale, factors_of
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
@@ -87,8 +87,8 @@ class Acting:
         total = lane.device_total() if skips or max_norm is not None or standing is not None else None
         if total is None or reading is None:
             return
-        scale = getattr(optimizer, "grad_scale", None)
-        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        scale = carried_scale(optimizer)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
         elif max_norm is not None:
@@ -147,14 +147,20 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k, made in ahead.items():
         if (grad := grads[k]) is not None and not zero[k]:
             grad.copy_(made)
+    factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
-        (grad, torch.tensor(c, device="cpu"))
+        (grad, factors[k])
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
         if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
-        # As 0-dim tensors, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
-        torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
+        grads_, factors_ = map(list, zip(*clipped, strict=True))
+        if lane.on_cpu:
+            torch._foreach_mul_(
+                grads_, factors_
+            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+        else:
+            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
 
 
 def _zero_nonfinite(grad: Tensor) -> None:
