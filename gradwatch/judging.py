@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, reshaped
+from gradwatch.checkpoint import Vitals, joined
+from gradwatch.course import CALM, Clock, Course, Held, reshaped
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError
+from gradwatch.exit_status import end_with_status
+from gradwatch.failing import failed
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -25,10 +29,23 @@ from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.window import Window
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
+from gradwatch.snapshot import (
+    RANK_COLUMNS,
+    CheckpointHealth,
+    Decision,
+    Event,
+    Order,
+    Record,
+    Snapshot,
+    Verdict,
+)
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+SCALED = (
+    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
+    "would then stay too high for ever; the scaler skips such steps by itself"
+)
 NOT_ALONE = (
     "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
 )
@@ -44,6 +61,9 @@ class Surroundings(Protocol):
 
     def judged(self) -> None:
         """A step was judged without a fault."""
+
+    def escalated(self, event: Event) -> bool:
+        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
 
     def spent(self) -> float:
         """Seconds that watching has cost since the last Record."""
@@ -79,6 +99,10 @@ class Judging:
         """Keep a one-per-step value for the next step of every lane."""
         self._observed += 1
         self._scalars[name] = (self._observed, kept(value))
+
+    def checkpoint(self) -> CheckpointHealth:
+        """Whether a checkpoint saved now is one to go back to."""
+        return joined(course.vitals.now for course in self._courses.values())
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
@@ -131,7 +155,12 @@ class Judging:
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
+        vitals = Vitals(critical)
+        if before is not None:
+            self._release(before)
+            vitals.load(before.vitals.to_dict())
+        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         self._restore(lane)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
@@ -140,7 +169,11 @@ class Judging:
         for lane in lanes:
             course = self._courses.get(lane.index)
             if course is not None:
-                found[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+                found[str(lane.index)] = {
+                    "step": lane.step,
+                    "engine": course.state.to_dict(),
+                    "checkpoint": course.vitals.to_dict(),
+                }
         return found
 
     def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
@@ -155,6 +188,7 @@ class Judging:
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
+        course.vitals.load(saved.get("checkpoint"))
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -245,9 +279,11 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
+        self._release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
+        decision |= self._climbed(verdict)
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
@@ -255,6 +291,10 @@ class Judging:
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
+        if decision.zero is not None and snapshot.loss_scale is not None:
+            self._around.health.report("action", AttachError(SCALED))
+            decision = decision.without_zero()
+        plain = snapshot
         if decision.touches:
             snapshot = reshaped(snapshot, decision, shared.window.total_applied())
         if course.sampler.expects_move:
@@ -267,12 +307,40 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
+        health = course.vitals.after(plain, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        if window.at_hand and decision.acts:
+            course.held = Held(record, plain)  # `acted` publishes it
+        else:
+            self._publish(record)
+        return decision.at(shared.own)
+
+    def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
+        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
+        course = self._courses[lane.index]
+        held = course.held
+        if held is None:
+            return
+        if error is not None:
+            rules = tuple(one.rule for one in course.bound.plan.rules)
+            record = failed(held.record, held.plain, done, error, rules)
+            health = course.vitals.after(held.plain, record.verdict, done)
+            course.record = record = replace(record, checkpoint=health)
+            course.held = Held(record, held.plain)
+        self._release(course)
+
+    def _release(self, course: Course) -> None:
+        """Publish the Record that waits, if one does."""
+        held, course.held = course.held, None
+        if held is not None:
+            self._publish(held.record)
+
+    def _publish(self, record: Record) -> None:
         for sink in self.sinks:
             sink.write(record)
-        if decision.stop:
+        if record.decision.stop:
             self.flush_sinks()
-        return decision.at(shared.own)
+            end_with_status()
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
@@ -286,6 +354,16 @@ class Judging:
             return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
         self._around.judged()
         return verdict, decision
+
+    def _climbed(self, verdict: Verdict) -> Decision:
+        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
+        stops = [
+            event.rule
+            for event in verdict.events
+            if event.kind == "escalated" and event.actions and self._around.escalated(event)
+        ]
+        orders = frozenset(Order(rule, "stop") for rule in stops)
+        return Decision(stop=bool(stops), orders=orders)
 
     def flush_sinks(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""
