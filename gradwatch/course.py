@@ -64,7 +64,7 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float) -> Snapshot:
             return snapshot
         applied = snapshot.total_norm_applied * float(uniform)
         return replace(snapshot, coef=snapshot.coef * uniform, total_norm_applied=applied)
-    coef = np.minimum(decision.coef, np.float32(uniform))
+    coef = decision.coef if decision.max_norm is None else np.minimum(decision.coef, np.float32(uniform))
     if decision.zero is not None:
         coef = np.where(decision.zero, np.float32(1), coef)
     if (coef == 1).all():
