@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradwatch.checkpoint import Vitals, joined
 from gradwatch.course import CALM, Clock, Course, Held, reshaped
 from gradwatch.engine import Engine, EngineState
+from gradwatch.engine.actions import settled
 from gradwatch.errors import AttachError
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
@@ -283,7 +284,7 @@ class Judging:
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        decision |= self._climbed(verdict)
+        decision = settled(decision | self._climbed(verdict))
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()

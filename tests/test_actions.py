@@ -114,10 +114,15 @@ def test_factors_come_from_what_the_users_clip_left() -> None:
         left = training.norms()
         training.optimizer.step()
         assert training.norms() == left  # 0.01 in all is within 0.02 for each
+        assert kinds(kept)[-1][1] in ("firing", "repeat")
+        assert not kept.records[-1].decision.orders  # nothing was done, so nothing is said to have been
+        training.backward(all=100.0)
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+        left = training.norms()
+        training.optimizer.step()
         told = orders(kept.records[-1])["clip"]
-        assert told.coefficient == 1
-        assert told.before is not None
-        assert told.before <= 0.01
+        assert told.before == pytest.approx(max(left.values()), rel=1e-6)
+        assert max(training.norms().values()) == pytest.approx(0.02, rel=1e-3)
 
 
 def test_with_a_longer_for_the_clip_acts_once_firing() -> None:

@@ -234,6 +234,7 @@ rules:
   nan: {detect: {kind: nonfinite}, severity: critical, do: [skip_step: {max_consecutive: 2, then: continue}]}
   spike:
     detect: {kind: spike, above: 6, clear_below: 3}
+    exclude: ["0.*"]
     keep_firing_for: 3
     cooldown: 5
     do:
@@ -255,6 +256,8 @@ def script() -> list[dict[str, float]]:
         found[step] = NAN
     for step in (38, 39, 40):
         found[step] = {"all": 400.0}
+    for step in (47, 48, 49):
+        found[step] = {"0__weight": 3000.0}
     return found
 
 
@@ -298,6 +301,15 @@ def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut() -> None:
         "resolved",
         "repeat",
         "escalated",
+    }
+    acted = {(order.rule, order.action) for record in kept.records for order in record.decision.orders}
+    assert acted >= {
+        ("nan", "skip_step"),
+        ("spike", "clip"),
+        ("spike", "skip_step"),
+        ("rail", "clip"),
+        ("slow", "rescale"),
+        ("shadow", "stop"),
     }
     generator = random.Random(28)
     for cut in [generator.randrange(LENGTH) for _ in range(CUTS)]:

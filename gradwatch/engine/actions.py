@@ -57,8 +57,15 @@ def standing(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision
     return decision.withheld() if one.rule.mode == "shadow" else decision
 
 
+OVERRIDDEN = frozenset({"clip", "rescale", "zero_nonfinite"})
+"""Actions on gradients that a skipped or stopped step never uses: stop over skip over these."""
+
+
 def settled(decision: Decision) -> Decision:
-    """The decision with 1 where nobody ordered a factor, and without factors where all are 1."""
+    """The decision as it will be carried out: 1 where nobody ordered a factor, no word of what is overridden."""
+    if decision.skip or decision.stop:
+        kept = (order for order in decision.orders if order.shadow or order.action not in OVERRIDDEN)
+        decision = replace(decision, orders=frozenset(kept))
     if decision.coef is None:
         return decision
     coef = np.where(np.isfinite(decision.coef), decision.coef, np.float32(1)).astype(np.float32)
@@ -112,6 +119,8 @@ def _bound_total(one: RulePlan, target: float, snapshot: Snapshot) -> Decision:
         return Decision()  # warming up
     before = snapshot.total_norm_applied
     coefficient = float(clip_coefficient(before, target))
+    if coefficient == 1:
+        return Decision()  # the user's own clip has done it, or the norm is not finite
     told = Order(
         one.rule.id,
         "clip",
@@ -182,8 +191,8 @@ def _owned(one: RulePlan, coef_K: Array32, here: BoolArray, snapshot: Snapshot) 
 
 
 def _multiplied(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
-    """A Decision to multiply, told by the site that changes most; nothing where no gradient is concerned."""
-    ordered = np.flatnonzero(np.isfinite(coef_S))
+    """A Decision to multiply, told by the site that changes most; none where nothing changes."""
+    ordered = np.flatnonzero(np.isfinite(coef_S) & (coef_S != 1))
     if not len(ordered):
         return Decision()
     k = int(ordered[np.argmax(np.abs(np.log(np.maximum(coef_S[ordered], 1e-45))))])

@@ -59,6 +59,8 @@ def due_actions(one: RulePlan, acted: int, rungs_reached: tuple[str, ...]) -> tu
         return ()
     names = dict.fromkeys(action.name for action in one.rule.do if action.name != "escalate")
     names |= dict.fromkeys(rungs_reached)
+    if not {"skip_step", "stop"}.isdisjoint(names):
+        names = {name: None for name in names if name not in ("clip", "zero_nonfinite")}  # overridden
     return (*names, "stop") if exhausted(one, acted) and "stop" not in names else tuple(names)
 
 
