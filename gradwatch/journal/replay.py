@@ -109,5 +109,6 @@ def _recorded(
     )
     verdict = Verdict(firing=norms.firing if norms else {}, events=told.events if told else ())
     spent = row.overhead_seconds, row.step_seconds, row.wall_time
-    record = Record(snapshot, verdict, row.decision, *spent, told.findings if told else ())
+    findings = told.findings if told else ()
+    record = Record(snapshot, verdict, row.decision, *spent, findings=findings)
     return RecordedStep(record, row.groups, norms)
