@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -43,6 +45,10 @@ class Causes:
     def add(self, models: Iterable[nn.Module]) -> None:
         """Hold the steps of further models too."""
         self._localiser.add(models)
+
+    def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
+        """While this is entered, the step to localise is what `run` computes."""
+        return self._localiser.closure(run)
 
     def forget(self) -> None:
         """What has been held belongs to no step: an evaluation of a closure that another one follows."""

@@ -130,14 +130,14 @@ def test_unmodified_script(tmp_path: Path) -> None:
     assert f"{script}:{line}" in told
     assert "the backward of sqrt in Net" in told
     assert "Put the epsilon inside" in told
-    (run,) = (tmp_path / "gradwatch-runs").iterdir()
-    (journal,) = read_journal(run)
+    (head,) = (tmp_path / "gradwatch-runs").rglob("*.gwj")
+    (journal,) = read_journal(head)
     (finding,) = journal.findings()
     assert (finding.step, finding.op, finding.where) == (40, "sqrt", f"{script}:{line}")
     assert finding.frame is not None
     assert finding.frame.source == "h = h + torch.sqrt((h - h).square())  # here"
     (told_again,) = [one for step in journal.records() for one in step.record.findings]
-    assert told_again == finding
+    assert told_again.to_dict() == finding.to_dict()
 
 
 def test_the_watch_tells_the_cause_and_trains_on() -> None:
