@@ -228,7 +228,9 @@ class Boundary:
                 self._inside[known.index] += 1  # the outer call has judged these gradients, or will
                 return
         elif known is not None and self._acting.emptied(known.index):
-            self._acting.give_back(known.index)  # the step that was skipped raised all the same
+            self._acting.give_back(
+                known.index, finished=False
+            )  # the step that was skipped raised all the same
         self._capture.drain()
         if known is not None and not known.on_cpu and capturing():
             known.discard()
@@ -258,7 +260,7 @@ class Boundary:
         if self._inside.get(lane.index) and not outer:
             lane.tainted = True  # the step before this one raised: this window holds two
         self._inside[lane.index] = outer + 1
-        self._acting.give_back(lane.index, into_params=False)
+        self._acting.give_back(lane.index, finished=False)
         self._acting.open_gate(lane.index)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))
         waiting = self._deferred.setdefault(lane.index, Deferred())
@@ -347,7 +349,7 @@ class Boundary:
         lane = self._lane(optimizer)
         self._judge.enter(lane)
         self._inside.pop(lane.index, None)
-        self._acting.give_back(lane.index, into_params=False)
+        self._acting.give_back(lane.index, finished=False)
         window = self._settle(optimizer, lane, 1.0)
         waiting = self._deferred.setdefault(lane.index, Deferred())
         measured = self._judge.measure(lane, window)
