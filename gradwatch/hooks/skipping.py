@@ -104,8 +104,9 @@ class Withheld:
         self._handles.append(self.optimizer.register_step_pre_hook(last))
         after = self.optimizer.register_step_post_hook(first)
         self._handles.append(after)
+        hooks: Any = self.optimizer._optimizer_step_post_hooks
         with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary gives back
-            self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+            hooks.move_to_end(after.id, last=False)
 
     def withhold(self) -> None:
         """Begin, once: the hooks of a subclass that calls `super().step()` run twice."""
