@@ -24,6 +24,7 @@ from gradwatch.hooks.dense import local
 from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
+from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, signature, versions_of
 from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
 from gradwatch.snapshot import Sites
@@ -62,6 +63,7 @@ class Lane:
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.standing: StandingClips | None = None
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
@@ -257,6 +259,11 @@ class Lane:
         None where they were not read on a device.
         """
         return self._after.device_total() if isinstance(self._after, DeviceReading) else None
+
+    @property
+    def on_device(self) -> DeviceReading | None:
+        """The norms of the gradients as they stand at the boundary, where they were read on a device."""
+        return self._after if isinstance(self._after, DeviceReading) else None
 
     def clip_on_device(self, total: Tensor, max_norm: float) -> None:
         """Clip every gradient by the 0-dim `total`, without the host knowing it."""
