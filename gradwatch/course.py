@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
+from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.hooks.standing import NormBound, StandingClips, factors_of
@@ -43,6 +45,8 @@ class Course:
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
+    limiter: Limiter | None = None
+    own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 
 def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping[int, float]) -> Snapshot:
@@ -76,6 +80,8 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
 
 def standing_of(clipping: Clipping, own: Sequence[str], names: Sequence[str]) -> StandingClips | None:
     """What `clip:` asks of a lane with the parameters `own`, bound to all the sites `names`; None without any."""
+    if clipping.at == "backward":
+        return None
     bounds = tuple(
         NormBound(one.policy.max_norm, tuple(tuple(members) for members in one.members()))
         for one in clipping.policies

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.backward_rules import limiter_of, own_sites
 from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
 from gradwatch.engine import Engine, EngineState
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
-from gradwatch.hooks import sampling
+from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
@@ -71,7 +73,10 @@ class Judging:
         self._observed = 0
         self._early: LocalNorms | None = None
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
-        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None
+        self._in_backward = bool(asks_backward(engine.ruleset))
+        # Bounds for the next backward are made of this step.
+        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None and not self._in_backward
+        self._hears_scale: list[Callable[[], None]] = []
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -94,12 +99,23 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
+        if self._in_backward:
+            self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
             self._early = LocalNorms(wanted, self._around.failed)
 
+    def _scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.scaled(scale)
+
     def backward_ended(self) -> None:
-        """What tensor hooks heard of a backward counts."""
+        """What tensor hooks heard of a backward, or did in it, counts."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.backward_ended()
         if self._early is not None:
             for local in [self._early, *(course.local for course in self._courses.values())]:
                 if local is not None:
@@ -110,12 +126,19 @@ class Judging:
         course = self._courses.get(lane.index)
         if course is not None and course.local is not None:
             course.local.forget()
+        if course is not None and course.limiter is not None:
+            course.limiter.forget()
 
     def close(self) -> None:
         """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.close()
+        while self._hears_scale:
+            self._hears_scale.pop()()
 
     # -- states ------------------------------------------------------------------------------------------
 
@@ -133,9 +156,18 @@ class Judging:
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        if self._in_backward:
+            ruleset, around = self._engine.ruleset, self._around
+            acted = None if before is None else before.limiter
+            if acted is None or not acted.off:
+                course.limiter = limiter_of(
+                    ruleset, bound, lane, taps, around.failed, around.health.report, acted
+                )
+            course.own = own_sites(bound, lane)
         lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
         self._restore(lane)
+        self._publish(course)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -158,6 +190,7 @@ class Judging:
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
+        self._publish(course)
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -166,6 +199,8 @@ class Judging:
     def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
         course = self._courses[lane.index]
+        if course.limiter is not None:
+            course.limiter.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -225,7 +260,9 @@ class Judging:
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
         try:
-            return self._decided(lane, course, window, extras, scalars, at)
+            decision = self._decided(lane, course, window, extras, scalars, at)
+            self._publish(course)
+            return decision
         except Exception as error:
             totals = self._ranks.totals(lane, window)
             if totals is None:
@@ -233,6 +270,12 @@ class Judging:
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
             return course.bound.fallback(totals.raw)
+
+    def _publish(self, course: Course) -> None:
+        """What the next backward has to keep to, as far as hooks can see to it."""
+        if course.limiter is not None and course.own is not None:
+            own = course.own
+            course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
 
     def _decided(
         self,

@@ -19,7 +19,7 @@ ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
 
 NOT_BUILT: frozenset[str] = frozenset(
-    {"clip", "rescale", "zero_nonfinite", "localise", "snapshot", "escalate", "drop_micro"}
+    {"rescale", "zero_nonfinite", "localise", "snapshot", "escalate", "drop_micro"}
 )
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 

@@ -14,13 +14,13 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "health", "codes"),
+    ("snapshot", "health", "codes", "bounds"),
     ("detectors", "policies", "limits"),
     ("rules",),
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),
     ("hooks",),
-    ("course", "rank_rules"),
+    ("course", "rank_rules", "backward_rules"),
     ("judging",),
     ("watching",),
     ("attach",),
@@ -36,6 +36,7 @@ TORCH_FREE = [
         "hooks",
         "course",
         "rank_rules",
+        "backward_rules",
         "judging",
         "watching",
         "attach",

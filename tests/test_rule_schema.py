@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 
 from gradwatch.detectors import DETECTORS
 from gradwatch.errors import RuleFileError
-from gradwatch.rulefile import json_schema, pack_directory, parse_rules
 from gradwatch.policies import POLICIES
+from gradwatch.rulefile import json_schema, pack_directory, parse_rules
 from gradwatch.rulefile.schema import ACTIONS
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}
