@@ -65,12 +65,10 @@ def factor_of(bounds: tuple[OneBound, ...], norm: float) -> float:
     return min(factors) if factors else 1.0
 
 
-def by_site(bounds: tuple[Bound, ...], count: int) -> list[tuple[OneBound, ...]]:
-    """Bounds over `count` sites as what each site has to keep to."""
-    found: list[tuple[OneBound, ...]] = [()] * count
-    for low, high, target, eps, enlarges in bounds:
-        speaks = np.flatnonzero((high < np.inf) | (low > 0))
-        for k in speaks.tolist():
-            one = OneBound(float(low[k]), float(high[k]), float(target[k]), eps, enlarges)
-            found[k] = (*found[k], one)
-    return found
+def at_site(bounds: tuple[Bound, ...], k: int) -> tuple[OneBound, ...]:
+    """What site k has to keep to, in plain numbers."""
+    return tuple(
+        OneBound(float(low[k]), float(high[k]), float(target[k]), eps, enlarges)
+        for low, high, target, eps, enlarges in bounds
+        if high[k] < np.inf or low[k] > 0
+    )

@@ -165,6 +165,7 @@ class Judging:
                     ruleset, bound, lane, taps, around.failed, around.health.report, acted
                 )
             course.own = own_sites(bound, lane)
+            lane.heard = None if course.limiter is None else course.limiter.heard
         lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
         self._restore(lane)
         self._publish(course)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.bounds import Bound, OneBound, by_site, factor_of
+from gradwatch.bounds import Bound, OneBound, at_site, factor_of
 from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.device import Arriving, DeviceReading, capturing, widest
@@ -34,7 +34,7 @@ from gradwatch.hooks.elementwise import Elementwise, shaped
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.norms import ROW
+from gradwatch.hooks.norms import ROW, SMALL, UNDERFLOW
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.hooks.window import Window
 
@@ -75,12 +75,12 @@ class Limiter:
         if before is not None:
             self._turn.take_over(before._turn, lane.param_ids)
             before.close()
-        self._hooks: list[tuple[Tensor, int, RemovableHandle]] = []
+        self._hooks: list[tuple[Tensor, int, int, RemovableHandle]] = []
         shapes = () if elementwise is None else elementwise.at
         for k, tap in enumerate(taps):
             if tap is not None and (covered[k] or k in shapes):
                 handle = tap.register_hook(_hook(k, tap, self._turn, failed))
-                self._hooks.append((tap, contents(tap), handle))
+                self._hooks.append((tap, k, contents(tap), handle))
 
     @property
     def off(self) -> str:
@@ -108,13 +108,31 @@ class Limiter:
         if self._turn.off:
             self.close()
 
+    def heard(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
+        """Norms that need not be read again: the hook saw them, returned nothing, and `grads[K]` are what it saw.
+
+        Loss scale included. Only of the first backward since a step, and of parameters on which nobody else has a
+        tensor hook; where a hook of the user's has changed a gradient since, its version tells.
+        """
+        found = self._turn.heard()
+        for tap, k in self._alone() if found else ():
+            grad = grads[k]
+            if k in found and (grad is None or grad._version not in (0, self._turn.versions[k])):
+                del found[k]
+            elif len(tap._backward_hooks or ()) != 1:
+                found.pop(k, None)
+        return found
+
+    def _alone(self) -> list[tuple[Tensor, int]]:
+        return [(tap, k) for tap, k, _, _ in self._hooks]
+
     def forget(self) -> None:
         """What was done since the last step belongs to none."""
         self._turn.collect()
 
     def close(self) -> None:
         """Remove the hooks."""
-        for tap, stood_for, handle in self._hooks:
+        for tap, _, stood_for, handle in self._hooks:
             handle.remove()
             if contents(tap) != stood_for:
                 revive(tap, "_backward_hooks", handle.id)
@@ -127,38 +145,46 @@ class Turn:
     def __init__(
         self, lane: Lane, elementwise: Elementwise | None, local: bool, refused: Callable[[str], None]
     ) -> None:
-        self.task = graph_task.IDLE
-        self.low = [-math.inf] * len(lane)  # a norm within needs no second thought
+        # Lists, so that a hook can look without an attribute walk.
+        self.task = [graph_task.IDLE]
+        self.low = [-math.inf] * len(lane)  # a norm within, loss scale included, needs no second thought
         self.high = [math.inf] * len(lane)
-        self.left = 1.0  # 1 / loss scale, on the host
+        self.seen = [math.nan] * len(lane)  # norms that were within, of the running window
+        self.versions = [0] * len(lane)
+        self.scale = 1.0  # of the loss, on the host
+        self.on_cpu = lane.on_cpu
         self.off = ""
         self._lane = weakref.ref(lane)
         self._param_ids = lane.param_ids
+        # Small gradients are read together for less than it takes to hand over what was heard of each.
+        floor = np.where(lane.sites.numels > SMALL, np.sqrt(lane.sites.numels * UNDERFLOW), np.inf)
+        self._floor = floor.tolist()  # sync: numpy
         self._elementwise = elementwise
         self._local = local
         self._refused = refused
-        self._bounds: list[tuple[OneBound, ...]] = [()] * len(lane)
+        self._bounds: tuple[Bound, ...] = ()
         self._scale: Tensor | None = None
         self._running: dict[int, Acted] = {}
         self._acted: dict[int, Acted] = {}
         self._ended = 0  # backwards since the last step
         self._within = False  # a nested backward has begun in this one
-        self._silence()
+        self._tighten()
 
     # -- the one writer ----------------------------------------------------------------------------------
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
-        if self.off:
-            return
-        self._bounds = by_site(bounds, len(self._bounds))
-        for k, own in enumerate(self._bounds):
-            self.low[k] = max((one.low for one in own), default=-math.inf)
-            self.high[k] = min((one.high for one in own), default=math.inf)
-        self._silence()
+        if not self.off:
+            self._bounds = bounds
+            self._tighten()
 
-    def _silence(self) -> None:
-        """Elementwise policies want to see every gradient."""
-        for k in () if self._elementwise is None or self.off else self._elementwise.at:
+    def _tighten(self) -> None:
+        """What the hooks look at: the narrowest interval at each parameter."""
+        if self._bounds:
+            with np.errstate(invalid="ignore", over="ignore"):
+                self.low[:] = np.maximum.reduce([one.low * self.scale for one in self._bounds]).tolist()
+                self.high[:] = np.minimum.reduce([one.high * self.scale for one in self._bounds]).tolist()
+        # Elementwise policies want to see every gradient.
+        for k in () if self._elementwise is None else self._elementwise.at:
             self.low[k], self.high[k] = math.inf, -math.inf
 
     def scaled(self, scale: Tensor) -> None:
@@ -172,9 +198,8 @@ class Turn:
         if self.off:
             return
         self.off = WHY.format(reason=reason)
-        count = len(self._bounds)
-        self._bounds, self._elementwise = [()] * count, None
-        self.low[:], self.high[:] = [-math.inf] * count, [math.inf] * count
+        self._bounds, self._elementwise = (), None
+        self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
         self._refused(self.off)
 
     def take_over(self, before: Turn, param_ids: list[int]) -> None:
@@ -188,7 +213,7 @@ class Turn:
 
     def begin(self) -> None:
         """The first hook of a graph task speaks."""
-        self.task = graph_task.current()
+        self.task[0] = graph_task.current()
         if graph_task.nested():  # reentrant checkpointing: a part of the backward around it
             self._within = True
             return
@@ -199,7 +224,10 @@ class Turn:
         if not self._local:
             self._look_around()
         if self._scale is not None and self._scale.device.type == "cpu":
-            self.left = 1.0 / (float(self._scale) or math.nan)  # sync: CPU tensor
+            scale = float(self._scale)  # sync: CPU tensor
+            if scale != self.scale:
+                self.scale = scale
+                self._tighten()
 
     def _look_around(self) -> None:
         """Switch off where a bound would mean something else."""
@@ -216,16 +244,24 @@ class Turn:
             return
         self._ended += 1
         self._within = False
-        self.task = graph_task.IDLE
+        self.task[0] = graph_task.IDLE
         for k, norm in self._running.items():
             self._acted[k] = _larger(self._acted.get(k), norm)
         self._running.clear()
+
+    def heard(self) -> dict[int, float]:
+        """Norms of this window's only backward so far, of gradients that were left alone; safe from underflow."""
+        if self._ended != 1:
+            return {}
+        floor, acted = self._floor, self._acted
+        return {k: norm for k, norm in enumerate(self.seen) if norm > floor[k] and k not in acted}
 
     def collect(self) -> dict[int, Acted]:
         """What was done since the last step, by position; starts the next window."""
         if graph_task.current() == graph_task.NONE and self._running:
             self.ended()  # nobody heard its end
         acted, self._acted, self._ended = self._acted, {}, 0
+        self.seen[:] = [math.nan] * len(self.seen)
         if self._scale is not None:
             acted = {
                 k: norm / self._scale.to(norm.device, non_blocking=True) if isinstance(norm, Tensor) else norm
@@ -238,18 +274,19 @@ class Turn:
         norm = exact_norm(grad)[0]
         if not math.isfinite(norm):
             return None  # one bad element must not spread; the verdict at the boundary deals with it
-        factor = factor_of(self._bounds[k], norm * self.left)
-        made = self._shaped(k, grad, factor, 1.0 / self.left)
+        unscaled = norm / (self.scale or math.nan)
+        factor = factor_of(at_site(self._bounds, k), unscaled)
+        made = self._shaped(k, grad, factor, self.scale)
         if made is None and factor == 1.0:
             return None
         if not self._accumulates(k):
             return None
-        self._running[k] = norm * self.left
+        self._running[k] = unscaled
         return grad * factor if made is None else made
 
     def on_device(self, k: int, grad: Tensor) -> Tensor | None:
         """As `on_host`, with a factor that never leaves the device; always multiplied where there is a bound."""
-        bounds = self._bounds[k]
+        bounds = at_site(self._bounds, k)
         shapes = self._elementwise is not None and k in self._elementwise.at
         if (not bounds and not shapes) or capturing() or not self._accumulates(k):
             return None
@@ -287,25 +324,27 @@ class Turn:
 def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
     """The hook of one parameter."""
     tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what it does would break its graph
-    current, glance = torch._C._current_graph_task_id, _glance(tap)
+    current, vector_norm, strided = torch._C._current_graph_task_id, torch.linalg.vector_norm, torch.strided
+    task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
+    seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
+    # The quickest norm tells whether a closer look is due, where float32 adds it up well enough.
+    quick = tap.dtype is torch.float32 and tap.numel() < 2 * ROW
 
     def limit(grad: Tensor | None) -> Tensor | None:
         if grad is None or tracing():  # a custom Function may return None for it
             return None
         try:
-            if turn.task != current():
+            if task[0] != current():
                 turn.begin()
-            if not grad.is_cpu:
-                made = turn.on_device(k, grad)
-            elif turn.low[k] <= glance(grad) * turn.left <= turn.high[k]:
+            if not on_cpu or not grad.is_cpu:
+                return checked(grad, turn.on_device(k, grad))
+            plain = quick and grad.layout is strided
+            norm = vector_norm(grad).item() if plain else exact_norm(grad)[0]  # sync: CPU tensor
+            if low[k] <= norm <= high[k]:
+                if large:
+                    seen[k], versions[k] = norm, grad._version
                 return None
-            else:
-                made = turn.on_host(k, grad)
-            if made is None or (made.shape, made.dtype, made.layout) == (grad.shape, grad.dtype, grad.layout):
-                return made
-            raise TypeError(
-                f"a gradient of {grad.shape}, {grad.dtype} would have become {made.shape}, {made.dtype}"
-            )
+            return checked(grad, turn.on_host(k, grad))
         except Exception as error:
             failed("action", error)
             return None
@@ -315,19 +354,11 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
     return hook
 
 
-def _glance(tap: Tensor) -> Callable[[Tensor], float]:
-    """The quickest norm that float32 adds up well enough to tell whether a closer look is due."""
-    if tap.dtype is not torch.float32 or tap.numel() >= 2 * ROW:
-        return lambda grad: exact_norm(grad)[0]
-    vector_norm = torch.linalg.vector_norm
-
-    def glance(grad: Tensor) -> float:
-        try:
-            return float(vector_norm(grad.detach() if grad.requires_grad else grad))  # sync: CPU tensor
-        except (RuntimeError, NotImplementedError):  # sparse
-            return exact_norm(grad)[0]
-
-    return glance
+def checked(grad: Tensor, made: Tensor | None) -> Tensor | None:
+    """What a hook may return: nothing, or a gradient of the same kind. Raises `TypeError` for anything else."""
+    if made is None or (made.shape, made.dtype, made.layout) == (grad.shape, grad.dtype, grad.layout):
+        return made
+    raise TypeError(f"a gradient {grad.shape} {grad.dtype} would have become {made.shape} {made.dtype}")
 
 
 def factor_on_device(bounds: tuple[OneBound, ...], norm: Tensor) -> Tensor:
