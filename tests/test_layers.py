@@ -14,7 +14,7 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "health", "codes", "exit_status", "bounds"),
+    ("snapshot", "finding", "remedies", "explanation", "health", "codes", "exit_status", "bounds"),
     ("checkpoint",),
     ("detectors", "policies", "limits"),
     ("rules",),
@@ -22,7 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("settings", "journal", "sinks"),
     ("audit",),
     ("hooks",),
-    ("course", "rank_rules", "backward_rules"),
+    ("localise",),
+    ("course", "rank_rules", "backward_rules", "causes"),
     ("judging",),
     ("watching",),
     ("attach",),
@@ -36,6 +37,8 @@ TORCH_FREE = [
     if name
     not in (
         "hooks",
+        "localise",
+        "causes",
         "course",
         "rank_rules",
         "backward_rules",

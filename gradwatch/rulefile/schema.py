@@ -178,8 +178,16 @@ class Rescale(Model):
 class Localise(Model):
     """Find the operation that made the first NaN or Inf."""
 
-    by: Literal["replay", "record"] = Field("replay", description="Replay the step, or record the next ones.")
-    else_record_steps: Steps = Field(2, description="Steps to record where a replay is impossible.")
+    by: Literal["replay", "record", "detect_anomaly"] = Field(
+        "replay",
+        description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
+    )
+    else_record_steps: Steps = Field(
+        2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
+    )
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Held per model for a replay, beyond the batch at hand."
+    )
 
 
 class SnapshotTo(Model):
