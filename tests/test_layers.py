@@ -19,6 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rules",),
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),
+    ("stack",),
+    ("serve",),
     ("hooks",),
     ("course", "rank_rules"),
     ("judging",),

@@ -43,7 +43,13 @@ class Engine:
     def rule_infos(self) -> tuple[RuleInfo, ...]:
         """What sinks may know of the enabled rules, by id."""
         return tuple(
-            RuleInfo(rule.id, rule.kind, rule.severity, tuple(action.name for action in rule.do))
+            RuleInfo(
+                rule.id,
+                rule.kind,
+                rule.severity,
+                tuple(action.name for action in rule.do),
+                getattr(rule.detect, "of", ""),
+            )
             for rule in self._enabled()
         )
 
