@@ -313,6 +313,10 @@ class PrometheusOptions(Model):
     top_k: Count = unset("How many, for params: worst.")
     max_series: Count = unset("At most so many parameter series.")
     match: Globs = unset("Globs on parameter names, for params: match.")
+    file_sd: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+        "Folder of Prometheus' file_sd_configs: every process puts itself on the list of targets."
+    )
+    stall_seconds: Positive = unset("The least time without a step after which the run counts as stalled.")
 
 
 class JournalOptions(Model):

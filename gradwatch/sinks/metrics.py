@@ -191,7 +191,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_stall_threshold_seconds",
         "gauge",
-        "Time without a step after which the run counts as stalled: 20 average steps, at least 300.",
+        "Time without a step after which the run counts as stalled: 20 average steps, at least stall_seconds.",
         "Record.step_seconds",
     ),
     Metric(

@@ -114,7 +114,7 @@ def run_alerts(pace: Pace) -> tuple[Alert, ...]:
             "A training process no longer answers.",
             "Rank {{ $labels.rank }} of run {{ $labels.run_id }} did not end in order (a clean exit takes it off "
             "the list of targets): it was killed, its machine is gone, or it is cut off.",
-            for_=pace.patience,
+            for_=pace.absence,
         ),
         Alert(
             "GradwatchClippingPersistent",

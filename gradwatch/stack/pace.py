@@ -31,6 +31,14 @@ class Pace:
         """How long something that a single failed scrape can cause must last before it alerts."""
         return duration(3 * self.scrape_seconds)
 
+    @property
+    def absence(self) -> str:
+        """How long a target must be silent to count as dead: it may just have left in order.
+
+        Discovery hears of a clean exit after a refresh at most, and Prometheus passes such news on every 5 s.
+        """
+        return duration(2 * self.scrape_seconds + 10)
+
 
 def duration(seconds: int) -> str:
     """`90` as `1m30s`, the way Prometheus prints a duration."""
