@@ -55,6 +55,21 @@ METRICS: tuple[Metric, ...] = (
         per_optimizer=False,
     ),
     Metric(
+        "gradwatch_run_end_timestamp_seconds",
+        "gauge",
+        "Unix time at which the process ended, or was last heard of; absent while it runs.",
+        "RunEnd.time",
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_run_outcome",
+        "gauge",
+        "How the process ended: finished, stopped (by a rule) or died; the value is always 1.",
+        "RunEnd.outcome",
+        ("outcome",),
+        per_optimizer=False,
+    ),
+    Metric(
         "gradwatch_steps_total",
         "counter",
         "Optimizer steps observed, skipped ones included.",
