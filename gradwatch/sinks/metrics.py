@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -267,11 +268,46 @@ METRICS: tuple[Metric, ...] = (
 
 BY_NAME = {metric.name: metric for metric in METRICS}
 
+SERVE_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "gradwatch_serve_processes",
+        "gauge",
+        "Training processes found in the run folders, by what has become of them.",
+        "Fleet.members",
+        ("state",),
+    ),
+    Metric(
+        "gradwatch_serve_targets",
+        "gauge",
+        "Processes that Prometheus is told to scrape.",
+        "Fleet.targets",
+    ),
+    Metric(
+        "gradwatch_serve_last_scan_timestamp_seconds",
+        "gauge",
+        "Unix time of the last look at the run folders.",
+        "Fleet.scanned_at",
+    ),
+    Metric(
+        "gradwatch_serve_scan_duration_seconds",
+        "gauge",
+        "Time the last look at the run folders took.",
+        "Fleet.scan_seconds",
+    ),
+    Metric(
+        "gradwatch_serve_errors_total",
+        "counter",
+        "Run folders that could not be read, and faults of the server itself.",
+        "Fleet.errors",
+    ),
+)
+"""What `gradwatch serve` says of itself, beside the last counters of runs that have ended."""
 
-def documentation() -> str:
-    """The catalogue as a Markdown table, for the manual."""
+
+def documentation(metrics: Iterable[Metric] = METRICS) -> str:
+    """A catalogue as a Markdown table, for the manual."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for metric in METRICS:
+    for metric in metrics:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
         rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(rows) + "\n"

@@ -18,6 +18,17 @@ def start_ticks(pid: int) -> int:
         return 0
 
 
+def started_at(pid: int) -> float:
+    """When a process started, in Unix seconds; 0 where that cannot be known."""
+    ticks = start_ticks(pid)
+    try:
+        with open("/proc/stat", "rb") as file:
+            boot = next(int(line.split()[1]) for line in file if line.startswith(b"btime"))
+    except (OSError, ValueError, StopIteration):
+        return 0.0
+    return boot + ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
+
 def is_running(pid: int, started: int = 0) -> bool:
     """Whether process `pid` of this machine exists and, where `started` is known, is the one that was meant."""
     if pid <= 0:

@@ -186,8 +186,10 @@ def health_alerts(pace: Pace) -> tuple[Alert, ...]:
         Alert(
             "GradwatchServeDown",
             "warning",
-            f'up{{job="{SERVE_JOB}"}} == 0',
-            "gradwatch serve does not answer.",
+            # Up, but stuck on a file system that hangs: as good as away.
+            f'up{{job="{SERVE_JOB}"}} == 0\n'
+            f'or time() - gradwatch_serve_last_scan_timestamp_seconds{{job="{SERVE_JOB}"}} > 300\n',
+            "gradwatch serve does not answer, or has stopped looking.",
             "New runs are not found, and the last counters of runs that end are not taken, while "
             "{{ $labels.instance }} is away.",
             for_=pace.patience,

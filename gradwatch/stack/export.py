@@ -11,7 +11,7 @@ from pathlib import Path
 import gradwatch
 from gradwatch.errors import GradwatchError
 from gradwatch.rules import RuleSet
-from gradwatch.sinks.metrics import documentation
+from gradwatch.sinks.metrics import SERVE_METRICS, documentation
 from gradwatch.stack.configs import (
     Links,
     Places,
@@ -51,7 +51,10 @@ def made(options: Options) -> Mapping[str, Callable[[], str]]:
     ruleset, pace, links = options.ruleset, options.pace, options.links
     comment = f"{MADE}\nRules: {options.source}, digest {ruleset.digest[:16]}."
     return {
-        "metrics.md": lambda: f"# Metrics\n\n<!-- {MADE} -->\n\n{documentation()}",
+        "metrics.md": lambda: (
+            f"# Metrics\n\n<!-- {MADE} -->\n\n## Of a training process\n\n{documentation()}\n"
+            f"## Of `gradwatch serve`\n\n{documentation(SERVE_METRICS)}"
+        ),
         "prometheus/prometheus.yml": lambda: to_yaml(server_config(pace, options.places), MADE),
         "prometheus/rules/alerts.yml": lambda: alerts_text(ruleset, pace, links, comment),
         "prometheus/rules/recording.yml": lambda: recordings_text(pace, MADE),

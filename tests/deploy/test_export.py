@@ -17,7 +17,7 @@ from gradwatch.detectors import DETECTORS
 from gradwatch.rulefile import load_rules, parse_rules
 from gradwatch.rulefile.files import pack_names
 from gradwatch.sinks.alert_names import FALLBACK, RULE_ALERTS, alert_name
-from gradwatch.sinks.metrics import BY_NAME, METRICS
+from gradwatch.sinks.metrics import BY_NAME, METRICS, SERVE_METRICS
 from gradwatch.stack import Options, files
 from gradwatch.stack.alerts import alerts, health_alerts, rule_alerts, run_alerts
 from gradwatch.stack.export import stack_directory
@@ -110,19 +110,20 @@ def test_a_rule_of_ones_own(tmp_path: Path) -> None:
 def test_alerts_and_dashboards_name_only_metrics_that_exist(shipped: Options) -> None:
     """Every gradwatch_ word of every expression is in the catalogue, or is recorded by a rule of ours."""
     recorded = re.findall(r"record: (\S+)", files(shipped)["prometheus/rules/recording.yml"])
+    names = [*BY_NAME, *(metric.name for metric in SERVE_METRICS)]
     texts = {
         name: text for name, text in files(shipped).items() if name.startswith(("prometheus/", "grafana/"))
     }
     for name, text in texts.items():
         for word in set(re.findall(r"(?:run_id:)?gradwatch_[a-z_]+(?::[a-z]+)?", text)):
             base = re.sub(r"_(bucket|sum|count)$", "", word)
-            assert {word, base} & {*BY_NAME, *recorded}, f"{name}: {word}"
+            assert {word, base} & {*names, *recorded}, f"{name}: {word}"
 
 
 def test_help_documentation_and_scrape_are_one_table(shipped: Options) -> None:
     """metrics.md has a row for every metric, with its HELP text."""
     page = files(shipped)["metrics.md"]
-    for metric in METRICS:
+    for metric in (*METRICS, *SERVE_METRICS):
         assert f"| `{metric.name}` | {metric.kind} |" in page
         assert metric.help in page
 

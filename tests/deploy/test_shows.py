@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import urllib.parse
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from gradwatch.journal import read_journal
 from tests.deploy.jobs import RULES, job, torchrun
-from tests.deploy.servers import Stack, stack, wait_until
+from tests.deploy.servers import Stack, running, stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,6 +73,42 @@ def test_both_ranks_of_a_torchrun_are_found_and_gone_after_exit(
     assert not servers.prometheus.query(
         'ALERTS{alertname="GradwatchTargetDown",run_id="show-ranks",alertstate="firing"}'
     )
+
+
+@contextmanager
+def aggregator(servers: Stack, runs: Path) -> Iterator[None]:
+    """`gradwatch serve` at the address that the exported prometheus.yml has."""
+    command = [sys.executable, "-m", "gradwatch", "serve", "--dir", str(runs), "--every", "0.5"]
+    where = ["--listen", f"127.0.0.1:{servers.serve_port}", "--state", str(runs.parent / "state")]
+    runs.mkdir()
+    with running([*command, *where], runs.parent / "serve.log"):
+        yield
+
+
+def test_http_sd_finds_ranks_and_keeps_the_last_counters_of_a_run_that_ended(
+    servers: Stack, rules: Path, tmp_path: Path
+) -> None:
+    """No target files: both ranks by `gradwatch serve`; at the end the same series goes on at its final value."""
+    with aggregator(servers, tmp_path / "runs"):
+        with job(tmp_path / "e", "show-sd", rules, program=torchrun(2)) as one:
+            wait_until(lambda: servers.up("show-sd") == ["0", "1"], "both ranks are scraped")
+            one.end()
+        wait_until(lambda: not servers.active_targets("show-sd"), "they are off the list")
+        journals = read_journal(tmp_path / "runs" / "show-sd")
+        taken = {str(journal.rank): sum(1 for _ in journal.records()) for journal in journals}
+        ended = servers.prometheus.wait_for(
+            'gradwatch_run_outcome{run_id="show-sd",outcome="finished"} == 1', 60
+        )
+        assert len(ended) == 2
+        final = servers.prometheus.query('gradwatch_steps_total{run_id="show-sd"}')
+        assert {labels["rank"]: value for labels, value in final} == taken
+        assert {labels["job"] for labels, _ in final} == {"gradwatch"}
+        series = servers.prometheus.get(
+            "/api/v1/series?" + urllib.parse.urlencode({"match[]": 'gradwatch_steps_total{run_id="show-sd"}'})
+        )["data"]
+        assert len(series) == 2  # not four: live and ended are one series a rank
+    down = 'ALERTS{alertname="GradwatchTargetDown",run_id="show-sd",alertstate="firing"}'
+    assert not servers.prometheus.query(down)
 
 
 def test_a_killed_job_is_reported_as_down(servers: Stack, rules: Path, tmp_path: Path) -> None:
