@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, clipped
-from gradwatch.engine import Engine, EngineState
+from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
+from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
@@ -23,7 +24,10 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
 
@@ -109,6 +113,12 @@ class Judging:
         if course is not None and course.local is not None:
             course.local.forget()
 
+    def cleared(self, lane: Lane) -> None:
+        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.cleared()
+
     def close(self) -> None:
         """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self._courses.values())]:
@@ -132,7 +142,18 @@ class Judging:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
         self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
+
+    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, lane.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        if refused:
+            self._around.failed("action", AttachError(refused))
+        return standing_of(clipping, [place[name] for name in names], names, torn)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -248,15 +269,20 @@ class Judging:
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        if not shared.may_act and (decision.skip or decision.max_norm is not None):
+        if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
         rejected = bool(shared.values.get("scaler_skip"))
-        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+        if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
-        if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, shared.window.total_applied())
+        if decision.touches:
+            total = shared.window.total_applied()
+            left: dict[int, float] = {}
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(lane, decision, shared.own, total)
+            snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -272,18 +298,36 @@ class Judging:
             sink.write(record)
         if decision.stop:
             self.flush_sinks()
-        return decision
+        return decision.at(shared.own)
+
+    def _measured_ahead(
+        self, lane: Lane, decision: Decision, own: Any, total: float
+    ) -> tuple[Decision, dict[int, float]]:
+        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        grads, standing = lane.grads(), lane.standing
+        factors = factors_of(decision.at(own), total, len(grads))
+        try:
+            if standing is not None:
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                scale = arrived(kept(carried_scale(optimizer)))
+                return decision, standing.measure(grads, lane.params, factors, scale)
+        except Exception as error:
+            self._around.failed("action", error)
+        return replace(decision, elementwise=False), {}
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict)
+            decision, course.state = course.bound.decide(state, verdict, snapshot)
         except Exception as error:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
-            several = self._ranks.several
-            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
+            if not self._ranks.several:
+                return Verdict(), Decision()
+            alone = course.bound.fallback(snapshot.total_norm)
+            decision, course.state = course.bound.clip(alone, course.state, snapshot)
+            return Verdict(), decision
         self._around.judged()
         return verdict, decision
 

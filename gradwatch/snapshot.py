@@ -169,24 +169,47 @@ class Order:
     shadow: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """One-off orders at one step boundary; a join-semilattice under `|`, so rule order can never matter.
 
     `skip` leaves parameters and optimizer state bit-identical; `stop` raises `TrainingStopped`; `max_norm` is
-    the strictest bound on the total norm (None = none). `orders` says which rules asked for what.
+    the strictest bound on the total norm (None = none). `coef[S]` float32 multiplies each site's gradient (None =
+    1 everywhere); joined, the smallest holds. `zero[S]`: the non-finite elements of these sites' gradients become
+    0, and they are not multiplied. `elementwise`: the standing policies that treat elements or rows apart are
+    carried out too (`gradwatch.hooks.elementwise`). `orders` says which rules asked for what. Where several are
+    asked for: stop over skip over zero over `coef` and `max_norm`, of which the smaller factor is applied, once.
     """
 
     skip: bool = False
     stop: bool = False
     max_norm: float | None = None
     orders: frozenset[Order] = frozenset()
+    coef: NDArray[np.float32] | None = None
+    zero: BoolArray | None = None
+    elementwise: bool = False
+
+    @property
+    def touches(self) -> bool:
+        """Whether gradients are to be changed, not only kept from the optimizer."""
+        factors = self.max_norm is not None or self.coef is not None
+        return factors or self.zero is not None or self.elementwise
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is to be done at all."""
+        return self.skip or self.stop or self.touches
+
+    def at(self, own: Any) -> Decision:
+        """The same orders for the sites that `own` (an index array or slice) picks."""
+        if self.coef is None and self.zero is None:
+            return self
+        coef = None if self.coef is None else self.coef[own]
+        return replace(self, coef=coef, zero=None if self.zero is None else self.zero[own])
 
     def withheld(self) -> Decision:
         """The same orders, none of them carried out: what would have been done, as in `mode: shadow`."""
-        return Decision(
-            orders=frozenset(Order(order.rule, order.action, shadow=True) for order in self.orders)
-        )
+        return Decision(orders=frozenset(replace(order, shadow=True) for order in self.orders))
 
     def __or__(self, other: Decision) -> Decision:
         bounds = [bound for bound in (self.max_norm, other.max_norm) if bound is not None]
@@ -195,7 +218,30 @@ class Decision:
             stop=self.stop or other.stop,
             max_norm=min(bounds) if bounds else None,
             orders=self.orders | other.orders,
+            coef=_joined(np.minimum, self.coef, other.coef),
+            zero=_joined(np.logical_or, self.zero, other.zero),
+            elementwise=self.elementwise or other.elementwise,
         )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Decision):
+            return NotImplemented
+        plain = (self.skip, self.stop, self.max_norm, self.orders, self.elementwise)
+        return (
+            plain == (other.skip, other.stop, other.max_norm, other.orders, other.elementwise)
+            and _same(self.coef, other.coef)
+            and _same(self.zero, other.zero)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
+
+def _joined(join: Any, one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else join(one, other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
