@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core: more threads than that only wait for each other
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # one worker per core: more threads than that only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
