@@ -21,6 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rulefile", "engine", "testing", "failing"),
     ("settings", "journal", "sinks"),
     ("audit",),
+    ("stack",),
+    ("serve",),
     ("hooks",),
     ("localise",),
     ("course", "rank_rules", "backward_rules", "causes"),

@@ -50,7 +50,10 @@ class Engine:
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
         """What sinks may know of the enabled rules, by id."""
-        return tuple(RuleInfo(rule.id, rule.kind, rule.severity, _named(rule)) for rule in self._enabled())
+        return tuple(
+            RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
+            for rule in self._enabled()
+        )
 
     @property
     def columns(self) -> frozenset[str]:
