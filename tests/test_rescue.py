@@ -190,7 +190,7 @@ def test_results_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     store, wanted = tmp_path / "results.jsonl", [Cell("mlp", "none", "none"), Cell("mlp", "nan", "none")]
     first = list(run_all(wanted, 1, store))
     with store.open("a") as file:
-        file.write('{"cell": ["mlp", "bit-fl')
+        file.write('\n{"cell": ["mlp", "bit-fl')
     again = list(run_all([*wanted, Cell("mlp", "bit-flip", "none")], 1, store))
     assert ran == [*wanted, Cell("mlp", "bit-flip", "none")]
     assert repr(again[:2]) == repr(first)
