@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, reshaped
+from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
@@ -23,6 +24,7 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.standing import factors_of
 from gradwatch.hooks.window import Window
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
@@ -109,6 +111,12 @@ class Judging:
         if course is not None and course.local is not None:
             course.local.forget()
 
+    def cleared(self, lane: Lane) -> None:
+        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.cleared()
+
     def close(self) -> None:
         """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self._courses.values())]:
@@ -132,6 +140,7 @@ class Judging:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
         self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
         self._restore(lane)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
@@ -256,7 +265,11 @@ class Judging:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
         if decision.touches:
-            snapshot = reshaped(snapshot, decision, shared.window.total_applied())
+            total = shared.window.total_applied()
+            left: dict[int, float] = {}
+            if decision.elementwise and lane.step == window.step and not (decision.skip or rejected):
+                decision, left = self._measured_ahead(lane, decision, window, shared.own, total)
+            snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -274,6 +287,19 @@ class Judging:
             self.flush_sinks()
         return decision.at(shared.own)
 
+    def _measured_ahead(
+        self, lane: Lane, decision: Decision, window: Window, own: Any, total: float
+    ) -> tuple[Decision, dict[int, float]]:
+        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        grads, standing = lane.grads(), lane.standing
+        factors = factors_of(decision.at(own), total, len(grads))
+        try:
+            if standing is not None:
+                return decision, standing.measure(grads, lane.params, factors, arrived(window.left))
+        except Exception as error:
+            self._around.failed("action", error)
+        return replace(decision, elementwise=False), {}
+
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
@@ -282,8 +308,11 @@ class Judging:
         except Exception as error:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
-            several = self._ranks.several
-            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
+            if not self._ranks.several:
+                return Verdict(), Decision()
+            alone = course.bound.fallback(snapshot.total_norm)
+            decision, course.state = course.bound.clip(alone, course.state, snapshot)
+            return Verdict(), decision
         self._around.judged()
         return verdict, decision
 

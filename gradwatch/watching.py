@@ -109,6 +109,7 @@ class Watch:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
+        self._capture.cleared = self._judging.cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:

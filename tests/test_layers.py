@@ -15,7 +15,7 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("snapshot", "health", "codes"),
-    ("detectors", "policies"),
+    ("detectors", "policies", "limits"),
     ("rules",),
     ("rulefile", "engine", "testing"),
     ("settings", "journal", "sinks"),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.errors import AttachError
-from gradwatch.policies import POLICIES
+from gradwatch.policies import POLICIES, find_policy
 from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, Sites
 
 
 def admit(ruleset: RuleSet, sites: Sites) -> None:
     """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
-    problems = [*unbuilt(ruleset), *_unmatched(ruleset, sites.labelled(labels(ruleset.groups, sites)))]
+    labelled = sites.labelled(labels(ruleset.groups, sites))
+    problems = [*unbuilt(ruleset), *_unmatched(ruleset, labelled)]
+    if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
+        problems += misfits(ruleset, labelled)
     if problems:
         raise AttachError("the rules do not fit this model:\n" + "\n".join(f"  - {one}" for one in problems))
 
@@ -31,18 +35,19 @@ def unbuilt(ruleset: RuleSet) -> list[str]:
 
 
 def _unbuilt_clip(clip: Clip) -> list[str]:
-    problems = []
-    if clip.total is not None and clip.total.method not in POLICIES:
-        problems.append(f"clip.total: method {clip.total.method!r} is not built yet; built: {_built()}")
-    if clip.groups:
-        names = ", ".join(clip.groups)
-        problems.append(f"clip.groups ({names}): clipping by group is not built yet; use clip.total")
+    """The methods that nobody provides, and `at: backward`."""
+    said = {**({} if clip.total is None else {"total": clip.total}), **clip.groups}
+    problems = [
+        f"clip.{place if place == 'total' else 'groups.' + place}: no method {one.method!r}; known: {_known()}"
+        for place, one in said.items()
+        if find_policy(one.method) is None
+    ]
     if clip.at != "step":
         problems.append(f"clip.at: {clip.at!r} is not built yet; use `at: step`")
     return problems
 
 
-def _built() -> str:
+def _known() -> str:
     return ", ".join(sorted(POLICIES))
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.standing import factors_of
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
@@ -82,12 +83,15 @@ class Acting:
 
         `max_norm` bounds the total norm; `skips`: a step whose gradients are not finite is skipped.
         """
-        total = lane.device_total() if skips or max_norm is not None else None
-        if total is None:
+        standing, reading = lane.standing, lane.on_device
+        total = lane.device_total() if skips or max_norm is not None or standing is not None else None
+        if total is None or reading is None:
             return
-        if max_norm is not None:
-            scale = getattr(optimizer, "grad_scale", None)
-            carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        scale = getattr(optimizer, "grad_scale", None)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        if standing is not None:
+            standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
+        elif max_norm is not None:
             lane.clip_on_device(total / carried, max_norm)
         if skips:
             self._gate(optimizer, lane, total)
@@ -129,24 +133,27 @@ class Acting:
 
 def _reshape(lane: Lane, decision: Decision) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once."""
-    if decision.coef is None and decision.zero is None:
+    if decision.coef is None and decision.zero is None and not decision.elementwise:
         if decision.max_norm is not None:
             lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
         return
     grads = lane.grads()
-    coef = np.ones(len(grads), np.float32) if decision.coef is None else decision.coef
-    if decision.max_norm is not None:
-        coef = np.minimum(coef, clip_coefficient(lane.total_applied(), decision.max_norm))
+    coef = factors_of(decision, lane.total_applied() if decision.max_norm is not None else 0.0, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
-    for k in np.flatnonzero(zero):
+    for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
+    ahead = lane.standing.take() if decision.elementwise and lane.standing is not None else {}
+    for k, made in ahead.items():
+        if (grad := grads[k]) is not None and not zero[k]:
+            grad.copy_(made)
     clipped = [
-        (grad, float(c))
-        for grad, c, z in zip(grads, coef, zero, strict=True)
-        if grad is not None and c != 1 and not z
+        (grad, torch.tensor(c, device="cpu"))
+        for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
+        if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
+        # As 0-dim tensors, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
         torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
 
 

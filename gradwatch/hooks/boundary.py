@@ -256,7 +256,7 @@ class Boundary:
             return
         self._judge.enter(lane)
         if self._inside.get(lane.index) and not outer:
-            lane.tainted = True  # the step before this one raised: this window holds two
+            lane.resume()  # the step before this one raised
         self._inside[lane.index] = outer + 1
         self._acting.give_back(lane.index, into_params=False)
         self._acting.open_gate(lane.index)  # left behind by a step that raised
@@ -346,7 +346,8 @@ class Boundary:
     def _close_rejected(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
         self._judge.enter(lane)
-        self._inside.pop(lane.index, None)
+        if self._inside.pop(lane.index, None):
+            lane.resume()
         self._acting.give_back(lane.index, into_params=False)
         window = self._settle(optimizer, lane, 1.0)
         waiting = self._deferred.setdefault(lane.index, Deferred())
