@@ -10,7 +10,7 @@ import numpy as np
 
 from gradwatch.detectors import State
 from gradwatch.engine.admission import admit
-from gradwatch.engine.clipping import needs_host
+from gradwatch.engine.clipping import clips_only_total, needs_host
 from gradwatch.engine.judge import Step, exhausted, firing_now
 from gradwatch.engine.limiting import limits
 from gradwatch.engine.plan import Needs, Plan, RulePlan, make_plan
@@ -66,6 +66,11 @@ class Engine:
         """Whether some rule or policy acts otherwise, so that norms must be on the host before the step."""
         rules = any(rule.acts and not _skips_on_device(rule) for rule in self._enabled())
         return rules or needs_host(self.ruleset.clip)
+
+    @property
+    def clips_only_total(self) -> bool:
+        """Whether `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
+        return clips_only_total(self.ruleset.clip)
 
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)

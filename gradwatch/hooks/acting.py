@@ -61,6 +61,17 @@ class Acting:
             self.give_back(lane.index)  # the gradient passes unchanged
             self._failed("action", error)
 
+    def clip_ahead(self, lane: Lane, max_norm: float) -> None:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
+
+        The verdict finds the same total later, and tells the same coefficient.
+        """
+        try:
+            if not lane.surely_within(max_norm):
+                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
+            self._failed("action", error)
+
     def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
         """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
 
