@@ -293,7 +293,7 @@ def test_a_glance_is_never_wrong_about_a_bound(
 
 
 def test_a_fault_in_the_rules_does_not_cost_the_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound needs no verdict: gradients are clipped, and told to be, while the engine fails (and pauses after three)."""
+    """A bound needs no verdict: gradients are clipped, and told to be, while the engine fails."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("injected")
