@@ -100,10 +100,10 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
-        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
+        # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
         self._in_backward = bool(asks_backward(engine.ruleset))
-        # Bounds for the next backward are made of this step.
-        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None and not self._in_backward
+        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
         self._hears_scale: list[Callable[[], None]] = []
 
     def knows(self, lane: Lane) -> bool:
@@ -443,7 +443,7 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             if not self._ranks.several:
-                return Verdict(), Decision()
+                return Verdict(), Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
             alone = course.bound.fallback(snapshot.total_norm)
             decision, course.state = course.bound.clip(alone, course.state, snapshot)
             return Verdict(), decision

@@ -13,7 +13,7 @@ from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
 from gradwatch.engine.backward import Asked, asked, asked_of_modules, bounds, module_bounds, only_in_backward
-from gradwatch.engine.clipping import needs_host
+from gradwatch.engine.clipping import clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
 from gradwatch.engine.plan import Needs, Plan, make_plan
@@ -73,6 +73,11 @@ class Engine:
             for rule in self._enabled()
         )
         return rules or self._clip_needs_host
+
+    @property
+    def clips_only_total(self) -> bool:
+        """Whether `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
+        return clips_only_total(self.ruleset.clip)
 
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
