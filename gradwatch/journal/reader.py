@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ class JournalReader:
         """Who wrote this journal; None where no file says so any more."""
         return next((entry for entry in self.entries() if isinstance(entry, RunEntry)), None)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Generator[Entry, None, None]:
         """Every readable entry, in the order written."""
         self._begin()
         for path in self.files:
