@@ -25,7 +25,10 @@ WAYS = {
 
 def sentence(finding: Finding) -> str:
     """`the backward of sqrt in encoder.norm at train.py:11`."""
-    said = BEGAN[finding.phase].format(op=finding.op or "an operation")
+    op = finding.op or "an operation"
+    if finding.function and finding.function != finding.op:
+        op += f" (in {finding.function})"
+    said = BEGAN[finding.phase].format(op=op)
     if finding.module:
         said += f" in {finding.module}"
     return f"{said} at {finding.where}" if finding.where else said

@@ -78,7 +78,8 @@ class Finding:
 
     `module` is the innermost torch FQN ("" = outside the model) and `module_type` its class; `op` the operation
     as torch's functions are named ("sqrt", "div", "softmax"); `node` its autograd node where it was found in
-    backward ("SqrtBackward0"). `frames` are the Python lines that led there, innermost first, torch's own left
+    backward ("SqrtBackward0"). `function` is the torch function that the line called, where it is another one
+    ("einsum", whose `bmm` it was). `frames` are the Python lines that led there, innermost first, torch's own left
     out. `operands` and `result` describe the tensors, on this rank. `call` is the index of the model's forward
     call among those of the step (micro-batch), `others` how many further operations did the same, and
     `first_parameter` the first parameter in backward order whose gradient was not finite. `note` says what else
@@ -93,6 +94,7 @@ class Finding:
     module_type: str = ""
     op: str = ""
     node: str = ""
+    function: str = ""
     frames: tuple[Frame, ...] = ()
     operands: tuple[Operand, ...] = ()
     result: Operand | None = None

@@ -91,8 +91,10 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         "where-trap",
-        "`torch.where` throws the value away but not its derivative: 0 times infinity is NaN.",
-        "Make the input safe before the operation: `f(torch.where(ok, x, 1.0))`, then `where` again.",
+        "Where the gradient is 0 (a branch that `torch.where` did not take, a value that is masked), the derivative is "
+        "infinite, and 0 times infinity is NaN.",
+        "Make the input safe before the operation: `f(x.clamp_min(eps))`, or `f(torch.where(ok, x, 1.0))` and `where` "
+        "again.",
         ops=(*LOGS, "sqrt", "rsqrt", "div", "reciprocal", "pow", "acos", "asin", "exp"),
         phases=BACKWARD,
         idle=True,
