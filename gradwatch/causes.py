@@ -10,11 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
-from gradwatch.localise.localiser import Ask, Localiser
+from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.rules import Action, RuleSet
 from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
 
 LOCALISE = "localise"
+SUSPICIONS: dict[str, Suspicion] = {
+    **dict.fromkeys(("spike", "above", "drift", "norm_overflow", "update_ratio"), "exploding"),
+    **dict.fromkeys(("below", "drop", "depth_ratio"), "vanishing"),
+}
+"""What a kind of detector fires for, where it is not a number that is not finite."""
 
 
 class Causes:
@@ -106,4 +111,5 @@ def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
         incident=event.incident,
         step=snapshot.step,
         first_parameter=event.first_cause,
+        suspicion=SUSPICIONS.get(event.detector, "nonfinite"),
     )

@@ -90,6 +90,18 @@ REMEDIES: tuple[Remedy, ...] = (
         phases=("loss",),
     ),
     Remedy(
+        "exploding",
+        "The gradient grows by a large factor in one place.",
+        "Normalise there (LayerNorm, a smaller initialisation), lower the learning rate, or clip: `clip: {total: …}`.",
+        phases=("exploding",),
+    ),
+    Remedy(
+        "vanishing",
+        "The gradient all but disappears in one place: a saturated activation, a scale that is far too small.",
+        "Look at the activations there; use residual connections, a normalisation layer, or another initialisation.",
+        phases=("vanishing",),
+    ),
+    Remedy(
         "where-trap",
         "Where the gradient is 0 (a branch that `torch.where` did not take, a value that is masked), the derivative is "
         "infinite, and 0 times infinity is NaN.",

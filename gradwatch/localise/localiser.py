@@ -22,9 +22,11 @@ from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose
 from gradwatch.localise.held import Call, Holding, inner
 from gradwatch.localise.live import Live
+from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
 from gradwatch.localise.replay import Refused, replay
 
+Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 OLD = 8  # optimizer steps after which a forward without a backward is forgotten
@@ -32,7 +34,10 @@ OLD = 8  # optimizer steps after which a forward without a backward is forgotten
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a rule orders: the `way`, and how many steps to record where a replay is refused or finds nothing."""
+    """What a rule orders: the `way`, and how many steps to record where a replay is refused or finds nothing.
+
+    `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at.
+    """
 
     way: Way = "replay"
     record_steps: int = 2
@@ -40,6 +45,7 @@ class Ask:
     incident: str = ""
     step: int = 0
     first_parameter: str = ""
+    suspicion: Suspicion = "nonfinite"
 
 
 class Localiser:
@@ -148,12 +154,12 @@ class Localiser:
         try:
             if late:
                 raise Refused("its numbers arrived from the device after it was taken")
-            finding = self._of_closure() or self._of_calls(held)
+            finding = self._of_closure() or self._of_calls(held, ask.suspicion)
         except Refused as refusal:
             return self._later(ask, f"no replay: {refusal}")
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
-        if not finding.found or finding.phase == "loss":
+        if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
             dropped = sum(holding.dropped for holding in self._holdings)
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
@@ -171,9 +177,13 @@ class Localiser:
             return None
         return finding if finding.found else None
 
-    def _of_calls(self, held: list[tuple[nn.Module, Call]]) -> Finding:
+    def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
         self._check(held)
-        return diagnose(replay(held, self._alive(), self._fault))
+        if suspicion == "nonfinite":
+            return diagnose(replay(held, self._alive(), self._fault))
+        profile = Profile(self._alive(), self._fault)
+        finding = diagnose(replay(held, self._alive(), self._fault, profile))
+        return (None if finding.found else suspect(profile.layers(), suspicion == "exploding")) or finding
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
         """Record the next steps, and say so."""
