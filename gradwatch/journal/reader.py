@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwatch.finding import Finding
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entry
 from gradwatch.journal.frames import Damage, FrameScanner
 from gradwatch.journal.replay import RecordedStep, join_records
@@ -102,6 +103,14 @@ class JournalReader:
             if isinstance(entry, EventsEntry) and entry.number not in seen:
                 seen.add(entry.number)
                 yield from entry.events
+
+    def findings(self) -> Iterator[Finding]:
+        """Every cause that was found, or why none was, in the order written."""
+        seen: set[int] = set()
+        for entry in self.entries():
+            if isinstance(entry, EventsEntry) and entry.number not in seen:
+                seen.add(entry.number)
+                yield from entry.findings
 
     def records(self) -> Iterator[RecordedStep]:
         """The run as the sinks saw it, step by step, in bounded memory."""

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from gradwatch.detectors.detector import Detector
 from gradwatch.policies import AnyPolicy, Policy
-from gradwatch.rules import ClipAt, Mode, OnError, Scope, Tap
-from gradwatch.snapshot import Severity
+from gradwatch.rules import ClipAt, Mode, Scope, Tap
+from gradwatch.snapshot import OnError, Severity
 
 MOST_FILES = 16
 MOST_OVERRIDES = 32
@@ -178,8 +178,16 @@ class Rescale(Model):
 class Localise(Model):
     """Find the operation that made the first NaN or Inf."""
 
-    by: Literal["replay", "record"] = Field("replay", description="Replay the step, or record the next ones.")
-    else_record_steps: Steps = Field(2, description="Steps to record where a replay is impossible.")
+    by: Literal["replay", "record", "detect_anomaly"] = Field(
+        "replay",
+        description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
+    )
+    else_record_steps: Steps = Field(
+        2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
+    )
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Held per model for a replay, beyond the batch at hand."
+    )
 
 
 class SnapshotTo(Model):
@@ -190,10 +198,10 @@ class SnapshotTo(Model):
 
 
 class Escalate(Model):
-    """Do more when it keeps happening."""
+    """Do more when it keeps happening; each such item is a rung of one ladder."""
 
-    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5} in [1-9][0-9]{0,5}$")] = Field(
-        description="k in n steps."
+    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
+        description="k in n steps: acted on k of the last n optimizer steps."
     )
     to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
 
