@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, clipped
-from gradwatch.engine import Engine, EngineState
+from gradwatch.checkpoint import Vitals, joined
+from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.engine.actions import settled
 from gradwatch.errors import AttachError
+from gradwatch.exit_status import end_with_status
+from gradwatch.failing import failed
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -23,12 +28,28 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
+from gradwatch.snapshot import (
+    RANK_COLUMNS,
+    CheckpointHealth,
+    Decision,
+    Event,
+    Order,
+    Record,
+    Snapshot,
+    Verdict,
+)
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+SCALED = (
+    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
+    "would then stay too high for ever; the scaler skips such steps by itself"
+)
 NOT_ALONE = (
     "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
 )
@@ -44,6 +65,9 @@ class Surroundings(Protocol):
 
     def judged(self) -> None:
         """A step was judged without a fault."""
+
+    def escalated(self, event: Event) -> bool:
+        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
 
     def spent(self) -> float:
         """Seconds that watching has cost since the last Record."""
@@ -79,6 +103,10 @@ class Judging:
         """Keep a one-per-step value for the next step of every lane."""
         self._observed += 1
         self._scalars[name] = (self._observed, kept(value))
+
+    def checkpoint(self) -> CheckpointHealth:
+        """Whether a checkpoint saved now is one to go back to."""
+        return joined(course.vitals.now for course in self._courses.values())
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
@@ -137,8 +165,24 @@ class Judging:
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
+        vitals = Vitals(critical)
+        if before is not None:
+            self._release(before)
+            vitals.load(before.vitals.to_dict())
+        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
+
+    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, lane.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        if refused:
+            self._around.failed("action", AttachError(refused))
+        return standing_of(clipping, [place[name] for name in names], names, torn)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -146,7 +190,11 @@ class Judging:
         for lane in lanes:
             course = self._courses.get(lane.index)
             if course is not None:
-                found[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+                found[str(lane.index)] = {
+                    "step": lane.step,
+                    "engine": course.state.to_dict(),
+                    "checkpoint": course.vitals.to_dict(),
+                }
         return found
 
     def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
@@ -161,6 +209,7 @@ class Judging:
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
+        course.vitals.load(saved.get("checkpoint"))
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -251,18 +300,29 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
+        self._release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        if not shared.may_act and (decision.skip or decision.max_norm is not None):
+        decision = settled(decision | self._climbed(verdict))
+        if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
         rejected = bool(shared.values.get("scaler_skip"))
-        if lane.inside_backward and (decision.skip or decision.stop or decision.max_norm is not None):
+        if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
-        if decision.max_norm is not None:
-            snapshot = clipped(snapshot, decision, shared.window.total_applied())
+        if decision.zero is not None and snapshot.loss_scale is not None:
+            self._around.health.report("action", AttachError(SCALED))
+            decision = decision.without_zero()
+        plain = snapshot
+        if decision.touches:
+            total = shared.window.total_applied()
+            left: dict[int, float] = {}
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(lane, decision, shared.own, total)
+            snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -273,25 +333,81 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
+        health = course.vitals.after(plain, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        if window.at_hand and decision.acts:
+            course.held = Held(record, plain)  # `acted` publishes it
+        else:
+            self._publish(record)
+        return decision.at(shared.own)
+
+    def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
+        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
+        course = self._courses[lane.index]
+        held = course.held
+        if held is None:
+            return
+        if error is not None:
+            rules = tuple(one.rule for one in course.bound.plan.rules)
+            record = failed(held.record, held.plain, done, error, rules)
+            health = course.vitals.after(held.plain, record.verdict, done)
+            course.record = record = replace(record, checkpoint=health)
+            course.held = Held(record, held.plain)
+        self._release(course)
+
+    def _release(self, course: Course) -> None:
+        """Publish the Record that waits, if one does."""
+        held, course.held = course.held, None
+        if held is not None:
+            self._publish(held.record)
+
+    def _publish(self, record: Record) -> None:
         for sink in self.sinks:
             sink.write(record)
-        if decision.stop:
+        if record.decision.stop:
             self.flush_sinks()
-        return decision
+            end_with_status()
+
+    def _measured_ahead(
+        self, lane: Lane, decision: Decision, own: Any, total: float
+    ) -> tuple[Decision, dict[int, float]]:
+        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        grads, standing = lane.grads(), lane.standing
+        factors = factors_of(decision.at(own), total, len(grads))
+        try:
+            if standing is not None:
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                scale = arrived(kept(carried_scale(optimizer)))
+                return decision, standing.measure(grads, lane.params, factors, scale)
+        except Exception as error:
+            self._around.failed("action", error)
+        return replace(decision, elementwise=False), {}
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict)
+            decision, course.state = course.bound.decide(state, verdict, snapshot)
         except Exception as error:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
-            several = self._ranks.several
-            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
+            if not self._ranks.several:
+                return Verdict(), Decision()
+            alone = course.bound.fallback(snapshot.total_norm)
+            decision, course.state = course.bound.clip(alone, course.state, snapshot)
+            return Verdict(), decision
         self._around.judged()
         return verdict, decision
+
+    def _climbed(self, verdict: Verdict) -> Decision:
+        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
+        stops = [
+            event.rule
+            for event in verdict.events
+            if event.kind == "escalated" and event.actions and self._around.escalated(event)
+        ]
+        orders = frozenset(Order(rule, "stop") for rule in stops)
+        return Decision(stop=bool(stops), orders=orders)
 
     def flush_sinks(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

@@ -98,7 +98,7 @@ class Course:
     def take(self, snapshot: Snapshot) -> Verdict:
         """Evaluate and decide one snapshot."""
         verdict, state = self.engine.evaluate(self.state, snapshot)
-        self.decision, self.state = self.engine.decide(state, verdict)
+        self.decision, self.state = self.engine.decide(state, verdict, snapshot)
         self.events += verdict.events
         return verdict
 

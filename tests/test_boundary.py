@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -203,3 +204,28 @@ def test_failing_judge_passes_the_gradient_unchanged() -> None:
     assert [component for component, _ in recorder.errors] == ["boundary"] * 3
     recorder.errors.clear()
     recorder.close()
+
+
+def test_coefficients_and_zeros_reach_the_optimizer_once() -> None:
+    """Each gradient takes the smaller of its own factor and the clip's; a zeroed one is left at that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    coef = np.array([0.5, 1.0, 1e-6, 0.25], np.float32)
+    zero = np.array([False, False, False, True])
+    with Recorder(model) as recorder:
+        recorder.decide = lambda snapshot: Decision(max_norm=0.1, coef=coef, zero=zero)
+        model(X).pow(2).sum().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        last = model[2].bias.grad
+        assert last is not None
+        last[0] = found[3][0] = torch.inf
+        total = torch.stack([grad.double().norm() for grad in found[:3]]).norm().item()
+        assert total > 0.1
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.step()
+    uniform = 1.0  # the total is not finite: clipping by it would spread one bad element
+    expected = [grad * min(factor, uniform) for grad, factor in zip(found, coef.tolist(), strict=True)]
+    expected[3] = torch.where(torch.isfinite(found[3]), found[3], 0.0)
+    for start, grad, parameter in zip(before, expected, model.parameters(), strict=True):
+        assert torch.equal(start - grad, parameter)

@@ -2,8 +2,9 @@
 
 A detector is a frozen dataclass of hyper-parameters with pure methods over K series at once:
 `init(size) -> state`, `score(state, sample) -> float64[K]`, `learn(state, sample) -> state`,
-`limit(state) -> [K] | None`. The threshold is a field of the dataclass, but the detector never applies it:
-the engine does, through `fires_at`, `comparison` and `clears_at`. So one baseline serves many rules.
+`limit(state) -> [K] | None`, `usual(state, sigmas) -> [K] | None`. The threshold is a field of the dataclass,
+but the detector never applies it: the engine does, through `fires_at`, `comparison` and `clears_at`. So one
+baseline serves many rules.
 
 Axes: K series (one per site, per group, or a single one over a total or a scalar).
 """
@@ -163,6 +164,10 @@ class Detector:
 
     def limit(self, state: State) -> NDArray[np.float64] | None:
         """float64[K]: the value whose score is exactly the threshold (inf while warming up), or None."""
+        return None
+
+    def usual(self, state: State, sigmas: float) -> NDArray[np.float64] | None:
+        """float64[K]: the value `sigmas` deviations above the baseline (inf while warming up); None without one."""
         return None
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> State:

@@ -252,8 +252,12 @@ class _Level(Detector):
 
     def limit(self, state: State) -> NDArray[np.float64]:
         """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
+        return self.usual(state, self.above)
+
+    def usual(self, state: State, sigmas: float) -> NDArray[np.float64]:
+        """The inverse of m + sigmas·σ̂; inf while warming up."""
         level = cast(LevelState, state)
-        x = level.m.astype(np.float64) + self.above * deviation(level).astype(np.float64)
+        x = level.m.astype(np.float64) + sigmas * deviation(level).astype(np.float64)
         with np.errstate(over="ignore"):
             return np.where(judged(level, self.warmup), self.value(x), np.inf)
 

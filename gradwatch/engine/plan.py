@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample
+from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
 from gradwatch.engine.series import FREE_COLUMNS, MODULE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.rules import Action, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, FloatArray, Sites
@@ -88,10 +89,14 @@ class RulePlan:
         """Whether there are steps on which it is not evaluated, by its `every` or for want of its column."""
         return self.rule.every != 1 or not self.series.always
 
+    def action(self, name: str) -> Action | None:
+        """The action of that name in its `do:`, if it has one."""
+        return next((action for action in self.rule.do if action.name == name), None)
+
     @property
     def skip(self) -> Action | None:
         """The `skip_step` of its `do:`, if it has one."""
-        return next((action for action in self.rule.do if action.name == "skip_step"), None)
+        return self.action("skip_step")
 
     @property
     def max_consecutive(self) -> int | None:
@@ -102,7 +107,7 @@ class RulePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """All rules bound to `sites`; `inactive` says why a rule of the file is not among `rules`."""
+    """All rules bound to `sites`, and the standing clips; `inactive` says why a rule is not among `rules`."""
 
     sites: Sites
     rules: tuple[RulePlan, ...]
@@ -110,6 +115,7 @@ class Plan:
     inactive: Mapping[str, str]
     needs: Needs
     roots: FloatArray
+    clipping: Clipping = NO_CLIPPING
 
 
 def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
@@ -138,9 +144,9 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         )
         for rule, series in found
     )
-    return Plan(
-        sites, rules, banks, MappingProxyType(inactive), _needs([rule for rule, _ in found]), roots_of(sites)
-    )
+    needs = _needs([rule for rule, _ in found])
+    clipping = bind_clipping(ruleset, sites)
+    return Plan(sites, rules, banks, MappingProxyType(inactive), needs, roots_of(sites), clipping)
 
 
 def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import graph_task, precision, step_hooks
+from gradwatch.hooks.acting import Acting, why_stopped
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.deferred import Deferred, Measured
 from gradwatch.hooks.device import Number, arrived, capturing, kept, on_host
@@ -72,6 +73,9 @@ class Judge(Protocol):
         Where a rule may have something to say at once, `window.calm` is taken away.
         """
 
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
+        """What was really done at this boundary, and the fault that kept it from being as decided."""
+
     def forget(self, lane: Lane) -> None:
         """What was heard since the last Snapshot of a lane belongs to no step."""
 
@@ -86,9 +90,7 @@ class Boundary:
         self._capture = capture
         self._judge = judge
         self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
-        self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
-        self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
-        self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
+        self._acting = Acting(judge.failed, judge.acted)
         self._deferred: dict[int, Deferred] = {}
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
@@ -103,10 +105,7 @@ class Boundary:
             remove()
         self._guarded("boundary", self._in_backward.finish)
         self.settle_deferred()
-        for index in list(self._gates):
-            self._open_gate(index)
-        for index in [*self._set_aside, *self._emptied]:
-            self._give_back(index)
+        self._acting.close()
 
     def is_here(self) -> bool:
         """Whether this is the thread that takes the steps, as far as one has been seen."""
@@ -231,8 +230,8 @@ class Boundary:
             if id(optimizer) in self._evaluations or known.settled == known.backwards:
                 self._inside[known.index] += 1  # the outer call has judged these gradients, or will
                 return
-        elif known is not None and self._emptied.get(known.index):
-            self._give_back(known.index)  # the step that was skipped raised all the same
+        elif known is not None and self._acting.emptied(known.index):
+            self._acting.give_back(known.index)  # the step that was skipped raised all the same
         self._capture.drain()
         if known is not None and not known.on_cpu and capturing():
             known.discard()
@@ -262,14 +261,16 @@ class Boundary:
         if self._inside.get(lane.index) and not outer:
             lane.resume()  # the step before this one raised
         self._inside[lane.index] = outer + 1
-        self._give_back(lane.index, into_params=False)
-        self._open_gate(lane.index)  # left behind by a step that raised
+        self._acting.give_back(lane.index, into_params=False)
+        self._acting.open_gate(lane.index)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))
         waiting = self._deferred.setdefault(lane.index, Deferred())
         if not lane.on_cpu and not self._must_wait(lane, optimizer):
             waiting.judge_arrived()
             waiting.add(self._judge.measure(lane, window))
-            self._act_on_device(optimizer, lane)
+            self._acting.on_device(
+                optimizer, lane, self._judge.max_norm(lane), self._judge.skips_nonfinite(lane)
+            )
             return
         measured = self._judge.measure(lane, window)
         if window.calm:
@@ -277,7 +278,9 @@ class Boundary:
         if not window.calm or waiting.due():
             waiting.judge_all(self._judging_failed)
         if not window.calm:
-            self._carry_out(optimizer, lane, measured.judge())
+            turn = self._evaluations.get(id(optimizer))
+            window.at_hand = True
+            self._acting.carry_out(optimizer, lane, measured.judge(), turn)
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
         """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
@@ -349,7 +352,7 @@ class Boundary:
         self._judge.enter(lane)
         if self._inside.pop(lane.index, None):
             lane.resume()
-        self._give_back(lane.index, into_params=False)
+        self._acting.give_back(lane.index, into_params=False)
         window = self._settle(optimizer, lane, 1.0)
         waiting = self._deferred.setdefault(lane.index, Deferred())
         measured = self._judge.measure(lane, window)
@@ -360,7 +363,7 @@ class Boundary:
             waiting.judge_arrived()
             waiting.add(measured)
             decision = Decision()
-        stop = _why(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
+        stop = why_stopped(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
         lane.advance()
         if stop:
             raise TrainingStopped(stop)
@@ -382,79 +385,6 @@ class Boundary:
     def scaler_failed(self, error: BaseException) -> None:
         """Count a fault of ours around a GradScaler."""
         self._judge.failed("precision", error)
-
-    # -- acting ------------------------------------------------------------------------------------------
-
-    def _carry_out(self, optimizer: Optimizer, lane: Lane, decision: Decision) -> None:
-        turn = self._evaluations.get(id(optimizer))
-        if decision.stop:
-            if turn is not None and turn.memory is not None:
-                turn.memory.restore()
-            raise TrainingStopped(_why(decision, lane))
-        try:
-            if turn is not None:
-                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
-            if decision.skip:
-                if turn is None or not turn.must_finish:
-                    self._skip(lane, optimizer)
-            elif decision.max_norm is not None:
-                lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
-        except Exception as error:
-            self._give_back(lane.index)  # the gradient passes unchanged
-            self._judge.failed("action", error)
-
-    def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
-        """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
-
-        torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that,
-        so theirs find empty parameter lists instead.
-        """
-        if not type(optimizer).step.__module__.startswith("torch.optim"):
-            groups = optimizer.param_groups
-            self._emptied[lane.index] = [(group, group["params"]) for group in groups]
-            for group in groups:
-                group["params"] = []
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._set_aside[lane.index] = [(param, param.grad) for param in params]
-        for param in params:
-            param.grad = None
-
-    def _act_on_device(self, optimizer: Optimizer, lane: Lane) -> None:
-        """What the host would do if it knew the numbers, with a verdict that never leaves the device."""
-        max_norm = self._judge.max_norm(lane)
-        skips = self._judge.skips_nonfinite(lane)
-        total = lane.device_total() if skips or max_norm is not None else None
-        if total is None:
-            return
-        if max_norm is not None:
-            scale = getattr(optimizer, "grad_scale", None)
-            carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
-            lane.clip_on_device(total / carried, max_norm)
-        if skips:
-            self._gate(optimizer, lane, total)
-
-    def _gate(self, optimizer: Optimizer, lane: Lane, total: Tensor) -> None:
-        """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
-
-        The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
-        """
-        bad = (~torch.isfinite(total)).to(torch.float32)
-        before = getattr(optimizer, "found_inf", None)
-        if before is not None:
-            bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
-        self._gates[lane.index] = (optimizer, bad, before)
-        optimizer.found_inf = bad  # type: ignore[attr-defined]
-
-    def _open_gate(self, index: int) -> None:
-        """Restore `found_inf` as it was, not deleted: GradScaler deletes its own; not if it is no longer ours."""
-        optimizer, ours, before = self._gates.pop(index, (None, None, None))
-        if optimizer is None or getattr(optimizer, "found_inf", None) is not ours:
-            return
-        if before is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = before  # type: ignore[attr-defined]
 
     # -- after -------------------------------------------------------------------------------------------
 
@@ -479,22 +409,8 @@ class Boundary:
         self._inside[lane.index] -= 1
         if self._inside[lane.index]:
             return
-        self._give_back(lane.index)
-        self._open_gate(lane.index)
+        self._acting.give_back(lane.index)
+        self._acting.open_gate(lane.index)
         lane.advance()
         if lane.thinnable():
             self._capture.thin(lane)
-
-    def _give_back(self, index: int, into_params: bool = True) -> None:
-        """Restore what a skip set aside, but no gradient where a newer backward already made one."""
-        for group, emptied in self._emptied.pop(index, ()):
-            group["params"] = emptied
-        for param, grad in self._set_aside.pop(index, ()):
-            if into_params and param.grad is None:
-                param.grad = grad
-
-
-def _why(decision: Decision, lane: Lane) -> str:
-    rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
-    said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"
-    return f"gradwatch stopped training at step {lane.step}: {said}"

@@ -22,7 +22,9 @@ from gradwatch.hooks.dense import addable, part
 from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
+from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, signature, versions_of
 from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
 from gradwatch.snapshot import Sites
@@ -57,6 +59,8 @@ class Lane:
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.announced: list[Announced] = []  # clips since the read, by the one who clips
+        self.standing: StandingClips | None = None
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
@@ -139,6 +143,7 @@ class Lane:
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         self._norms = self._take(grads, 1.0)
         self._read_at = self.backwards
+        self.announced.clear()
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
@@ -168,7 +173,7 @@ class Lane:
         after = raw
         # A clip of DTensors bumps no version, so theirs are always read again.
         if ids != self._ids or versions != self._versions or (self.distributed and not unread):
-            after = self._changed(grads, ids, versions, raw, scale)
+            after = self._clipped(ids, versions, raw) or self._changed(grads, ids, versions, raw, scale)
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
@@ -195,7 +200,7 @@ class Lane:
         self._last = (ids, versions, raw)
         self._after = after
         self._kept = None
-        self._left_alone = after is raw
+        self._left_alone = after is raw and not self.announced
         self.settled = self.backwards
         return window
 
@@ -209,6 +214,7 @@ class Lane:
         self._read_at = 0
         self._norms = self._kept = None
         self._held = []
+        self.announced.clear()
 
     def resume(self) -> None:
         """The step whose window was closed last has raised: what came after it is another step.
@@ -266,6 +272,11 @@ class Lane:
         """
         return self._after.device_total() if isinstance(self._after, DeviceReading) else None
 
+    @property
+    def on_device(self) -> DeviceReading | None:
+        """The norms of the gradients as they stand at the boundary, where they were read on a device."""
+        return self._after if isinstance(self._after, DeviceReading) else None
+
     def clip_on_device(self, total: Tensor, max_norm: float) -> None:
         """Clip every gradient by the 0-dim `total`, without the host knowing it."""
         device.clip(self.grads(), total, max_norm)
@@ -302,6 +313,15 @@ class Lane:
         if self.usual is None or not reading.as_usual(self.usual, grads):
             reading.look(grads)
         return reading
+
+    def _clipped(self, ids: list[int], versions: list[int], raw: Reading) -> Reading | None:
+        """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
+        if not self.announced or self.distributed or not isinstance(raw, HostReading) or raw.details:
+            return None
+        factor = factor_since(self.announced, (ids, versions), (self._ids, self._versions))
+        if factor is None:
+            return None
+        return raw if factor == 1.0 else raw.divided(1.0 / factor)
 
     def _changed(
         self,

@@ -51,6 +51,13 @@ def holdings(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> lis
     return [flats.get(id(param)) or _holding(param) for param in params]
 
 
+def torn(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[int]:
+    """The positions of the parameters of which this rank holds only a part."""
+    if not any(map(is_shard, params)):
+        return []
+    return [k for k, held in enumerate(holdings(params, models)) if held.sharded]
+
+
 def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Tensor | None]:
     """The tensors whose hooks see this rank's own gradient of each of K parameters; None where nobody does.
 
