@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.backward_rules import check_backward
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
@@ -128,6 +130,7 @@ class Watch:
             check_ranks(self._engine, self.run.world_size)
             wanted = [param for param in self._capture.params if param.requires_grad]
             check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
+            check_backward(self._engine, models, self.run.world_size)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
@@ -147,6 +150,7 @@ class Watch:
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
         _at_exit()
         self._ends_with(models)
+        self._bind_early()
 
     # -- for users ---------------------------------------------------------------------------------------
 
@@ -405,6 +409,14 @@ class Watch:
         """A few marks did not tell the truth about this lane: put every mark back."""
         lane.ambiguous = True
         self._capture.restore(lane)
+
+    def _bind_early(self) -> None:
+        """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
+        if asks_backward(self.ruleset):
+            for optimizer in self._waiting():
+                lane = self._capture.adopt(optimizer)
+                lane.born = False  # it hears its window from the first backward on
+                self.bound(lane)
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
+from gradwatch.engine.backward import Asked, asked, asked_of_modules, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
@@ -63,7 +65,10 @@ class Engine:
     @property
     def acts_on_host(self) -> bool:
         """Whether some rule or policy acts otherwise, so that norms must be on the host before the step."""
-        rules = any(rule.acts and not _skips_on_device(rule) for rule in self._enabled())
+        rules = any(
+            rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
+            for rule in self._enabled()
+        )
         return rules or self._clip_needs_host
 
     def _enabled(self) -> list[Rule]:
@@ -90,7 +95,9 @@ class BoundEngine:
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         self._facts = tuple(facts)
         self._quiet = Quiet(plan)
-        self._standing = Decision(max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise))
+        self._standing = Decision(
+            max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
+        )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
         self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
 
@@ -178,6 +185,24 @@ class BoundEngine:
         """
         return limits(self.plan, state, at)
 
+    @property
+    def asked(self) -> Asked:
+        """What is to be done inside the backward, and where."""
+        return asked(self.plan)
+
+    @property
+    def asked_of_modules(self) -> BoolArray:
+        """bool[S]: the modules between which a rule bounds the gradient."""
+        return asked_of_modules(self.plan)
+
+    def bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """What hooks on parameters keep to in the next backward."""
+        return bounds(self.plan, state)
+
+    def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """What hooks on modules keep to in the next backward."""
+        return module_bounds(self.plan, state)
+
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot
     ) -> tuple[Decision, EngineState]:
@@ -206,7 +231,8 @@ class BoundEngine:
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state
-        coef = self.clipping.coefficients(state.clips, snapshot)
+        at_step = self.clipping.at == "step"  # else the hooks have done it
+        coef = self.clipping.coefficients(state.clips, snapshot) if at_step else None
         decision = decision if coef is None else decision | Decision(coef=coef)
         if decision.skip or snapshot.provisional:
             return decision, state
