@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.norms import Detail, RowNorms, inspect, suspicious
+from gradwatch.policies.norm import EPSILON
 
 NEAR = 2.0
 """A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
+
+CLOSE = 1.001
+"""Ten times what a glance at the total may be off: beyond that the exact total tells what the glance does."""
 
 
 class HostReading:
@@ -59,6 +63,11 @@ class HostReading:
         near = usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
         return near and not self._rows.faint(grads, self._floor)
 
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""
+        total = self._rows.total() / (self._scale or math.nan)
+        return (total + float(EPSILON)) * CLOSE <= max_norm
+
     def finite(self) -> bool:
         """Whether every norm is; one operation."""
         if self._norms is not None:
@@ -85,6 +94,12 @@ class HostReading:
         if self._norms is None:
             return _divided(np.sqrt(self._rows.squares()), self._scale)
         return self._norms
+
+    def completed(self, known: Mapping[int, float]) -> HostReading:
+        """The same reading with norms that were taken elsewhere, and were None here."""
+        whole = self.with_norms(known)
+        whole.details = self.details
+        return whole
 
     def with_norms(self, changed: Mapping[int, float]) -> HostReading:
         """The same reading but for a few norms."""

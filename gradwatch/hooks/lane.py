@@ -252,6 +252,10 @@ class Lane:
         norms = self._after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
+        return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
+
     def total_read(self) -> float:
         """Root sum of squares of what this window's last backward left, read now where it is unread."""
         if self._norms is None or self.unread:
@@ -267,21 +271,10 @@ class Lane:
             # As a tensor, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
             torch._foreach_mul_(present, torch.tensor(coefficient, device="cpu"))
 
-    def device_total(self) -> Tensor | None:
-        """0-dim total norm on the device, of the gradients as they stand at the boundary, loss scale included.
-
-        None where they were not read on a device.
-        """
-        return self._after.device_total() if isinstance(self._after, DeviceReading) else None
-
     @property
     def on_device(self) -> DeviceReading | None:
         """The norms of the gradients as they stand at the boundary, where they were read on a device."""
         return self._after if isinstance(self._after, DeviceReading) else None
-
-    def clip_on_device(self, total: Tensor, max_norm: float) -> None:
-        """Clip every gradient by the 0-dim `total`, without the host knowing it."""
-        device.clip(self.grads(), total, max_norm)
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
@@ -311,17 +304,11 @@ class Lane:
         """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
-        if known:
-            rest = [None if k in known else grad for k, grad in enumerate(grads)]
-            partly = HostReading(self._reader.read(rest), self._floor, arrived(scale))
-            partly.look(rest)
-            whole = partly.with_norms(known)
-            whole.details = partly.details
-            return whole
-        reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
-        if self.usual is None or not reading.as_usual(self.usual, grads):
-            reading.look(grads)
-        return reading
+        rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
+        reading = HostReading(self._reader.read(rest), self._floor, arrived(scale))
+        if known or self.usual is None or not reading.as_usual(self.usual, rest):
+            reading.look(rest)
+        return reading.completed(known) if known else reading
 
     def _clipped(self, ids: list[int], versions: list[int], raw: Reading) -> Reading | None:
         """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
