@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
+from gradwatch.hooks import device
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.skipping import Skips
@@ -110,15 +111,17 @@ class Acting:
         `max_norm` bounds the total norm; `skips`: a step whose gradients are not finite is skipped.
         """
         standing, reading = lane.standing, lane.on_device
-        total = lane.device_total() if skips or max_norm is not None or standing is not None else None
-        if total is None or reading is None:
+        if reading is None or not (skips or max_norm is not None or standing is not None):
+            return
+        total = reading.device_total()  # loss scale included
+        if total is None:
             return
         scale = carried_scale(optimizer)
         carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
         elif max_norm is not None:
-            lane.clip_on_device(total / carried, max_norm)
+            device.clip(lane.grads(), total / carried, max_norm)
         if skips:
             self._gate(optimizer, lane, total)
 
