@@ -43,6 +43,7 @@ class Course:
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
+    decided: Decision | None = None  # of the window at hand, should publishing it fail
 
 
 def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping[int, float]) -> Snapshot:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -242,6 +242,7 @@ class Judging:
         at: Clock,
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        course.decided = None
         try:
             return self._decided(lane, course, window, extras, scalars, at)
         except Exception as error:
@@ -250,7 +251,7 @@ class Judging:
                 raise
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
-            return course.bound.fallback(totals.raw)
+            return course.decided or course.bound.fallback(totals.raw)
 
     def _decided(
         self,
@@ -276,6 +277,7 @@ class Judging:
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
+        course.decided = decision.at(shared.own)
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
@@ -303,7 +305,7 @@ class Judging:
     def _measured_ahead(
         self, lane: Lane, decision: Decision, own: Any, total: float
     ) -> tuple[Decision, dict[int, float]]:
-        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        """The norms that elementwise policies will leave; the decision without them where they are refused."""
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
@@ -311,9 +313,12 @@ class Judging:
                 optimizer = None if lane.optimizer is None else lane.optimizer()
                 scale = arrived(kept(carried_scale(optimizer)))
                 return decision, standing.measure(grads, lane.params, factors, scale)
-        except Exception as error:
+        except GradwatchError as error:  # for a reason that every rank has
             self._around.failed("action", error)
-        return replace(decision, elementwise=False), {}
+            return replace(decision, elementwise=False), {}
+        except Exception as error:  # they are made when they are applied, as on the other ranks
+            self._around.failed("action", error)
+        return decision, {}
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""

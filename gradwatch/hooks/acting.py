@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
+from gradwatch.hooks.device import arrived, kept
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.standing import carried_scale, factors_of
@@ -143,7 +144,11 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
-    ahead = lane.standing.take() if decision.elementwise and lane.standing is not None else {}
+    ahead: dict[int, Tensor] = {}
+    if decision.elementwise and lane.standing is not None:
+        optimizer = None if lane.optimizer is None else lane.optimizer()
+        scale = arrived(kept(carried_scale(optimizer)))
+        ahead = lane.standing.take(grads, lane.params, coef, scale)
     for k, made in ahead.items():
         if (grad := grads[k]) is not None and not zero[k]:
             grad.copy_(made)

@@ -54,16 +54,32 @@ class StandingClips:
         scale: float,
     ) -> dict[int, float]:
         """The norms that the elementwise policies will leave, by position; what they leave is kept for `take`."""
+        self.ahead = None
+        self.ahead = self._made(grads, params, factors, scale)
+        return norms_of(self.ahead, scale)
+
+    def take(
+        self,
+        grads: Sequence[Tensor | None],
+        params: Sequence[Tensor],
+        factors: NDArray[np.float32],
+        scale: float,
+    ) -> dict[int, Tensor]:
+        """What `measure` made ahead, once; made now where it could not."""
+        ahead, self.ahead = self.ahead, None
+        return self._made(grads, params, factors, scale) if ahead is None else ahead
+
+    def _made(
+        self,
+        grads: Sequence[Tensor | None],
+        params: Sequence[Tensor],
+        factors: NDArray[np.float32],
+        scale: float,
+    ) -> dict[int, Tensor]:
         if self.elementwise is None:
             return {}
         by_position = {k: float(factors[k]) for k in self.elementwise.at}
-        self.ahead = self.elementwise.shaped(grads, params, by_position, scale)
-        return norms_of(self.ahead, scale)
-
-    def take(self) -> dict[int, Tensor]:
-        """What was made ahead, once."""
-        ahead, self.ahead = self.ahead, None
-        return ahead or {}
+        return self.elementwise.shaped(grads, params, by_position, scale)
 
     # -- on a device -------------------------------------------------------------------------------------
 
