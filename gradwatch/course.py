@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
@@ -30,6 +31,13 @@ class Clock(NamedTuple):
     wall_time: float
 
 
+class Held(NamedTuple):
+    """A Record that is not published yet: its actions are being carried out; `plain` is what was measured."""
+
+    record: Record
+    plain: Snapshot
+
+
 @dataclass(slots=True)
 class Course:
     """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
@@ -39,11 +47,13 @@ class Course:
     sites: Sites
     sampler: Sampler
     local: LocalNorms | None
+    vitals: Vitals
     last_step: float | None = None
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
-    decided: Decision | None = None  # of the window at hand, should publishing it fail
+    decided: Decision | None = None  # of the window at hand, should telling it fail
+    held: Held | None = field(default=None)  # until what was decided has been carried out
 
 
 def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping[int, float]) -> Snapshot:

@@ -11,9 +11,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
+from gradwatch.checkpoint import Vitals, joined
+from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
 from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.engine.actions import settled
 from gradwatch.errors import AttachError, GradwatchError
+from gradwatch.exit_status import end_with_status
+from gradwatch.failing import failed
 from gradwatch.health import Health
 from gradwatch.hooks import sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -29,10 +33,23 @@ from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
 from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
+from gradwatch.snapshot import (
+    RANK_COLUMNS,
+    CheckpointHealth,
+    Decision,
+    Event,
+    Order,
+    Record,
+    Snapshot,
+    Verdict,
+)
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+SCALED = (
+    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
+    "would then stay too high for ever; the scaler skips such steps by itself"
+)
 NOT_ALONE = (
     "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
 )
@@ -48,6 +65,9 @@ class Surroundings(Protocol):
 
     def judged(self) -> None:
         """A step was judged without a fault."""
+
+    def escalated(self, event: Event) -> bool:
+        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
 
     def spent(self) -> float:
         """Seconds that watching has cost since the last Record."""
@@ -83,6 +103,10 @@ class Judging:
         """Keep a one-per-step value for the next step of every lane."""
         self._observed += 1
         self._scalars[name] = (self._observed, kept(value))
+
+    def checkpoint(self) -> CheckpointHealth:
+        """Whether a checkpoint saved now is one to go back to."""
+        return joined(course.vitals.now for course in self._courses.values())
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
@@ -141,7 +165,12 @@ class Judging:
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
+        vitals = Vitals(critical)
+        if before is not None:
+            self._release(before)
+            vitals.load(before.vitals.to_dict())
+        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
 
@@ -161,7 +190,11 @@ class Judging:
         for lane in lanes:
             course = self._courses.get(lane.index)
             if course is not None:
-                found[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+                found[str(lane.index)] = {
+                    "step": lane.step,
+                    "engine": course.state.to_dict(),
+                    "checkpoint": course.vitals.to_dict(),
+                }
         return found
 
     def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
@@ -176,6 +209,7 @@ class Judging:
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
+        course.vitals.load(saved.get("checkpoint"))
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -267,9 +301,11 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
+        self._release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
+        decision = settled(decision | self._climbed(verdict))
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
@@ -277,11 +313,14 @@ class Judging:
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
-        course.decided = decision.at(shared.own)
+        if decision.zero is not None and snapshot.loss_scale is not None:
+            self._around.health.report("action", AttachError(SCALED))
+            decision = decision.without_zero()
+        plain, course.decided = snapshot, decision.at(shared.own)
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            done = decision.skip or decision.stop or rejected or not window.at_hand
             if decision.elementwise and not done:
                 decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
@@ -295,12 +334,40 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
+        health = course.vitals.after(plain, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        if window.at_hand and decision.acts:
+            course.held = Held(record, plain)  # `acted` publishes it
+        else:
+            self._publish(record)
+        return decision.at(shared.own)
+
+    def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
+        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
+        course = self._courses[lane.index]
+        held = course.held
+        if held is None:
+            return
+        if error is not None:
+            rules = tuple(one.rule for one in course.bound.plan.rules)
+            record = failed(held.record, held.plain, done, error, rules)
+            health = course.vitals.after(held.plain, record.verdict, done)
+            course.record = record = replace(record, checkpoint=health)
+            course.held = Held(record, held.plain)
+        self._release(course)
+
+    def _release(self, course: Course) -> None:
+        """Publish the Record that waits, if one does."""
+        held, course.held = course.held, None
+        if held is not None:
+            self._publish(held.record)
+
+    def _publish(self, record: Record) -> None:
         for sink in self.sinks:
             sink.write(record)
-        if decision.stop:
+        if record.decision.stop:
             self.flush_sinks()
-        return decision.at(shared.own)
+            end_with_status()
 
     def _measured_ahead(
         self, lane: Lane, decision: Decision, own: Any, total: float
@@ -335,6 +402,16 @@ class Judging:
             return Verdict(), decision
         self._around.judged()
         return verdict, decision
+
+    def _climbed(self, verdict: Verdict) -> Decision:
+        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
+        stops = [
+            event.rule
+            for event in verdict.events
+            if event.kind == "escalated" and event.actions and self._around.escalated(event)
+        ]
+        orders = frozenset(Order(rule, "stop") for rule in stops)
+        return Decision(stop=bool(stops), orders=orders)
 
     def flush_sinks(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

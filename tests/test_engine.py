@@ -191,7 +191,11 @@ def test_shadow_mode_says_and_does_nothing() -> None:
     course.step(1, NAN_AT_2)
     assert not course.decision.skip
     assert not course.decision.stop
-    assert course.decision.orders == {Order("nan", "skip_step", True), Order("nan", "stop", True)}
+    told = {"site": "layers.1.weight", "count": 1}
+    assert course.decision.orders == {
+        Order("nan", "skip_step", True, **told),
+        Order("nan", "stop", True, **told),
+    }
     assert all(event.actions == () for event in course.events)
 
 

@@ -14,11 +14,13 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "health", "codes"),
+    ("snapshot", "health", "codes", "exit_status"),
+    ("checkpoint",),
     ("detectors", "policies", "limits"),
     ("rules",),
-    ("rulefile", "engine", "testing"),
+    ("rulefile", "engine", "testing", "failing"),
     ("settings", "journal", "sinks"),
+    ("audit",),
     ("hooks",),
     ("course", "rank_rules"),
     ("judging",),

@@ -9,18 +9,19 @@ from dataclasses import replace
 import numpy as np
 
 from gradwatch.detectors import State
+from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
 from gradwatch.engine.clipping import needs_host
-from gradwatch.engine.judge import Step, exhausted, firing_now
+from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
-from gradwatch.engine.plan import Needs, Plan, RulePlan, make_plan
+from gradwatch.engine.plan import Needs, Plan, make_plan
 from gradwatch.engine.quiet import Quiet
 from gradwatch.engine.series import labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.errors import GradwatchError
 from gradwatch.limits import Limits
 from gradwatch.rules import ClipAt, Rule, RuleSet
-from gradwatch.snapshot import BoolArray, Decision, Order, RuleInfo, Sites, Snapshot, Verdict
+from gradwatch.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict
 
 LR_JUMP = 3.0
 """A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
@@ -47,10 +48,7 @@ class Engine:
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
         """What sinks may know of the enabled rules, by id."""
-        return tuple(
-            RuleInfo(rule.id, rule.kind, rule.severity, tuple(action.name for action in rule.do))
-            for rule in self._enabled()
-        )
+        return tuple(RuleInfo(rule.id, rule.kind, rule.severity, _named(rule)) for rule in self._enabled())
 
     @property
     def columns(self) -> frozenset[str]:
@@ -165,9 +163,12 @@ class BoundEngine:
         return step.finish(baselines, lr)
 
     def _will_skip(self, step: Step) -> bool:
+        """Whether a fact leads to a skip, of its own or of its ladder."""
         rules = (self.plan.rules[number] for number in self._facts)
         return bool(step.acting) and any(
-            one.skip is not None and one.rule.mode == "act" and one.rule.id in step.acting for one in rules
+            one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
+            for one in rules
+            if one.rule.mode == "act" and one.rule.id in step.acting
         )
 
     def limits(self, state: EngineState, at: ClipAt | None = None) -> Limits:
@@ -187,10 +188,13 @@ class BoundEngine:
         (`gradwatch.policies`).
         """
         decision = self._standing
-        if verdict.acting:
-            for one, consecutive in zip(self.plan.rules, state.consecutive, strict=True):
-                if one.rule.id in verdict.acting:
-                    decision |= orders(one, consecutive)
+        for number, one in by_rule(self.plan, verdict.acting):
+            due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
+            decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
+        for _, one in by_rule(self.plan, verdict.standing):
+            decision |= standing(one, verdict.standing[one.rule.id], snapshot)
+        if verdict.acting or verdict.standing:
+            decision = settled(decision)
         return self.clip(decision, state, snapshot) if self.clipping.policies else (decision, state)
 
     def clip(
@@ -241,6 +245,15 @@ class BoundEngine:
         return tuple(after)
 
 
+def _named(rule: Rule) -> tuple[str, ...]:
+    """The actions a rule may carry out, those of its ladder included."""
+    return tuple(
+        dict.fromkeys(
+            str(action.params["to"]) if action.name == "escalate" else action.name for action in rule.do
+        )
+    )
+
+
 def _skips_on_device(rule: Rule) -> bool:
     """Whether a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
     skips = [action for action in rule.do if action.name == "skip_step"]
@@ -256,15 +269,3 @@ def jumped(before: float | None, now: float | None) -> bool:
     if before is None or now is None or before == now or not (before > 0 and now > 0):
         return False
     return not 1 / LR_JUMP <= now / before <= LR_JUMP
-
-
-def orders(one: RulePlan, consecutive: int) -> Decision:
-    """What one rule orders when it acts; in shadow mode it only says what it would have ordered."""
-    names = {action.name for action in one.rule.do}
-    if exhausted(one, consecutive):
-        names.add("stop")
-    shadow = one.rule.mode == "shadow"
-    said = frozenset(Order(one.rule.id, name, shadow) for name in names)
-    if shadow:
-        return Decision(orders=said)
-    return Decision(skip="skip_step" in names, stop="stop" in names, orders=said)

@@ -7,6 +7,7 @@ factors come from the gradients as found at the boundary and are applied once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,21 @@ from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.standing import carried_scale, factors_of
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.snapshot import Decision
+from gradwatch.snapshot import Decision, Order
+
+Done = Callable[[Lane, Decision, Exception | None], None]
+"""Told once a Decision was carried out: what really was, and the fault that kept it from being as decided."""
 
 
 class Acting:
-    """Carries out Decisions on the gradients of lanes; `failed(component, error)` counts a fault of ours."""
+    """Carries out Decisions on the gradients of lanes.
 
-    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+    `failed(component, error)` counts a fault of ours; `done` is told how each Decision went, and publishes it.
+    """
+
+    def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
         self._failed = failed
+        self._done = done
         self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
         self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
         self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
@@ -44,23 +52,47 @@ class Acting:
     ) -> None:
         """Do what was decided of a step on the host; `turn` is its closure's, None without one.
 
-        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged.
+        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged, or
+        what the rule's `on_error` says is done instead.
         """
+        error: Exception | None = None
+        if not decision.stop:
+            decision, error = self._attempt(optimizer, lane, decision, turn)
+        self._done(lane, decision, error)
+        if error is not None:
+            self._failed("action", error)
         if decision.stop:
             if turn is not None and turn.memory is not None:
                 turn.memory.restore()
             raise TrainingStopped(why_stopped(decision, lane))
+
+    def _attempt(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> tuple[Decision, Exception | None]:
+        """Carry it out; what was done in the end, and the fault that made it differ from what was decided."""
         try:
-            if turn is not None:
-                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
-            if decision.skip:
-                if turn is None or not turn.must_finish:
-                    self._skip(lane, optimizer)
-            elif decision.touches:
-                _reshape(lane, decision)
+            self._carry_out(optimizer, lane, decision, turn)
         except Exception as error:
             self.give_back(lane.index)  # the gradient passes unchanged
-            self._failed("action", error)
+            instead = in_place_of(decision)
+            try:
+                self._carry_out(optimizer, lane, instead, turn)
+            except Exception:  # not even that can be done: it is told as a failure all the same
+                self.give_back(lane.index)
+                instead = replace(instead, skip=False)
+            return instead, error
+        return decision, None
+
+    def _carry_out(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> None:
+        if turn is not None:
+            turn.skipped, turn.max_norm = decision.skip, decision.max_norm
+        if decision.skip:
+            if turn is None or not turn.must_finish:
+                self._skip(lane, optimizer)
+        elif decision.touches:
+            _reshape(lane, decision)
 
     def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
         """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
@@ -172,6 +204,16 @@ def _zero_nonfinite(grad: Tensor) -> None:
     """NaN and Inf elements become 0, in place."""
     values = grad._values() if grad.is_sparse else grad
     values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
+
+
+def in_place_of(decision: Decision) -> Decision:
+    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask."""
+    instead = decision.on_error
+    if instead == "pass":
+        return Decision()
+    rules = {order.rule for order in decision.orders if not order.shadow}
+    orders = frozenset(Order(rule, instead) for rule in rules)
+    return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)
 
 
 def why_stopped(decision: Decision, lane: Lane) -> str:

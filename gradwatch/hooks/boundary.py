@@ -73,6 +73,9 @@ class Judge(Protocol):
         Where a rule may have something to say at once, `window.calm` is taken away.
         """
 
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
+        """What was really done at this boundary, and the fault that kept it from being as decided."""
+
     def forget(self, lane: Lane) -> None:
         """What was heard since the last Snapshot of a lane belongs to no step."""
 
@@ -87,7 +90,7 @@ class Boundary:
         self._capture = capture
         self._judge = judge
         self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
-        self._acting = Acting(judge.failed)
+        self._acting = Acting(judge.failed, judge.acted)
         self._deferred: dict[int, Deferred] = {}
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
@@ -276,6 +279,7 @@ class Boundary:
             waiting.judge_all(self._judging_failed)
         if not window.calm:
             turn = self._evaluations.get(id(optimizer))
+            window.at_hand = True
             self._acting.carry_out(optimizer, lane, measured.judge(), turn)
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:

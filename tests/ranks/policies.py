@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ from gradwatch import judging
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.hooks import standing
+from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import made, take_step, watched, weights
 
@@ -45,11 +47,12 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 def whole_weights(model: nn.Module) -> str:
-    """A hash of the weights, put together from the ranks where they are sharded."""
+    """A hash of the weights; under FSDP1, whose shards differ, of all ranks' hashes."""
     if not isinstance(model, FullyShardedDataParallel):
         return weights(model)
-    with FullyShardedDataParallel.summon_full_params(model):
-        return weights(model)
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, fingerprint(model.parameters()))
+    return " ".join(parts)
 
 
 def trained(rank: int, wrap: Wrap, text: str, broken: Callable[[], Any] | None = None) -> dict[str, Any]:
