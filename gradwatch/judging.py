@@ -29,7 +29,7 @@ from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import is_shard
-from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
+from gradwatch.hooks.standing import Found, StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
 from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
@@ -322,7 +322,8 @@ class Judging:
             left: dict[int, float] = {}
             done = decision.skip or decision.stop or rejected or not window.at_hand
             if decision.elementwise and not done:
-                decision, left = self._measured_ahead(lane, decision, shared.own, total)
+                norms = shared.window.resolve()[1][shared.own].tolist()  # sync: numpy
+                decision, left = self._measured_ahead(lane, decision, shared.own, total, norms)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
@@ -370,7 +371,7 @@ class Judging:
             end_with_status()
 
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, own: Any, total: float
+        self, lane: Lane, decision: Decision, own: Any, total: float, norms: Sequence[float]
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; the decision without them where they are refused."""
         grads, standing = lane.grads(), lane.standing
@@ -378,8 +379,8 @@ class Judging:
         try:
             if standing is not None:
                 optimizer = None if lane.optimizer is None else lane.optimizer()
-                scale = arrived(kept(carried_scale(optimizer)))
-                return decision, standing.measure(grads, lane.params, factors, scale)
+                found = Found(grads, lane.params, arrived(kept(carried_scale(optimizer))))
+                return decision, standing.measure(found, factors, norms)
         except GradwatchError as error:  # for a reason that every rank has
             self._around.failed("action", error)
             return replace(decision, elementwise=False), {}

@@ -19,7 +19,7 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.device import arrived, kept
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.standing import carried_scale, factors_of
+from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Order
 
@@ -180,10 +180,8 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     if decision.elementwise and lane.standing is not None:
         optimizer = None if lane.optimizer is None else lane.optimizer()
         scale = arrived(kept(carried_scale(optimizer)))
-        ahead = lane.standing.take(grads, lane.params, coef, scale)
-    for k, made in ahead.items():
-        if (grad := grads[k]) is not None and not zero[k]:
-            grad.copy_(made)
+        ahead = lane.standing.take(Found(grads, lane.params, scale), coef)
+        put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
         (grad, factors[k])

@@ -117,5 +117,5 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "sharded later": sharded_later,
     "fault evaluate": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(BoundEngine, "evaluate")),
     "fault reshaped": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(judging, "reshaped")),
-    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(standing, "norms_of")),
+    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(standing.StandingClips, "_norms")),
 }
