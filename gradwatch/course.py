@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
+from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.hooks.standing import NormBound, StandingClips, factors_of
@@ -54,6 +56,8 @@ class Course:
     record: Record | None = field(default=None)
     decided: Decision | None = None  # of the window at hand, should telling it fail
     held: Held | None = field(default=None)  # until what was decided has been carried out
+    limiter: Limiter | None = None
+    own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 
 def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping[int, float]) -> Snapshot:
@@ -88,11 +92,13 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
 def standing_of(
     clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
 ) -> StandingClips | None:
-    """What `clip:` asks of a lane beside the total; None without any.
+    """What `clip:` asks of a lane beside the total; None without any, or where it acts inside the backward.
 
     `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
     sharded, and left alone by policies on whole rows.
     """
+    if clipping.at == "backward":
+        return None
     bounds = tuple(
         NormBound(one.policy.max_norm, tuple(tuple(members) for members in one.members()))
         for one in clipping.policies

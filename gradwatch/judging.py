@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.backward_rules import limiter_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
 from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
+from gradwatch.finding import Finding
 from gradwatch.health import Health
-from gradwatch.hooks import sampling
+from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
@@ -78,6 +81,11 @@ class Surroundings(Protocol):
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""
 
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+
 
 class Judging:
     """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
@@ -92,8 +100,11 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
-        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
-        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
+        # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
+        self._in_backward = bool(asks_backward(engine.ruleset))
+        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
+        self._hears_scale: list[Callable[[], None]] = []
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -120,12 +131,23 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
+        if self._in_backward:
+            self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
             self._early = LocalNorms(wanted, self._around.failed)
 
+    def _scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.scaled(scale)
+
     def backward_ended(self) -> None:
-        """What tensor hooks heard of a backward counts."""
+        """What tensor hooks heard of a backward, or did in it, counts."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.backward_ended()
         if self._early is not None:
             for local in [self._early, *(course.local for course in self._courses.values())]:
                 if local is not None:
@@ -136,6 +158,8 @@ class Judging:
         course = self._courses.get(lane.index)
         if course is not None and course.local is not None:
             course.local.forget()
+        if course is not None and course.limiter is not None:
+            course.limiter.forget()
 
     def cleared(self, lane: Lane) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
@@ -148,6 +172,11 @@ class Judging:
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.close()
+        while self._hears_scale:
+            self._hears_scale.pop()()
 
     # -- states ------------------------------------------------------------------------------------------
 
@@ -170,9 +199,19 @@ class Judging:
         if before is not None:
             self._release(before)
             vitals.load(before.vitals.to_dict())
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        if self._in_backward:
+            ruleset, around = self._engine.ruleset, self._around
+            acted = None if before is None else before.limiter
+            if acted is None or not acted.off:
+                course.limiter = limiter_of(
+                    ruleset, bound, lane, taps, around.failed, around.health.report, acted
+                )
+            course.own = own_sites(bound, lane)
+            lane.heard = None if course.limiter is None else course.limiter.heard
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
+        self._publish_bounds(course)
 
     def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
         """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
@@ -210,6 +249,7 @@ class Judging:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
         course.vitals.load(saved.get("checkpoint"))
+        self._publish_bounds(course)
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -218,6 +258,8 @@ class Judging:
     def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
         course = self._courses[lane.index]
+        if course.limiter is not None:
+            course.limiter.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -278,7 +320,9 @@ class Judging:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
         course.decided = None
         try:
-            return self._decided(lane, course, window, extras, scalars, at)
+            decision = self._decided(lane, course, window, extras, scalars, at)
+            self._publish_bounds(course)
+            return decision
         except Exception as error:
             totals = self._ranks.totals(lane, window)
             if totals is None:
@@ -286,6 +330,12 @@ class Judging:
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
             return course.decided or course.bound.fallback(totals.raw)
+
+    def _publish_bounds(self, course: Course) -> None:
+        """What the next backward has to keep to, as far as hooks can see to it."""
+        if course.limiter is not None and course.own is not None:
+            own = course.own
+            course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
 
     def _decided(
         self,
@@ -336,7 +386,8 @@ class Judging:
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
         health = course.vitals.after(plain, verdict, decision)
-        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        findings = self._around.causes(lane, snapshot, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
         if window.at_hand and decision.acts:
             course.held = Held(record, plain)  # `acted` publishes it
         else:
@@ -397,7 +448,7 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             if not self._ranks.several:
-                return Verdict(), Decision()
+                return Verdict(), Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
             alone = course.bound.fallback(snapshot.total_norm)
             decision, course.state = course.bound.clip(alone, course.state, snapshot)
             return Verdict(), decision

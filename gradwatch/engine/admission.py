@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gradwatch.engine.backward import misplaced
 from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
 from gradwatch.engine.series import MODULE_COLUMNS, group_masks, labels, series_of
@@ -19,7 +20,12 @@ BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
 def admit(ruleset: RuleSet, sites: Sites) -> None:
     """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
     labelled = sites.labelled(labels(ruleset.groups, sites))
-    problems = [*unbuilt(ruleset), *impossible(ruleset), *_unmatched(ruleset, labelled)]
+    problems = [
+        *unbuilt(ruleset),
+        *impossible(ruleset),
+        *misplaced(ruleset),
+        *_unmatched(ruleset, labelled),
+    ]
     if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
         problems += misfits(ruleset, labelled)
     if problems:
@@ -80,14 +86,11 @@ def _listed(names: set[str]) -> str:
 def _unbuilt_clip(clip: Clip) -> list[str]:
     """The methods that nobody provides, and `at: backward`."""
     said = {**({} if clip.total is None else {"total": clip.total}), **clip.groups}
-    problems = [
+    return [
         f"clip.{place if place == 'total' else 'groups.' + place}: no method {one.method!r}; known: {_known()}"
         for place, one in said.items()
         if find_policy(one.method) is None
     ]
-    if clip.at != "step":
-        problems.append(f"clip.at: {clip.at!r} is not built yet; use `at: step`")
-    return problems
 
 
 def _known() -> str:

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
-from gradwatch.engine.clipping import needs_host
+from gradwatch.engine.backward import Asked, asked, asked_of_modules, bounds, module_bounds, only_in_backward
+from gradwatch.engine.clipping import clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
 from gradwatch.engine.plan import Needs, Plan, make_plan
@@ -48,7 +50,10 @@ class Engine:
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
         """What sinks may know of the enabled rules, by id."""
-        return tuple(RuleInfo(rule.id, rule.kind, rule.severity, _named(rule)) for rule in self._enabled())
+        return tuple(
+            RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
+            for rule in self._enabled()
+        )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -63,8 +68,16 @@ class Engine:
     @property
     def acts_on_host(self) -> bool:
         """Whether some rule or policy acts otherwise, so that norms must be on the host before the step."""
-        rules = any(rule.acts and not _skips_on_device(rule) for rule in self._enabled())
+        rules = any(
+            rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
+            for rule in self._enabled()
+        )
         return rules or self._clip_needs_host
+
+    @property
+    def clips_only_total(self) -> bool:
+        """Whether `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
+        return clips_only_total(self.ruleset.clip)
 
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
@@ -90,7 +103,9 @@ class BoundEngine:
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         self._facts = tuple(facts)
         self._quiet = Quiet(plan)
-        self._standing = Decision(max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise))
+        self._standing = Decision(
+            max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
+        )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
         self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
 
@@ -178,6 +193,24 @@ class BoundEngine:
         """
         return limits(self.plan, state, at)
 
+    @property
+    def asked(self) -> Asked:
+        """What is to be done inside the backward, and where."""
+        return asked(self.plan)
+
+    @property
+    def asked_of_modules(self) -> BoolArray:
+        """bool[S]: the modules between which a rule bounds the gradient."""
+        return asked_of_modules(self.plan)
+
+    def bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """What hooks on parameters keep to in the next backward."""
+        return bounds(self.plan, state)
+
+    def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """What hooks on modules keep to in the next backward."""
+        return module_bounds(self.plan, state)
+
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot
     ) -> tuple[Decision, EngineState]:
@@ -206,7 +239,8 @@ class BoundEngine:
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state
-        coef = self.clipping.coefficients(state.clips, snapshot)
+        at_step = self.clipping.at == "step"  # else the hooks have done it
+        coef = self.clipping.coefficients(state.clips, snapshot) if at_step else None
         decision = decision if coef is None else decision | Decision(coef=coef)
         if decision.skip or snapshot.provisional:
             return decision, state
@@ -256,12 +290,15 @@ def _named(rule: Rule) -> tuple[str, ...]:
 
 def _skips_on_device(rule: Rule) -> bool:
     """Whether a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
-    skips = [action for action in rule.do if action.name == "skip_step"]
+    done = [
+        action for action in rule.do if action.name != "localise"
+    ]  # it changes nothing, and may come late
+    skips = [action for action in done if action.name == "skip_step"]
     forever = all(
         action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
         for action in skips
     )
-    return rule.acts and rule.kind == "nonfinite" and len(skips) == len(rule.do) and forever
+    return rule.acts and rule.kind == "nonfinite" and 0 < len(skips) == len(done) and forever
 
 
 def jumped(before: float | None, now: float | None) -> bool:

@@ -19,6 +19,7 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.device import arrived, kept
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.skipping import Skips
 from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Order
@@ -36,15 +37,14 @@ class Acting:
     def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
         self._failed = failed
         self._done = done
-        self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
-        self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
+        self._skips = Skips(lambda error: failed("action", error))
         self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
         for index in list(self._gates):
             self.open_gate(index)
-        for index in [*self._set_aside, *self._emptied]:
+        for index in self._skips.lanes():
             self.give_back(index)
 
     def carry_out(
@@ -90,26 +90,20 @@ class Acting:
             turn.skipped, turn.max_norm = decision.skip, decision.max_norm
         if decision.skip:
             if turn is None or not turn.must_finish:
-                self._skip(lane, optimizer)
+                self._skips.skip(lane.index, optimizer, at_once=turn is not None)
         elif decision.touches:
             _reshape(lane, decision)
 
-    def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
-        """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
+    def clip_ahead(self, lane: Lane, max_norm: float) -> None:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
-        torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that,
-        so theirs find empty parameter lists instead.
+        The verdict finds the same total later, and tells the same coefficient.
         """
-        if not type(optimizer).step.__module__.startswith("torch.optim"):
-            groups = optimizer.param_groups
-            self._emptied[lane.index] = [(group, group["params"]) for group in groups]
-            for group in groups:
-                group["params"] = []
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._set_aside[lane.index] = [(param, param.grad) for param in params]
-        for param in params:
-            param.grad = None
+        try:
+            if not lane.surely_within(max_norm):
+                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
+            self._failed("action", error)
 
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
@@ -153,15 +147,11 @@ class Acting:
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
-        return bool(self._emptied.get(index))
+        return self._skips.unfinished(index)
 
-    def give_back(self, index: int, into_params: bool = True) -> None:
-        """Restore what a skip set aside, but no gradient where a newer backward already made one."""
-        for group, emptied in self._emptied.pop(index, ()):
-            group["params"] = emptied
-        for param, grad in self._set_aside.pop(index, ()):
-            if into_params and param.grad is None:
-                param.grad = grad
+    def give_back(self, index: int, finished: bool = True) -> None:
+        """Restore what a skip set aside; `finished` False: the step raised, so its gradients are let go."""
+        self._skips.give_back(index, finished)
 
 
 def _reshape(lane: Lane, decision: Decision) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from gradwatch.snapshot import Sites
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
 GONE = -2  # in place of an id
+NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
 
 
@@ -70,6 +71,8 @@ class Lane:
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
+        # Norms that hooks of ours have taken on the way, and that need not be read again.
+        self.heard: Callable[[Sequence[Tensor | None]], Mapping[int, float]] | None = None
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self._arrivals = Arrivals(params)
@@ -141,7 +144,7 @@ class Lane:
         self._versions = self._usual() if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
-        self._norms = self._take(grads, 1.0)
+        self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
         self._read_at = self.backwards
         self.announced.clear()
 
@@ -250,6 +253,10 @@ class Lane:
         norms = self._after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
+        return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
+
     def total_read(self) -> float:
         """Root sum of squares of what this window's last backward left, read now where it is unread."""
         if self._norms is None or self.unread:
@@ -305,10 +312,19 @@ class Lane:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(self, grads: Sequence[Tensor | None], scale: Number) -> Reading:
-        """Read these gradients; on the host, look twice unless a glance finds them as usual."""
+    def _take(
+        self, grads: Sequence[Tensor | None], scale: Number, known: Mapping[int, float] = NOTHING
+    ) -> Reading:
+        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
+        if known:
+            rest = [None if k in known else grad for k, grad in enumerate(grads)]
+            partly = HostReading(self._reader.read(rest), self._floor, arrived(scale))
+            partly.look(rest)
+            whole = partly.with_norms(known)
+            whole.details = partly.details
+            return whole
         reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
         if self.usual is None or not reading.as_usual(self.usual, grads):
             reading.look(grads)
