@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import device
+from gradwatch.hooks.device import arrived, kept
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.skipping import Skips
-from gradwatch.hooks.standing import carried_scale, factors_of
+from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Order
 
@@ -168,10 +169,12 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
-    ahead = lane.standing.take() if decision.elementwise and lane.standing is not None else {}
-    for k, made in ahead.items():
-        if (grad := grads[k]) is not None and not zero[k]:
-            grad.copy_(made)
+    ahead: dict[int, Tensor] = {}
+    if decision.elementwise and lane.standing is not None:
+        optimizer = None if lane.optimizer is None else lane.optimizer()
+        scale = arrived(kept(carried_scale(optimizer)))
+        ahead = lane.standing.take(Found(grads, lane.params, scale), coef)
+        put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
         (grad, factors[k])
