@@ -244,7 +244,7 @@ rules:
   slow: {detect: {kind: above, threshold: 30}, keep_firing_for: 4, do: [rescale: {factor: 0.5}]}
   shadow: {detect: {kind: spike, of: rms, above: 8}, mode: shadow, do: [clip: {to: baseline}, stop]}
 """
-CUTS, LENGTH = 100, 70
+LENGTH = 70
 
 
 def script() -> list[dict[str, float]]:
@@ -278,8 +278,9 @@ def told(records: list[Any]) -> list[str]:
     ]
 
 
-def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut() -> None:
-    """P28: cut at 100 random moments, state through JSON: the same events, orders and weights, nothing twice."""
+@pytest.mark.parametrize("cuts", [10, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut(cuts: int) -> None:
+    """P28: cut at random moments, state through JSON: the same events, orders and weights, nothing twice."""
     scales = script()
     whole = Training(kind=torch.optim.AdamW)
     saved: list[dict[str, Any]] = []
@@ -312,7 +313,7 @@ def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut() -> None:
         ("shadow", "stop"),
     }
     generator = random.Random(28)
-    for cut in [generator.randrange(LENGTH) for _ in range(CUTS)]:
+    for cut in [generator.randrange(LENGTH) for _ in range(cuts)]:
         resumed = Training(seed=99, kind=torch.optim.AdamW)
         at = saved[cut]
         resumed.model.load_state_dict(at["model"])
