@@ -41,6 +41,8 @@ from gradwatch.snapshot import (
     Verdict,
 )
 
+UNJUDGED = Verdict()
+"""Stands for the verdict of a step on which the engine failed."""
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
 SCALED = (
@@ -259,6 +261,7 @@ class Judging:
         try:
             return self._decided(lane, course, window, extras, scalars, at)
         except Exception as error:
+            course.vitals.unjudged(lane.step)
             totals = self._ranks.totals(lane, window)
             if totals is None:
                 raise
@@ -284,7 +287,8 @@ class Judging:
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        decision = settled(decision | self._climbed(verdict))
+        if verdict.events:
+            decision = self._climbed(verdict, decision)
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
@@ -309,6 +313,9 @@ class Judging:
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
         health = course.vitals.after(plain, verdict, decision)
+        if verdict is UNJUDGED:
+            course.vitals.unjudged(plain.step)
+            health = course.vitals.now
         course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
         if window.at_hand and decision.acts:
             course.held = Held(record, plain)  # `acted` publishes it
@@ -352,19 +359,17 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             several = self._ranks.several
-            return Verdict(), course.bound.fallback(snapshot.total_norm) if several else Decision()
+            return UNJUDGED, course.bound.fallback(snapshot.total_norm) if several else Decision()
         self._around.judged()
         return verdict, decision
 
-    def _climbed(self, verdict: Verdict) -> Decision:
-        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
-        stops = [
-            event.rule
-            for event in verdict.events
-            if event.kind == "escalated" and event.actions and self._around.escalated(event)
-        ]
-        orders = frozenset(Order(rule, "stop") for rule in stops)
-        return Decision(stop=bool(stops), orders=orders)
+    def _climbed(self, verdict: Verdict, decision: Decision) -> Decision:
+        """The decision after the user's callback has heard of the rungs reached on this step: it may want a stop."""
+        for event in verdict.events:
+            if event.kind == "escalated" and event.actions and self._around.escalated(event):
+                stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
+                decision = settled(decision | stop)
+        return decision
 
     def flush_sinks(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

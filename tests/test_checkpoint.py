@@ -111,6 +111,33 @@ def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None
         assert restored.to_dict() == vitals.to_dict()
 
 
+def test_a_step_that_nobody_judged_is_not_called_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours in the engine, or before it; and a watch that pauses itself after three."""
+    from gradwatch import judging
+    from gradwatch.engine import BoundEngine
+
+    def broken(*args: Any) -> None:
+        raise MemoryError("injected")
+
+    training = Training()
+    with watched(training, SKIPS, strict=False) as (gw, _):
+        training.step()
+        for owner, name in ((BoundEngine, "evaluate"), (judging, "assemble")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, broken)
+                training.step()
+                assert not gw.healthy
+            training.step()
+            assert gw.healthy
+        with monkeypatch.context() as patch:
+            patch.setattr(judging, "assemble", broken)
+            for _ in range(3):
+                training.step()
+        training.step()
+        assert not gw.healthy
+        assert gw.last_healthy_step == 4
+
+
 def test_an_overflowed_norm_of_finite_elements_poisons_nothing() -> None:
     """The norm is infinite in float32, no element is."""
     counts = Column(np.zeros(2, np.float32), np.ones(2, bool))
