@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.engine.clipping import Clipping
+from gradwatch.hooks.elementwise import Elementwise
+from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.sampling import Sampler
+from gradwatch.hooks.standing import NormBound, StandingClips, factors_of
+from gradwatch.policies import ClipByNorm
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Record, Sites, Snapshot
 
@@ -48,30 +55,63 @@ class Course:
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
     held: Held | None = field(default=None)  # until what was decided has been carried out
+    limiter: Limiter | None = None
+    own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 
-def reshaped(snapshot: Snapshot, decision: Decision, total: float) -> Snapshot:
+def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping[int, float]) -> Snapshot:
     """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
 
     `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
-    nobody renewed, which is no gradient of this step and so not in `total_norm`.
+    nobody renewed, which is no gradient of this step and so not in `total_norm`. `left` are the norms that
+    elementwise policies will leave, by site.
     """
     if not decision.touches or decision.skip or decision.stop:
         return snapshot
     uniform = 1 if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
-    if decision.coef is None:
+    if decision.coef is None and not left:
         if uniform == 1:
             return snapshot
         applied = snapshot.total_norm_applied * float(uniform)
         return replace(snapshot, coef=snapshot.coef * uniform, total_norm_applied=applied)
-    coef = decision.coef if decision.max_norm is None else np.minimum(decision.coef, np.float32(uniform))
+    coef = factors_of(decision, total, len(snapshot.norm))
     if decision.zero is not None:
         coef = np.where(decision.zero, np.float32(1), coef)
-    if (coef == 1).all():
+    if (coef == 1).all() and not left:
         return snapshot
     after = snapshot.coef * coef
+    for site, norm in left.items():
+        before = float(snapshot.norm[site])
+        if 0 < before < math.inf and math.isfinite(norm):
+            after[site] = norm / before
     norms = (snapshot.norm * after)[snapshot.calls > 0].astype(np.float64)
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
+
+
+def standing_of(
+    clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
+) -> StandingClips | None:
+    """What `clip:` asks of a lane beside the total; None without any, or where it acts inside the backward.
+
+    `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
+    sharded, and left alone by policies on whole rows.
+    """
+    if clipping.at == "backward":
+        return None
+    bounds = tuple(
+        NormBound(one.policy.max_norm, tuple(tuple(members) for members in one.members()))
+        for one in clipping.policies
+        if isinstance(one.policy, ClipByNorm)
+    )
+    elementwise = None
+    if clipping.elementwise:
+        whole = np.ones(len(own), np.bool_)
+        whole[list(torn)] = False
+        covered = [(policy, mask[list(own)]) for policy, mask in clipping.elementwise]
+        elementwise = Elementwise(
+            [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names
+        )
+    return StandingClips(elementwise, bounds) if bounds or elementwise is not None else None
 
 
 def json_safe(value: float) -> float | str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.backward_rules import limiter_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
-from gradwatch.course import CALM, Clock, Course, Held, reshaped
-from gradwatch.engine import Engine, EngineState
+from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
 from gradwatch.health import Health
-from gradwatch.hooks import sampling
+from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
@@ -28,7 +30,10 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
+from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import (
     RANK_COLUMNS,
@@ -92,7 +97,10 @@ class Judging:
         self._observed = 0
         self._early: LocalNorms | None = None
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
-        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None
+        self._in_backward = bool(asks_backward(engine.ruleset))
+        # Bounds for the next backward are made of this step.
+        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None and not self._in_backward
+        self._hears_scale: list[Callable[[], None]] = []
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -119,12 +127,23 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
+        if self._in_backward:
+            self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
             self._early = LocalNorms(wanted, self._around.failed)
 
+    def _scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.scaled(scale)
+
     def backward_ended(self) -> None:
-        """What tensor hooks heard of a backward counts."""
+        """What tensor hooks heard of a backward, or did in it, counts."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.backward_ended()
         if self._early is not None:
             for local in [self._early, *(course.local for course in self._courses.values())]:
                 if local is not None:
@@ -135,12 +154,25 @@ class Judging:
         course = self._courses.get(lane.index)
         if course is not None and course.local is not None:
             course.local.forget()
+        if course is not None and course.limiter is not None:
+            course.limiter.forget()
+
+    def cleared(self, lane: Lane) -> None:
+        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.cleared()
 
     def close(self) -> None:
         """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.close()
+        while self._hears_scale:
+            self._hears_scale.pop()()
 
     # -- states ------------------------------------------------------------------------------------------
 
@@ -163,8 +195,29 @@ class Judging:
         if before is not None:
             self._release(before)
             vitals.load(before.vitals.to_dict())
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        if self._in_backward:
+            ruleset, around = self._engine.ruleset, self._around
+            acted = None if before is None else before.limiter
+            if acted is None or not acted.off:
+                course.limiter = limiter_of(
+                    ruleset, bound, lane, taps, around.failed, around.health.report, acted
+                )
+            course.own = own_sites(bound, lane)
+            lane.heard = None if course.limiter is None else course.limiter.heard
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
+        self._publish_bounds(course)
+
+    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, lane.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        if refused:
+            self._around.failed("action", AttachError(refused))
+        return standing_of(clipping, [place[name] for name in names], names, torn)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -192,6 +245,7 @@ class Judging:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
         course.vitals.load(saved.get("checkpoint"))
+        self._publish_bounds(course)
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -200,6 +254,8 @@ class Judging:
     def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
         course = self._courses[lane.index]
+        if course.limiter is not None:
+            course.limiter.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -259,7 +315,9 @@ class Judging:
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
         try:
-            return self._decided(lane, course, window, extras, scalars, at)
+            decision = self._decided(lane, course, window, extras, scalars, at)
+            self._publish_bounds(course)
+            return decision
         except Exception as error:
             course.vitals.unjudged(lane.step)
             totals = self._ranks.totals(lane, window)
@@ -268,6 +326,12 @@ class Judging:
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
             return course.bound.fallback(totals.raw)
+
+    def _publish_bounds(self, course: Course) -> None:
+        """What the next backward has to keep to, as far as hooks can see to it."""
+        if course.limiter is not None and course.own is not None:
+            own = course.own
+            course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
 
     def _decided(
         self,
@@ -301,7 +365,12 @@ class Judging:
             decision = decision.without_zero()
         plain = snapshot
         if decision.touches:
-            snapshot = reshaped(snapshot, decision, shared.window.total_applied())
+            total = shared.window.total_applied()
+            left: dict[int, float] = {}
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(lane, decision, shared.own, total)
+            snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -350,6 +419,21 @@ class Judging:
             self.flush_sinks()
             end_with_status()
 
+    def _measured_ahead(
+        self, lane: Lane, decision: Decision, own: Any, total: float
+    ) -> tuple[Decision, dict[int, float]]:
+        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        grads, standing = lane.grads(), lane.standing
+        factors = factors_of(decision.at(own), total, len(grads))
+        try:
+            if standing is not None:
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                scale = arrived(kept(carried_scale(optimizer)))
+                return decision, standing.measure(grads, lane.params, factors, scale)
+        except Exception as error:
+            self._around.failed("action", error)
+        return replace(decision, elementwise=False), {}
+
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
@@ -358,8 +442,11 @@ class Judging:
         except Exception as error:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
-            several = self._ranks.several
-            return UNJUDGED, course.bound.fallback(snapshot.total_norm) if several else Decision()
+            if not self._ranks.several:
+                return UNJUDGED, Decision()
+            alone = course.bound.fallback(snapshot.total_norm)
+            decision, course.state = course.bound.clip(alone, course.state, snapshot)
+            return UNJUDGED, decision
         self._around.judged()
         return verdict, decision
 

@@ -199,9 +199,10 @@ class Decision:
     `skip` leaves parameters and optimizer state bit-identical; `stop` raises `TrainingStopped`; `max_norm` is
     the strictest bound on the total norm (None = none). `coef[S]` float32 multiplies each site's gradient (None =
     1 everywhere); joined, the smallest holds. `zero[S]`: the non-finite elements of these sites' gradients become
-    0, and they are not multiplied. `orders` says which rules asked for what. Where several are asked for: stop over
-    skip over zero over `coef` and `max_norm`, of which the smaller factor is applied, once. `on_error`: what is done
-    should carrying it out fail, the strictest of what those rules ask for.
+    0, and they are not multiplied. `elementwise`: the standing policies that treat elements or rows apart are
+    carried out too (`gradwatch.hooks.elementwise`). `orders` says which rules asked for what. Where several are
+    asked for: stop over skip over zero over `coef` and `max_norm`, of which the smaller factor is applied, once.
+    `on_error`: what is done should carrying it out fail, the strictest of what those rules ask for.
     """
 
     skip: bool = False
@@ -210,12 +211,14 @@ class Decision:
     orders: frozenset[Order] = frozenset()
     coef: NDArray[np.float32] | None = None
     zero: BoolArray | None = None
+    elementwise: bool = False
     on_error: OnError = "pass"
 
     @property
     def touches(self) -> bool:
         """Whether gradients are to be changed, not only kept from the optimizer."""
-        return self.max_norm is not None or self.coef is not None or self.zero is not None
+        factors = self.max_norm is not None or self.coef is not None
+        return factors or self.zero is not None or self.elementwise
 
     @property
     def acts(self) -> bool:
@@ -250,18 +253,16 @@ class Decision:
             orders=self.orders | other.orders,
             coef=_joined(np.minimum, self.coef, other.coef),
             zero=_joined(np.logical_or, self.zero, other.zero),
+            elementwise=self.elementwise or other.elementwise,
             on_error=max(self.on_error, other.on_error, key=ON_ERROR.index),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decision):
             return NotImplemented
-        plain = (self.skip, self.stop, self.max_norm, self.orders, self.on_error)
-        return (
-            plain == (other.skip, other.stop, other.max_norm, other.orders, other.on_error)
-            and _same(self.coef, other.coef)
-            and _same(self.zero, other.zero)
-        )
+        plain = (self.skip, self.stop, self.max_norm, self.orders, self.elementwise, self.on_error)
+        its = (other.skip, other.stop, other.max_norm, other.orders, other.elementwise, other.on_error)
+        return plain == its and _same(self.coef, other.coef) and _same(self.zero, other.zero)
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 

@@ -1,7 +1,8 @@
-"""The laws every detector must pass, built in or third-party.
+"""The laws every detector and every clip policy must pass, built in or third-party.
 
-    from gradwatch.testing import check_detector
+    from gradwatch.testing import check_detector, check_policy
     check_detector(MyDetector())
+    check_policy(MyPolicy())
 
 Each law raises `AssertionError` with its name and what it saw. Samples are drawn from a seeded generator, so
 a failure repeats.
@@ -11,6 +12,7 @@ Axes: K series, T steps.
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Iterable
 
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample, State, breaches
+from gradwatch.policies import Policy
 from gradwatch.snapshot import BoolArray, FloatArray
 
 SERIES = 7
@@ -25,7 +28,12 @@ STEPS = 60
 TOLERANCE = 1e-3
 """Relative error of `score(limit(state))`: states may be float32, and x may be a logarithm."""
 
+ROUNDING = 1e-6
+"""Relative error allowed where only the order of a sum differs."""
+
 Law = Callable[[Detector, int], None]
+PolicyLaw = Callable[[Policy, int], None]
+Step = tuple[NDArray[np.float64], BoolArray]
 
 
 def check_detector(detector: Detector, seed: int = 0) -> None:
@@ -227,3 +235,137 @@ def _equal(left: Iterable[FloatArray | BoolArray], right: Iterable[FloatArray | 
     """Whether all arrays are equal to the bit, NaN to NaN."""
     pairs = zip(left, right, strict=True)
     return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
+
+
+def check_policy(policy: Policy, seed: int = 0) -> None:
+    """Run every law on one clip policy; the first that does not hold raises `AssertionError`."""
+    for law in POLICY_LAWS:
+        law(policy, seed)
+
+
+def draw_norms(seed: int, steps: int = 3 * STEPS, faults: bool = True) -> list[Step]:
+    """T steps of `(norms[K], present[K])`: log-normal; with `faults` also spikes, zeros, NaN, Inf and gaps."""
+    rng = np.random.default_rng(seed + 3)
+    level = rng.normal(0.0, 1.0, SERIES)
+    out = []
+    for _ in range(steps):
+        norms = np.exp(level + rng.normal(0.0, 0.1, SERIES))
+        if faults:
+            odd = rng.choice([np.nan, np.inf, 0.0, 1e39, 3e38, 1e6, 1e-6, 1e-45], SERIES)
+            norms = np.where(rng.random(SERIES) < 0.1, odd, norms)
+        out.append((norms, rng.random(SERIES) < 0.95 if faults else np.ones(SERIES, np.bool_)))
+    return out
+
+
+def taught(policy: Policy, steps: Iterable[Step]) -> State:
+    """The state after learning all steps."""
+    state = policy.init(SERIES)
+    for norms, present in steps:
+        state = policy.learn(state, norms, present)
+    return state
+
+
+def law_policy_pure(policy: Policy, seed: int) -> None:
+    """No method writes to its arguments, and the same arguments give the same result."""
+    state = _frozen(policy.init(SERIES))
+    for norms, present in draw_norms(seed):
+        _frozen((norms, present))
+        factors = policy.coefficients(state, norms, present)
+        assert _equal((factors,), (policy.coefficients(state, norms, present),)), "pure: two results differ"
+        after = policy.learn(state, norms, present)
+        assert _equal(after, policy.learn(state, norms, present)), "pure: learning the same twice differs"
+        state = _frozen(after)
+
+
+def law_policy_shape(policy: Policy, seed: int) -> None:
+    """Factors are float32[K], finite, not negative, and at most 1 unless it `enlarges`; states end in axis K."""
+    state = policy.init(SERIES)
+    apart = all(not np.shares_memory(a, b) for i, a in enumerate(state) for b in state[:i])
+    assert apart, "shape: two arrays of a fresh state are one, so a restored state would be wrong"
+    for norms, present in draw_norms(seed):
+        factors = policy.coefficients(state, norms, present)
+        assert factors.dtype == np.float32, f"shape: factors are {factors.dtype}"
+        assert factors.shape == (SERIES,), f"shape: factors {factors.shape}"
+        assert bool((np.isfinite(factors) & (factors >= 0)).all()), f"shape: factors {factors}"
+        assert policy.enlarges or bool((factors <= 1).all()), f"shape: {factors} exceed 1"
+        state = policy.learn(state, norms, present)
+        assert all(array.shape[-1] == SERIES for array in state), "shape: a state array does not end in K"
+        finite = all(bool(np.isfinite(array).all()) for array in state)
+        assert finite, "shape: the state is not finite"
+
+
+def law_policy_pickle(policy: Policy, seed: int) -> None:
+    """A policy and its state survive pickling."""
+    state = taught(policy, draw_norms(seed))
+    copy, copied = pickle.loads(pickle.dumps((policy, state)))
+    assert copy == policy, "pickle: the policy came back different"
+    assert _equal(copied, state), "pickle: the state came back different"
+
+
+def law_policy_resume(policy: Policy, seed: int) -> None:
+    """A state that went through JSON goes on as if nothing had happened."""
+    steps = draw_norms(seed)
+    for cut in (0, 1, 19, 24, 25, 99, 100, 120):
+        state = taught(policy, steps[:cut])
+        told = json.loads(json.dumps([array.tolist() for array in state], allow_nan=False))
+        restored = [
+            np.array(values, array.dtype).reshape(array.shape)
+            for values, array in zip(told, state, strict=True)
+        ]
+        other = type(state)(*restored) if state else state
+        for norms, present in steps[cut:]:
+            factors = policy.coefficients(state, norms, present)
+            same = _equal((factors,), (policy.coefficients(other, norms, present),))
+            assert same, f"resume: differs after a cut at step {cut}"
+            state, other = policy.learn(state, norms, present), policy.learn(other, norms, present)
+
+
+def law_policy_permutation(policy: Policy, seed: int) -> None:
+    """Permuting the series permutes factors and states, to rounding."""
+    order = np.random.default_rng(seed).permutation(SERIES)
+    state = moved = policy.init(SERIES)
+    for norms, present in draw_norms(seed):
+        factors = policy.coefficients(state, norms, present)[order]
+        there = policy.coefficients(moved, norms[order], present[order])
+        assert np.allclose(factors, there, rtol=ROUNDING, atol=0), "permutation: factors differ"
+        state = policy.learn(state, norms, present)
+        moved = policy.learn(moved, norms[order], present[order])
+        pairs = zip(state, moved, strict=True)
+        same = all(np.allclose(a[..., order], b, rtol=ROUNDING, atol=0) for a, b in pairs)
+        assert same, "permutation: states differ"
+
+
+def law_policy_untouched(policy: Policy, seed: int) -> None:
+    """A series that is missing, or whose norm is not finite or beyond float32, gets the factor 1 at any age."""
+    for cut in (0, 1, 30, 150):
+        state = taught(policy, draw_norms(seed, cut))
+        for norms, present in draw_norms(seed + 1):
+            out = ~present | ~(norms <= np.finfo(np.float32).max)
+            factors = policy.coefficients(state, norms, present)
+            assert bool((factors[out] == 1).all()), f"untouched: {norms[out]} got {factors[out]}"
+
+
+def law_policy_nonfinite(policy: Policy, seed: int) -> None:
+    """NaN and Inf are to every series as if that one were missing: never learned, never spread, at any age."""
+    rng = np.random.default_rng(seed + 1)
+    state = expected = policy.init(SERIES)
+    for norms, present in draw_norms(seed, faults=False):
+        hit = rng.random(SERIES) < 0.2
+        odd = np.where(hit, rng.choice([np.nan, np.inf, -np.inf], SERIES), norms)
+        factors = policy.coefficients(state, odd, present)
+        alone = policy.coefficients(expected, norms, present & ~hit)
+        assert _equal((factors,), (alone,)), "nonfinite: other series were touched"
+        state, expected = policy.learn(state, odd, present), policy.learn(expected, norms, present & ~hit)
+        assert _equal(state, expected), "nonfinite: NaN is not the same as missing"
+
+
+POLICY_LAWS: tuple[PolicyLaw, ...] = (
+    law_policy_pure,
+    law_policy_shape,
+    law_policy_pickle,
+    law_policy_resume,
+    law_policy_permutation,
+    law_policy_untouched,
+    law_policy_nonfinite,
+)
+"""What `check_policy` runs, in this order."""

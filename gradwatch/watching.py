@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.backward_rules import check_backward
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
@@ -32,10 +34,10 @@ from gradwatch.hooks.modules import ModuleTaps, taps_on
 from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
-from gradwatch.hooks.shards import local_taps
+from gradwatch.hooks.shards import local_taps, torn
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
-from gradwatch.rank_rules import check_ranks, wants
+from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
@@ -111,10 +113,11 @@ class Watch:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
+        self._capture.cleared = self._judging.cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
-            if not self._capture.marked and not self._capture.lazy_names():
+            if not self._capture.hears and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
@@ -125,13 +128,15 @@ class Watch:
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites())
             check_ranks(self._engine, self.run.world_size)
+            wanted = [param for param in self._capture.params if param.requires_grad]
+            check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
+            check_backward(self._engine, models, self.run.world_size)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
             self._flat.close()
             self._capture.close()
             raise
-        wanted = [param for param in self._capture.params if param.requires_grad]
         self._judging.listen(local_taps(wanted, self._capture.models()))
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
@@ -145,6 +150,7 @@ class Watch:
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
         _at_exit()
         self._ends_with(models)
+        self._bind_early()
 
     # -- for users ---------------------------------------------------------------------------------------
 
@@ -403,6 +409,14 @@ class Watch:
         """A few marks did not tell the truth about this lane: put every mark back."""
         lane.ambiguous = True
         self._capture.restore(lane)
+
+    def _bind_early(self) -> None:
+        """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
+        if asks_backward(self.ruleset):
+            for optimizer in self._waiting():
+                lane = self._capture.adopt(optimizer)
+                lane.born = False  # it hears its window from the first backward on
+                self.bound(lane)
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "health", "codes", "exit_status"),
+    ("snapshot", "health", "codes", "exit_status", "bounds"),
     ("checkpoint",),
     ("detectors", "policies", "limits"),
     ("rules",),
@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("settings", "journal", "sinks"),
     ("audit",),
     ("hooks",),
-    ("course", "rank_rules"),
+    ("course", "rank_rules", "backward_rules"),
     ("judging",),
     ("watching",),
     ("attach",),
@@ -38,6 +38,7 @@ TORCH_FREE = [
         "hooks",
         "course",
         "rank_rules",
+        "backward_rules",
         "judging",
         "watching",
         "attach",

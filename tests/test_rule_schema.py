@@ -16,8 +16,9 @@ from ruamel.yaml import YAML
 
 from gradwatch.detectors import DETECTORS
 from gradwatch.errors import RuleFileError
+from gradwatch.policies import POLICIES
 from gradwatch.rulefile import json_schema, pack_directory, parse_rules
-from gradwatch.rulefile.schema import ACTIONS, CLIP_METHODS
+from gradwatch.rulefile.schema import ACTIONS
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}
 """What a schema can see; the other codes need the rest of the file, or the text itself."""
@@ -189,7 +190,7 @@ def test_every_action_and_method_validates() -> None:
     needs = {"rescale": {"factor": 0.5}, "escalate": {"after": "1 in 2", "to": "stop"}}
     do = [{name: needs.get(name, {})} for name in ACTIONS]
     given = {"value": {"clip_value": 1}}
-    for method in CLIP_METHODS:
+    for method in POLICIES:
         policy = {"method": method, **given.get(method, {})}
         document = {
             "version": 1,

@@ -145,7 +145,7 @@ sinks: [log, prometheus: {listen: "0.0.0.0:29440"}]
     rules = parse_rules(text)
     assert rules.clip == Clip(
         ClipPolicy("norm", {"max_norm": 1.0, "scope": "total"}),
-        {"embeddings": ClipPolicy("agc", {"ratio": 0.02, "eps": 1e-3})},
+        {"embeddings": ClipPolicy("agc", {"ratio": 0.02, "eps": 1e-3, "last_layer": False})},
     )
     assert rules.modules == Modules("full_backward", ("*",))
     assert rules.sinks == (SinkSpec("log"), SinkSpec("prometheus", {"listen": "0.0.0.0:29440"}))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gradwatch.engine.backward import misplaced
+from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
 from gradwatch.engine.series import MODULE_COLUMNS, group_masks, labels, series_of
 from gradwatch.errors import AttachError
-from gradwatch.policies import POLICIES
+from gradwatch.policies import POLICIES, find_policy
 from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, Sites
 
@@ -17,11 +19,15 @@ BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
 
 def admit(ruleset: RuleSet, sites: Sites) -> None:
     """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
+    labelled = sites.labelled(labels(ruleset.groups, sites))
     problems = [
         *unbuilt(ruleset),
         *impossible(ruleset),
-        *_unmatched(ruleset, sites.labelled(labels(ruleset.groups, sites))),
+        *misplaced(ruleset),
+        *_unmatched(ruleset, labelled),
     ]
+    if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
+        problems += misfits(ruleset, labelled)
     if problems:
         raise AttachError("the rules do not fit this model:\n" + "\n".join(f"  - {one}" for one in problems))
 
@@ -78,18 +84,16 @@ def _listed(names: set[str]) -> str:
 
 
 def _unbuilt_clip(clip: Clip) -> list[str]:
-    problems = []
-    if clip.total is not None and clip.total.method not in POLICIES:
-        problems.append(f"clip.total: method {clip.total.method!r} is not built yet; built: {_built()}")
-    if clip.groups:
-        names = ", ".join(clip.groups)
-        problems.append(f"clip.groups ({names}): clipping by group is not built yet; use clip.total")
-    if clip.at != "step":
-        problems.append(f"clip.at: {clip.at!r} is not built yet; use `at: step`")
-    return problems
+    """The methods that nobody provides, and `at: backward`."""
+    said = {**({} if clip.total is None else {"total": clip.total}), **clip.groups}
+    return [
+        f"clip.{place if place == 'total' else 'groups.' + place}: no method {one.method!r}; known: {_known()}"
+        for place, one in said.items()
+        if find_policy(one.method) is None
+    ]
 
 
-def _built() -> str:
+def _known() -> str:
     return ", ".join(sorted(POLICIES))
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
+from gradwatch.engine.backward import Asked, asked, asked_of_modules, bounds, module_bounds, only_in_backward
+from gradwatch.engine.clipping import needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
 from gradwatch.engine.plan import Needs, Plan, make_plan
@@ -40,6 +44,7 @@ class Engine:
 
     def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
         self.ruleset = ruleset
+        self._clip_needs_host = needs_host(ruleset.clip)
         self.rank = rank
 
     @property
@@ -59,8 +64,12 @@ class Engine:
 
     @property
     def acts_on_host(self) -> bool:
-        """Whether some rule acts otherwise, so that norms must be on the host before the optimizer steps."""
-        return any(rule.acts and not _skips_on_device(rule) for rule in self._enabled())
+        """Whether some rule or policy acts otherwise, so that norms must be on the host before the step."""
+        rules = any(
+            rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
+            for rule in self._enabled()
+        )
+        return rules or self._clip_needs_host
 
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
@@ -72,24 +81,23 @@ class Engine:
     def bind(self, sites: Sites) -> BoundEngine:
         """The engine for the sites of one optimizer; a rule that matches none of them is simply inactive."""
         labelled = sites.labelled(labels(self.ruleset.groups, sites))
-        clip = self.ruleset.clip
-        max_norm = None
-        if clip is not None and clip.total is not None and clip.total.method == "norm":
-            max_norm = float(clip.total.params["max_norm"])
-        return BoundEngine(make_plan(self.ruleset, labelled), self.rank, max_norm)
+        return BoundEngine(make_plan(self.ruleset, labelled), self.rank)
 
 
 class BoundEngine:
     """Rules bound to sites: `evaluate` and `decide` are pure; `init` and `adopt` make their states."""
 
-    def __init__(self, plan: Plan, rank: int, max_norm: float | None) -> None:
+    def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
-        self.max_norm = max_norm
+        self.clipping = plan.clipping
+        self.max_norm = plan.clipping.max_norm
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         self._facts = tuple(facts)
         self._quiet = Quiet(plan)
-        self._standing = Decision(max_norm=max_norm)
+        self._standing = Decision(
+            max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
+        )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
         self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
 
@@ -133,7 +141,8 @@ class BoundEngine:
             learned = self._quiet.learn(state, snapshot)
             if learned is not None:
                 tracks, consecutive = state.tracks, state.consecutive
-                after = EngineState(self.plan, learned, tracks, consecutive, lr, state.quiet, state.done)
+                known = state.quiet, state.done
+                after = EngineState(self.plan, learned, tracks, consecutive, lr, *known, state.clips)
                 return state.quiet, after
         return self._judge(state, snapshot, lr)
 
@@ -176,45 +185,81 @@ class BoundEngine:
         """
         return limits(self.plan, state, at)
 
+    @property
+    def asked(self) -> Asked:
+        """What is to be done inside the backward, and where."""
+        return asked(self.plan)
+
+    @property
+    def asked_of_modules(self) -> BoolArray:
+        """bool[S]: the modules between which a rule bounds the gradient."""
+        return asked_of_modules(self.plan)
+
+    def bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """What hooks on parameters keep to in the next backward."""
+        return bounds(self.plan, state)
+
+    def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """What hooks on modules keep to in the next backward."""
+        return module_bounds(self.plan, state)
+
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot
     ) -> tuple[Decision, EngineState]:
         """The orders that follow from a verdict, joined over all rules; `state` is the one `evaluate`
         returned for this snapshot, and the one returned here has learned what was decided of it.
 
-        `max_norm` is the standing clip of the rule file: it holds on every step, and a non-finite total norm
-        gets the coefficient 1 (`gradwatch.policies`).
+        The standing clips of the rule file hold on every step; a non-finite norm gets the coefficient 1
+        (`gradwatch.policies`).
         """
         decision = self._standing
-        if not (verdict.acting or verdict.standing):
-            return decision, state
         for number, one in by_rule(self.plan, verdict.acting):
             due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
             decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
         for _, one in by_rule(self.plan, verdict.standing):
             decision |= standing(one, verdict.standing[one.rule.id], snapshot)
-        return settled(decision), state
+        if verdict.acting or verdict.standing:
+            decision = settled(decision)
+        return self.clip(decision, state, snapshot) if self.clipping.policies else (decision, state)
+
+    def clip(
+        self, decision: Decision, state: EngineState, snapshot: Snapshot
+    ) -> tuple[Decision, EngineState]:
+        """The decision with the factors of the standing policies, and the state that has learned this step.
+
+        A step that is skipped, that the GradScaler rejected or that is provisional is learned by none of them.
+        """
+        if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
+            return decision, state
+        at_step = self.clipping.at == "step"  # else the hooks have done it
+        coef = self.clipping.coefficients(state.clips, snapshot) if at_step else None
+        decision = decision if coef is None else decision | Decision(coef=coef)
+        if decision.skip or snapshot.provisional:
+            return decision, state
+        return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot))
 
     def fallback(self, total_norm: float) -> Decision:
         """The orders that hold without a verdict, should `evaluate` fail on one rank of several.
 
-        The standing clip, and the skip of a step whose gradients are not finite where a rule asks for it.
+        The standing clip of the total (`clip` adds the others), and the skip of a step whose gradients are not
+        finite where a rule asks for it.
         """
         broken = not math.isfinite(total_norm)
         skips = any(
             one.detector.kind == "nonfinite" and one.rule.acts and one.skip for one in self.plan.rules
         )
-        return Decision(skip=broken and skips, max_norm=self.max_norm)
+        return replace(self._standing, skip=broken and skips)
 
     def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
         """The state with the baselines of all sites that match `glob` forgotten, and of totals they are
-        part of.
+        part of; those of clip policies too.
 
         For changes made on purpose: those series are blind until they have warmed up again.
         """
         mask_S = self.sites.select(glob)
         baselines = self._restarted(state, mask_S, keep_judging=False)
-        return EngineState(self.plan, baselines, state.tracks, state.consecutive, state.lr)
+        clips = self.clipping.forget(state.clips, mask_S)
+        return EngineState(self.plan, baselines, state.tracks, state.consecutive, state.lr, clips=clips)
 
     def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
         after = []

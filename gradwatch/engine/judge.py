@@ -47,6 +47,7 @@ class Step:
 
     __slots__ = (
         "_before",
+        "_clips",
         "_tracks_before",
         "acting",
         "banks",
@@ -69,6 +70,7 @@ class Step:
         self.tracks = list(state.tracks)
         self._tracks_before = state.tracks
         self._before = state.consecutive
+        self._clips = state.clips
         self.consecutive = list(state.consecutive)
         self.banks: list[Heard | None] = [None] * len(state.plan.banks)
         self.breaching: dict[str, BoolArray] = {}
@@ -203,7 +205,8 @@ class Step:
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """What the rules say of this step, and what is remembered of it."""
-        state = EngineState(self.plan, baselines, tuple(self.tracks), tuple(self.consecutive), lr)
+        tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
+        state = EngineState(self.plan, baselines, tracks, consecutive, lr, clips=self._clips)
         firing = firing_now(state)
         verdict = Verdict(
             firing,

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample
+from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
 from gradwatch.engine.series import FREE_COLUMNS, MODULE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.rules import Action, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, FloatArray, Sites
@@ -106,7 +107,7 @@ class RulePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """All rules bound to `sites`; `inactive` says why a rule of the file is not among `rules`."""
+    """All rules bound to `sites`, and the standing clips; `inactive` says why a rule is not among `rules`."""
 
     sites: Sites
     rules: tuple[RulePlan, ...]
@@ -114,6 +115,7 @@ class Plan:
     inactive: Mapping[str, str]
     needs: Needs
     roots: FloatArray
+    clipping: Clipping = NO_CLIPPING
 
 
 def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
@@ -142,9 +144,9 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         )
         for rule, series in found
     )
-    return Plan(
-        sites, rules, banks, MappingProxyType(inactive), _needs([rule for rule, _ in found]), roots_of(sites)
-    )
+    needs = _needs([rule for rule, _ in found])
+    clipping = bind_clipping(ruleset, sites)
+    return Plan(sites, rules, banks, MappingProxyType(inactive), needs, roots_of(sites), clipping)
 
 
 def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:

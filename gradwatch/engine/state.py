@@ -27,6 +27,7 @@ class EngineState:
 
     `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
+    `clips` one state per policy of `clip:`.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `quiet` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
     `Detector.done`).
@@ -39,6 +40,7 @@ class EngineState:
     lr: float | None = None
     quiet: Verdict | None = None
     done: tuple[bool, ...] = ()
+    clips: tuple[State, ...] = ()
 
     def __repr__(self) -> str:
         firing = [
@@ -59,6 +61,7 @@ class EngineState:
             "lr": self.lr,
             "baselines": baselines,
             "rules": {one.rule.id: _track_rows(one.shown, track, count) for one, track, count in rules},
+            "clips": plan.clipping.to_dict(self.clips),
         }
 
     @classmethod
@@ -86,6 +89,7 @@ def empty_state(plan: Plan) -> EngineState:
         tuple(bank.detector.init(bank.size) for bank in plan.banks),
         (IDLE,) * len(plan.rules),
         (0,) * len(plan.rules),
+        clips=plan.clipping.init(),
     )
 
 
@@ -121,7 +125,8 @@ def _restored(saved: Mapping[str, Any], plan: Plan) -> EngineState:
     tracks = [_track(one.shown, rows) for one, rows in zip(plan.rules, rules, strict=True)]
     consecutive = [0 if rows is None else int(rows["consecutive"]) for rows in rules]
     lr = None if saved["lr"] is None else float(saved["lr"])
-    return EngineState(plan, tuple(baselines), tuple(tracks), tuple(consecutive), lr)
+    clips = plan.clipping.restored(saved.get("clips", {}))  # none in what an earlier version saved
+    return EngineState(plan, tuple(baselines), tuple(tracks), tuple(consecutive), lr, clips=clips)
 
 
 def _matches(names: tuple[str, ...], saved: list[str]) -> tuple[list[int], list[int]]:

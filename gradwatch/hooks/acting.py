@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.skipping import Skips
+from gradwatch.hooks.standing import carried_scale, factors_of
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Order
 
@@ -34,15 +36,14 @@ class Acting:
     def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
         self._failed = failed
         self._done = done
-        self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
-        self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
+        self._skips = Skips(lambda error: failed("action", error))
         self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
         for index in list(self._gates):
             self.open_gate(index)
-        for index in [*self._set_aside, *self._emptied]:
+        for index in self._skips.lanes():
             self.give_back(index)
 
     def carry_out(
@@ -88,38 +89,24 @@ class Acting:
             turn.skipped, turn.max_norm = decision.skip, decision.max_norm
         if decision.skip:
             if turn is None or not turn.must_finish:
-                self._skip(lane, optimizer)
+                self._skips.skip(lane.index, optimizer, at_once=turn is not None)
         elif decision.touches:
             _reshape(lane, decision)
-
-    def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
-        """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
-
-        torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that,
-        so theirs find empty parameter lists instead.
-        """
-        if not type(optimizer).step.__module__.startswith("torch.optim"):
-            groups = optimizer.param_groups
-            self._emptied[lane.index] = [(group, group["params"]) for group in groups]
-            for group in groups:
-                group["params"] = []
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._set_aside[lane.index] = [(param, param.grad) for param in params]
-        for param in params:
-            param.grad = None
 
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
 
         `max_norm` bounds the total norm; `skips`: a step whose gradients are not finite is skipped.
         """
-        total = lane.device_total() if skips or max_norm is not None else None
-        if total is None:
+        standing, reading = lane.standing, lane.on_device
+        total = lane.device_total() if skips or max_norm is not None or standing is not None else None
+        if total is None or reading is None:
             return
-        if max_norm is not None:
-            scale = getattr(optimizer, "grad_scale", None)
-            carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        scale = carried_scale(optimizer)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
+        if standing is not None:
+            standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
+        elif max_norm is not None:
             lane.clip_on_device(total / carried, max_norm)
         if skips:
             self._gate(optimizer, lane, total)
@@ -148,38 +135,43 @@ class Acting:
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
-        return bool(self._emptied.get(index))
+        return self._skips.unfinished(index)
 
-    def give_back(self, index: int, into_params: bool = True) -> None:
-        """Restore what a skip set aside, but no gradient where a newer backward already made one."""
-        for group, emptied in self._emptied.pop(index, ()):
-            group["params"] = emptied
-        for param, grad in self._set_aside.pop(index, ()):
-            if into_params and param.grad is None:
-                param.grad = grad
+    def give_back(self, index: int, finished: bool = True) -> None:
+        """Restore what a skip set aside; `finished` False: the step raised, so its gradients are let go."""
+        self._skips.give_back(index, finished)
 
 
 def _reshape(lane: Lane, decision: Decision) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once."""
-    if decision.coef is None and decision.zero is None:
+    if decision.coef is None and decision.zero is None and not decision.elementwise:
         if decision.max_norm is not None:
             lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
         return
     grads = lane.grads()
-    coef = np.ones(len(grads), np.float32) if decision.coef is None else decision.coef
-    if decision.max_norm is not None:
-        coef = np.minimum(coef, clip_coefficient(lane.total_applied(), decision.max_norm))
+    coef = factors_of(decision, lane.total_applied() if decision.max_norm is not None else 0.0, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
-    for k in np.flatnonzero(zero):
+    for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
+    ahead = lane.standing.take() if decision.elementwise and lane.standing is not None else {}
+    for k, made in ahead.items():
+        if (grad := grads[k]) is not None and not zero[k]:
+            grad.copy_(made)
+    factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
-        (grad, float(c))
-        for grad, c, z in zip(grads, coef, zero, strict=True)
-        if grad is not None and c != 1 and not z
+        (grad, factors[k])
+        for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
+        if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
-        torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
+        grads_, factors_ = map(list, zip(*clipped, strict=True))
+        if lane.on_cpu:
+            torch._foreach_mul_(
+                grads_, factors_
+            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+        else:
+            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
 
 
 def _zero_nonfinite(grad: Tensor) -> None:

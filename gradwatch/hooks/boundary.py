@@ -231,7 +231,9 @@ class Boundary:
                 self._inside[known.index] += 1  # the outer call has judged these gradients, or will
                 return
         elif known is not None and self._acting.emptied(known.index):
-            self._acting.give_back(known.index)  # the step that was skipped raised all the same
+            self._acting.give_back(
+                known.index, finished=False
+            )  # the step that was skipped raised all the same
         self._capture.drain()
         if known is not None and not known.on_cpu and capturing():
             known.discard()
@@ -259,9 +261,9 @@ class Boundary:
             return
         self._judge.enter(lane)
         if self._inside.get(lane.index) and not outer:
-            lane.tainted = True  # the step before this one raised: this window holds two
+            lane.resume()  # the step before this one raised
         self._inside[lane.index] = outer + 1
-        self._acting.give_back(lane.index, into_params=False)
+        self._acting.give_back(lane.index, finished=False)
         self._acting.open_gate(lane.index)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))
         waiting = self._deferred.setdefault(lane.index, Deferred())
@@ -350,8 +352,9 @@ class Boundary:
     def _close_rejected(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
         self._judge.enter(lane)
-        self._inside.pop(lane.index, None)
-        self._acting.give_back(lane.index, into_params=False)
+        if self._inside.pop(lane.index, None):
+            lane.resume()
+        self._acting.give_back(lane.index, finished=False)
         window = self._settle(optimizer, lane, 1.0)
         waiting = self._deferred.setdefault(lane.index, Deferred())
         measured = self._judge.measure(lane, window)

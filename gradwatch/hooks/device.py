@@ -46,7 +46,7 @@ class Arriving:
         factor: NDArray[np.float32] | None = None,
         scale: Number = 1.0,
     ) -> None:
-        self._positions = positions
+        self.positions = positions
         self._count = count
         self._factor = factor
         self._scale = scale
@@ -62,7 +62,7 @@ class Arriving:
         wide = any(part.dtype == np.float64 for part in arrived_parts)
         out: NDArray[Any] = np.zeros(self._count, np.float64 if wide else np.float32)
         if arrived_parts:
-            out[self._positions] = np.concatenate(arrived_parts)
+            out[self.positions] = np.concatenate(arrived_parts)
         if self._factor is not None:
             out *= self._factor
         scale = arrived(self._scale)
@@ -118,9 +118,6 @@ class DeviceReading:
         """No second looks: they would make the host wait."""
         return {}
 
-    def doubtful(self) -> None:
-        """Nothing was put off: these norms are float64 sums."""
-
     def divided(self, scale: Number) -> DeviceReading:
         """The same reading without a factor that was in the gradients when they were read."""
         return DeviceReading(self._norms, self._arriving, (*self._scales, scale))
@@ -135,6 +132,11 @@ class DeviceReading:
         ]
         total: Tensor = torch.linalg.vector_norm(torch.stack(totals))
         return total
+
+    def each(self) -> dict[int, Tensor]:
+        """0-dim norms on their devices by position, scale included; of the gradients that were there."""
+        each = [norm for norms in self._norms for norm in norms.unbind()]
+        return dict(zip(map(int, self._arriving.positions), each, strict=True))
 
     def norms(self) -> NDArray[np.float64]:
         """float64[K] norms without the loss scale, 0 where there was no gradient."""
@@ -178,20 +180,25 @@ def widest(where: torch.device) -> torch.dtype:
 
 
 def clip(grads: Sequence[Tensor | None], total: Tensor, max_norm: float) -> None:
-    """Multiply gradients by min(1, max_norm / (total + 1e-6)) without the host knowing the factor.
-
-    The arithmetic of `gradwatch.policies.norm.clip_coefficient`: float32, and 1 for a non-finite total, so that
-    a bad element is never spread. `total` is a 0-dim tensor on any of the devices.
-    """
-    norm = total.to(torch.float32)
-    factor = torch.reciprocal(norm + 1e-6) * max_norm
-    factor = torch.where(torch.isfinite(norm), factor.clamp(max=1.0), torch.ones_like(norm))
+    """Multiply gradients by `clip_factor` of their 0-dim `total`, which is on any of the devices."""
+    factor = clip_factor(total, max_norm)
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad is not None:
             by_device.setdefault(grad.device, []).append(grad)
     for where, group in by_device.items():
         torch._foreach_mul_(group, factor.to(where, non_blocking=True))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """float32 min(1, max_norm / (norm + 1e-6)) of one norm or of many, without the host knowing any.
+
+    The arithmetic of `gradwatch.policies.norm.clip_coefficient`, and 1 for a non-finite norm, so that a bad
+    element is never spread.
+    """
+    norm = norm.to(torch.float32)
+    factor = torch.reciprocal(norm + 1e-6) * max_norm
+    return torch.where(torch.isfinite(norm), factor.clamp(max=1.0), torch.ones_like(norm))
 
 
 def capturing() -> bool:

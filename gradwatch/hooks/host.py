@@ -51,9 +51,13 @@ class HostReading:
             other._norms = _divided(self._norms, scale)
         return other
 
-    def near(self, usual: float) -> bool:
-        """Whether the total is about `usual`; one operation."""
-        return usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
+    def as_usual(self, usual: float, grads: Sequence[Tensor | None]) -> bool:
+        """Whether a glance is enough: the total is about `usual`, and no gradient is so small as to need a look.
+
+        A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
+        """
+        near = usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
+        return near and not self._rows.faint(grads, self._floor)
 
     def finite(self) -> bool:
         """Whether every norm is; one operation."""
@@ -71,13 +75,6 @@ class HostReading:
                 self.details[k] = detail = inspect(grad)
                 norms[k] = detail.norm
         self._norms = _divided(norms, self._scale)
-
-    def doubtful(self) -> NDArray[np.bool_] | None:
-        """bool[K]: the norms a second look was due for and not taken; None when they all are as they should."""
-        if self._norms is not None:
-            return None
-        doubtful: NDArray[np.bool_] = self._rows.squares() < self._floor
-        return doubtful if doubtful.any() else None
 
     def ready(self) -> bool:
         """Nothing has to arrive."""

@@ -70,9 +70,6 @@ class Window:
         Only then `provisional` and `trusted` are final, where the window was calm.
         """
         raw = self.raw.norms()
-        doubtful = self.raw.doubtful()
-        if doubtful is not None and bool((doubtful & (self.calls > 0)).any()):
-            self.provisional = True  # a second look was due, and the gradient is gone
         if self.repeats is not None and self.repeats.any(raw):
             self.trusted, self.provisional = False, True
         return raw, raw if self.after is self.raw else self.after.norms()

@@ -1,8 +1,37 @@
-"""Clip policies: how a norm becomes the multiplier of a gradient. numpy only; the hooks apply it."""
+"""Clip and rescale policies: how a norm becomes the multiplier of a gradient. numpy only; the hooks apply it.
+
+One file a method; `elementwise` names those that work on elements and rows, which torch carries out.
+"""
 
 from __future__ import annotations
 
+from gradwatch.policies.adagc import AdaGC
+from gradwatch.policies.autoclip import AutoClip
+from gradwatch.policies.baseline import Baseline
+from gradwatch.policies.block_rms import BlockRMS
+from gradwatch.policies.elementwise import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
 from gradwatch.policies.norm import ClipByNorm, clip_coefficient
-from gradwatch.policies.policy import POLICIES, Policy, find_policy, register_policy
+from gradwatch.policies.normalize import Normalize
+from gradwatch.policies.policy import POLICIES, AnyPolicy, Policy, State, find_policy, register_policy
+from gradwatch.policies.zclip import ZClip
 
-__all__ = ["POLICIES", "ClipByNorm", "Policy", "clip_coefficient", "find_policy", "register_policy"]
+__all__ = [
+    "POLICIES",
+    "AdaGC",
+    "AdaptiveGradientClip",
+    "AnyPolicy",
+    "AutoClip",
+    "Baseline",
+    "BlockRMS",
+    "Centralize",
+    "ClipByNorm",
+    "ClipByValue",
+    "ElementwisePolicy",
+    "Normalize",
+    "Policy",
+    "State",
+    "ZClip",
+    "clip_coefficient",
+    "find_policy",
+    "register_policy",
+]

@@ -1,4 +1,4 @@
-"""Clipping by the total norm, exactly as torch does it."""
+"""Clipping by a norm, exactly as torch does it: of each parameter, of each group, or of all together."""
 
 from __future__ import annotations
 
@@ -7,29 +7,41 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradwatch.policies.policy import register_policy
+from gradwatch.policies.policy import (
+    LARGEST,
+    Coefficients,
+    Floats,
+    Policy,
+    Positive,
+    State,
+    register_policy,
+    usable,
+)
+from gradwatch.snapshot import BoolArray
 
-LARGEST = float(np.finfo(np.float32).max)
 EPSILON = np.float32(1e-6)
 """Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
+ONE = np.float32(1)
 
 
 @register_policy
 @dataclass(frozen=True, slots=True)
-class ClipByNorm:
-    """Scale all gradients by min(1, max_norm / (total_norm + 1e-6)).
+class ClipByNorm(Policy):
+    """Multiply by min(1, max_norm / (norm + 1e-6)).
 
-    The reference is `torch.nn.utils.clip_grad_norm_` (norm_type 2): bit-equal given the same norm, except
-    for a non-finite one, which torch would spread to every gradient.
+    A constant that you choose: gradients of a healthy run that exceed it are clipped too. Use `baseline` to act on
+    anomalies only, `autoclip` or `zclip` to have the bound follow the run. The reference is
+    `torch.nn.utils.clip_grad_norm_` (norm_type 2): bit-equal given the same norm, except for a non-finite one,
+    which torch would spread to every gradient.
     """
 
     method: ClassVar[str] = "norm"
 
-    max_norm: float = 1.0
+    max_norm: Positive = 1.0
 
-    def coefficient(self, total_norm: float) -> np.float32:
-        """The multiplier for a total norm, in float32."""
-        return clip_coefficient(total_norm, self.max_norm)
+    def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
+        """As `clip_coefficient`, for K norms."""
+        return clip_coefficients(norms, self.max_norm, present)
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> np.float32:
@@ -39,6 +51,15 @@ def clip_coefficient(total_norm: float, max_norm: float) -> np.float32:
     Inf norm gives 1, not NaN or 0: clipping must never spread one bad element over all parameters.
     """
     if not abs(total_norm) <= LARGEST:
-        return np.float32(1)
+        return ONE
     norm = np.float32(total_norm)
-    return min(np.float32(1), np.float32(1) / (norm + EPSILON) * np.float32(max_norm))
+    return min(ONE, ONE / (norm + EPSILON) * np.float32(max_norm))
+
+
+def clip_coefficients(norms: Floats, bounds: Floats | float, present: BoolArray) -> Coefficients:
+    """float32[K] `clip_coefficient` of K norms, each against its own bound (inf = none); 1 where missing."""
+    known = usable(norms, present)
+    narrow = np.where(known, norms, 0.0).astype(np.float32)
+    with np.errstate(over="ignore"):
+        factors = np.minimum(ONE, ONE / (narrow + EPSILON) * np.asarray(bounds, np.float32))
+    return np.where(known, factors, ONE)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gradwatch.policies import POLICIES, find_policy
 from gradwatch.rulefile.check import check
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, quoted, shown, without
-from gradwatch.rulefile.schema import BACKWARD_METHODS, CLIP_METHODS, ClipEntry
+from gradwatch.rulefile.schema import BACKWARD_METHODS, ClipEntry, policy_model
 from gradwatch.rules import Clip, ClipPolicy
 
 
@@ -53,20 +54,23 @@ def _policy(node: Node | None, at_mark: Mark, place: str, at: str, problems: Pro
             at_mark,
             "GW102",
             "a clipping policy lacks the key 'method'",
-            f"methods: {', '.join(CLIP_METHODS)}",
+            f"methods: {', '.join(sorted(POLICIES))}",
         )
         return None
-    model = CLIP_METHODS.get(method.text)
-    if model is None:
-        message = f"'method' cannot be {shown(method)}{problems.meant(method.text, CLIP_METHODS)}"
-        problems.add(method.mark, "GW104", message, f"one of: {', '.join(CLIP_METHODS)}")
+    policy = find_policy(method.text)
+    if policy is None:
+        message = f"'method' cannot be {shown(method)}{problems.meant(method.text, POLICIES)}"
+        problems.add(method.mark, "GW104", message, f"one of: {', '.join(sorted(POLICIES))}")
         return None
-    valid = check(without(node, "method"), model, problems, at_mark, f"method '{method.text}'")
+    valid = check(without(node, "method"), policy_model(policy), problems, at_mark, f"method '{method.text}'")
     if valid is None:
         return None
     params = valid.model_dump()
-    if method.text == "norm":
+    if "scope" in params:
         params["scope"] = params["scope"] or place
+        if params["scope"] == "total" and place == "group":
+            message = "a policy of a group covers that group, not the total"
+            problems.add(node.key_mark("scope"), "GW212", message, "use `scope: group`, or leave it out")
     _possible_policy(method, params, node, at, problems)
     return ClipPolicy(method.text, params)
 

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT
+from gradwatch.policies import POLICIES
 from gradwatch.rulefile.schema import (
     ACTIONS,
-    CLIP_METHODS,
     NAME,
     SINKS,
     ClipEntry,
@@ -27,6 +27,7 @@ from gradwatch.rulefile.schema import (
     Override,
     RuleEntry,
     detector_model,
+    policy_model,
 )
 from gradwatch.rules import SINK_KINDS
 
@@ -69,7 +70,9 @@ def _fill(definitions: dict[str, Schema]) -> None:
     definitions["Detect"]["properties"]["kind"]["enum"] += sorted(KNOWN_NOT_BUILT - set(DETECTORS))
     # Without `kind` it changes an inherited rule; the loader knows whether there is one.
     del definitions["Detect"]["required"]
-    definitions["Policy"] = _dispatch("method", CLIP_METHODS)
+    definitions["Policy"] = _dispatch(
+        "method", {method: policy_model(cls) for method, cls in sorted(POLICIES.items())}
+    )
     definitions["Action"] = _items(ACTIONS, sorted(ACTIONS))
     definitions["Sink"] = _items(SINKS, sorted(SINK_KINDS))
     rule = definitions["Rule"]["properties"]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from gradwatch.detectors.detector import Detector
+from gradwatch.policies import AnyPolicy, Policy
 from gradwatch.rules import ClipAt, Mode, Scope, Tap
 from gradwatch.snapshot import OnError, Severity
 
@@ -34,7 +35,7 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 Names = Annotated[list[str], Field(min_length=1)]
 Words = dict[Annotated[str, Field(pattern=LABEL)], Text]
 
-# Built when first used: a file that clips nothing should not pay for ten clipping methods.
+# Built when first used: a file that names no detector of a kind should not pay for it.
 CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
@@ -216,87 +217,25 @@ ACTIONS: Mapping[str, type[Model]] = {
 # --- clipping methods --------------------------------------------------------------------------------------
 
 
-class ValueClip(Model):
-    """Clamp every element to ±clip_value; torch.nn.utils.clip_grad_value_."""
-
-    clip_value: Positive
+_POLICY_MODELS: dict[type, type[BaseModel]] = {}
 
 
-class NormClip(Model):
-    """× min(1, max_norm / (norm + 1e-6)); torch.nn.utils.clip_grad_norm_."""
+def policy_model(cls: type[AnyPolicy]) -> type[BaseModel]:
+    """The keys of a policy, less `method`: its dataclass fields, and `scope` where it has a choice.
 
-    max_norm: Positive = 1.0
-    scope: Scope = unset("param, group or total; by default the place it is written in.")
-
-
-class AGC(Model):
-    """Per output row ratio·max(‖w‖, eps)/‖g‖ (Brock et al. 2021)."""
-
-    ratio: Positive = 0.01
-    eps: Positive = 1e-3
-
-
-class AutoClip(Model):
-    """The percentile of the norms so far, the current one included (Seetharaman et al. 2020)."""
-
-    percentile: Annotated[float, Field(gt=0, le=100)] = 10.0
-    history: Count = 10_000
+    Works for any frozen dataclass, so a third-party method is validated by being registered.
+    """
+    model = _POLICY_MODELS.get(cls)
+    if model is None:
+        extra: dict[str, Any] = {}
+        if issubclass(cls, Policy) and cls.scoped:
+            extra["scope"] = (Scope, unset("param, group or total; by default the place it is written in."))
+        model = _POLICY_MODELS[cls] = create_model(
+            cls.__name__, __config__=CONFIG, __doc__=cls.__doc__, **_keys(cls), **extra
+        )
+    return model
 
 
-class ZClip(Model):
-    """EMA z-score with reciprocal scaling (Kumar et al. 2025)."""
-
-    alpha: Share = 0.97
-    z: Positive = 2.5
-    warmup: Steps = 25
-    max_norm: Positive = 1.0
-
-
-class AdaGC(Model):
-    """Per parameter, ratio to the EMA of its own norm (Wang et al. 2025)."""
-
-    ratio: Positive = 1.05
-    beta: Share = 0.98
-    warmup: Steps = 100
-
-
-class Baseline(Model):
-    """exp(m + 2σ) of the spike baseline, only where z > above: touches anomalies only."""
-
-    above: Positive = 6.0
-
-
-class Normalize(Model):
-    """target·g/(norm + eps), always, or only where the norm is outside [low, high]."""
-
-    target: Positive = 1.0
-    eps: Positive = 1e-6
-    low: NotNegative = unset("Leave norms from here …")
-    high: Positive = unset("… to here alone.")
-
-
-class Centralize(Model):
-    """g minus its mean over all dimensions but the first (Yong et al. 2020)."""
-
-
-class BlockRMS(Model):
-    """g / max(1, rms/threshold); optax.clip_by_block_rms."""
-
-    threshold: Positive = 1.0
-
-
-CLIP_METHODS: Mapping[str, type[Model]] = {
-    "value": ValueClip,
-    "norm": NormClip,
-    "agc": AGC,
-    "autoclip": AutoClip,
-    "zclip": ZClip,
-    "adagc": AdaGC,
-    "baseline": Baseline,
-    "normalize": Normalize,
-    "centralize": Centralize,
-    "block_rms": BlockRMS,
-}
 BACKWARD_METHODS = frozenset({"value", "norm", "agc", "baseline", "normalize", "centralize", "block_rms"})
 """Methods that need one parameter only and can therefore work in its backward hook."""
 
@@ -357,13 +296,18 @@ def detector_model(cls: type[Detector]) -> type[BaseModel]:
 
 
 def _detector_model(cls: type[Detector]) -> type[BaseModel]:
+    return create_model(cls.__name__, __config__=CONFIG, __doc__=cls.__doc__, **_keys(cls))
+
+
+def _keys(cls: type) -> dict[str, Any]:
+    """What `create_model` makes of the fields of a dataclass, less those that the rule sets."""
     hints = get_type_hints(cls, include_extras=True)
     keys: dict[str, Any] = {}
-    for each in fields(cls):  # type: ignore[arg-type]  # every registered kind is a dataclass
+    for each in fields(cls):  # every registered kind is a dataclass
         if each.metadata.get("rule_key"):
             continue
         default: Any = ... if each.default is MISSING else each.default
         if each.default_factory is not MISSING:
             default = Field(default_factory=each.default_factory)
         keys[each.name] = (hints[each.name], default)
-    return create_model(cls.__name__, __config__=CONFIG, __doc__=cls.__doc__, **keys)
+    return keys

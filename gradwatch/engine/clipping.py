@@ -1,0 +1,307 @@
+"""`clip:` bound to the sites of one optimizer: what multiplies each gradient at this step, and what is learned of it.
+
+A clip of the total norm is not among the policies here: it needs one scalar, which the boundary (or a device) makes
+of the gradients it finds, bit-equal to torch. All else is a factor per site; where several policies cover a site,
+the smallest is applied, once.
+
+Axes: S sites, I sites of one policy, K its series (a site each, or a group of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.engine.series import group_masks
+from gradwatch.errors import GradwatchError
+from gradwatch.policies import (
+    AdaptiveGradientClip,
+    AnyPolicy,
+    AutoClip,
+    ClipByNorm,
+    ElementwisePolicy,
+    Policy,
+    State,
+    find_policy,
+)
+from gradwatch.rules import Clip, ClipAt, ClipPolicy, RuleSet
+from gradwatch.snapshot import BoolArray, Sites, Snapshot
+
+Index = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundPolicy:
+    """One policy and the sites it covers.
+
+    `key` names its state in checkpoints; `index[I]` the sites it covers; `owners[I]` the series of each (None: one
+    site, one series); `names[K]` of the series; `roots[K]` sqrt of their numbers of elements. `place` says where in
+    the file it stands.
+    """
+
+    place: str
+    key: str
+    policy: Policy
+    names: tuple[str, ...]
+    index: Index
+    owners: Index | None
+    roots: NDArray[np.float64]
+
+    def measured(self, norms: NDArray[np.float64], calls: BoolArray) -> tuple[NDArray[np.float64], BoolArray]:
+        """`(norms[K], present[K])` in the policy's own quantity, from those of all S sites."""
+        values, present = norms[self.index], calls[self.index]
+        if self.owners is not None:
+            count = len(self.names)
+            # A gradient that nobody renewed counts, as it does for torch's clip: the optimizer will use it.
+            values = np.sqrt(np.bincount(self.owners, weights=np.square(values), minlength=count))
+            present = np.bincount(self.owners, weights=present, minlength=count) > 0
+        return (values / self.roots if self.policy.of == "rms" else values), present
+
+    def members(self) -> list[list[int]]:
+        """The sites of each of its K series."""
+        if self.owners is None:
+            return [[int(k)] for k in self.index]
+        return [self.index[self.owners == k].tolist() for k in range(len(self.names))]
+
+    def spread(self, factors: NDArray[np.float32], onto: NDArray[np.float32]) -> None:
+        """Lower the factors of the S sites to those of its K series."""
+        own = factors if self.owners is None else factors[self.owners]
+        onto[self.index] = np.minimum(onto[self.index], own)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clipping:
+    """All policies of a rule file bound to S sites; without any, falsy.
+
+    `max_norm` the bound on the total norm (None = none); `policies` those that make factors; `elementwise` those
+    that torch carries out, each with `bool[S]`, the parameters it covers. `at` "backward": hooks carry them out
+    (`gradwatch.engine.backward`), and here they only learn, from the norms before that.
+    """
+
+    max_norm: float | None = None
+    policies: tuple[BoundPolicy, ...] = ()
+    elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...] = ()
+    at: ClipAt = "step"
+
+    def __bool__(self) -> bool:
+        return self.max_norm is not None or bool(self.policies) or bool(self.elementwise)
+
+    def init(self) -> tuple[State, ...]:
+        """The states of policies that have seen nothing."""
+        return tuple(one.policy.init(len(one.names)) for one in self.policies)
+
+    def coefficients(self, states: tuple[State, ...], snapshot: Snapshot) -> NDArray[np.float32] | None:
+        """float32[S], of all policies the smallest; None where every factor is 1."""
+        # Infinite where no policy says anything, so that a factor above 1 is not lowered by those that are silent.
+        factors = np.full(len(snapshot.norm), np.inf, np.float32)
+        for one, state, (norms, present) in self._measured(states, snapshot):
+            one.spread(one.policy.coefficients(state, norms, present), factors)
+        factors[factors == np.inf] = 1
+        return None if (factors == 1).all() else factors
+
+    def learn(self, states: tuple[State, ...], snapshot: Snapshot) -> tuple[State, ...]:
+        """The states after a step that the optimizer takes; not to be asked of any other."""
+        return tuple(
+            one.policy.learn(state, norms, present)
+            for one, state, (norms, present) in self._measured(states, snapshot)
+        )
+
+    def _measured(
+        self, states: tuple[State, ...], snapshot: Snapshot
+    ) -> Iterator[tuple[BoundPolicy, State, tuple[NDArray[np.float64], BoolArray]]]:
+        with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
+            clipped = 1 if self.at == "backward" else snapshot.coef
+            norms = snapshot.norm.astype(np.float64) * clipped
+        for name in ("nonfinite", "norm_overflow"):
+            if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
+                norms[snapshot.columns[name].values > 0] = np.nan
+        calls = snapshot.calls > 0
+        for one, state in zip(self.policies, states, strict=True):
+            yield one, state, one.measured(norms, calls)
+
+    def forget(self, states: tuple[State, ...], mask_S: BoolArray) -> tuple[State, ...]:
+        """The states with every series empty that some site of the mask is part of."""
+        return tuple(_forgotten(one, state, mask_S) for one, state in zip(self.policies, states, strict=True))
+
+    def to_dict(self, states: tuple[State, ...]) -> dict[str, Any]:
+        """Plain lists and numbers (no NaN) by policy and series name; of policies with memory only."""
+        return {
+            one.key: {"names": list(one.names), "fields": {n: a.tolist() for n, a in _named(state)}}
+            for one, state in zip(self.policies, states, strict=True)
+            if state
+        }
+
+    def restored(self, saved: Mapping[str, Any]) -> tuple[State, ...]:
+        """The states that `to_dict` told, as far as policies and series are still there; all else is empty."""
+        return tuple(_filled(one, saved.get(one.key)) for one in self.policies)
+
+
+MOST_REMEMBERED = 1 << 24
+"""Norms that one `autoclip` may remember: 64 MiB."""
+
+NO_CLIPPING = Clipping()
+"""A rule file without `clip:`."""
+
+
+def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
+    """The policies of a rule file over these sites; those that cover none of them are left out."""
+    clip = ruleset.clip
+    if clip is None:
+        return NO_CLIPPING
+    max_norm = None
+    found: list[BoundPolicy] = []
+    elementwise: list[tuple[ElementwisePolicy, BoolArray]] = []
+    for place, said, mask in _covered(clip, ruleset, sites):
+        if find_policy(said.method) is None:
+            continue  # said by `admission`, before anything is trained
+        policy = make_policy(said)
+        if place == TOTAL and said.method == "norm" and said.params.get("scope", "total") == "total":
+            max_norm = float(said.params["max_norm"])
+        elif isinstance(policy, ElementwisePolicy):
+            mask = _reached(policy, mask, sites)
+            if mask.any():
+                elementwise.append((policy, mask))
+        elif isinstance(policy, Policy) and mask.any():
+            found.append(_bound(place, policy, _scope(policy, said, place), mask, sites))
+    return Clipping(max_norm, tuple(found), tuple(elementwise), clip.at)
+
+
+TOTAL = "total"
+
+
+def needs_host(clip: Clip | None) -> bool:
+    """Whether a policy needs its norms on the host before the step; clips by norm and elementwise ones do not."""
+    if clip is None or clip.at == "backward":
+        return False
+    said = (*clip.groups.values(), *(() if clip.total is None else (clip.total,)))
+    classes = [find_policy(one.method) for one in said]
+    return any(cls is not None and issubclass(cls, Policy) and cls is not ClipByNorm for cls in classes)
+
+
+def make_policy(said: ClipPolicy) -> AnyPolicy:
+    """The policy that a rule file names; raises `GradwatchError` when there is no such method."""
+    cls = find_policy(said.method)
+    if cls is None:
+        raise GradwatchError(f"no clip method {said.method!r} is registered")
+    return cls(**{name: value for name, value in said.params.items() if name != "scope"})
+
+
+def misfits(ruleset: RuleSet, sites: Sites) -> list[str]:
+    """What of `clip:` does not fit these parameters, one sentence each; `sites` must carry their labels."""
+    problems = []
+    for place, said, mask in _covered(ruleset.clip or Clip(), ruleset, sites):
+        policy = make_policy(said)
+        if isinstance(policy, ElementwisePolicy) and mask.any() and not _reached(policy, mask, sites).any():
+            advice = "agc leaves the last layer alone, and nothing else is there; set `last_layer: true`"
+            problems.append(f"clip.{place}: {advice}")
+        if isinstance(policy, AutoClip) and mask.any():
+            series = len(_bound(place, policy, _scope(policy, said, place), mask, sites).names)
+            if series * policy.history > MOST_REMEMBERED:
+                advice = f"at most history: {max(1, MOST_REMEMBERED // series)} for so many, or another scope"
+                problems.append(
+                    f"clip.{place}: autoclip would remember {policy.history} norms of {series} series; {advice}"
+                )
+    return problems
+
+
+def _covered(clip: Clip, ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, ClipPolicy, BoolArray]]:
+    """(place, what the file says there, bool[S] the parameters it covers); a parameter may be in several groups."""
+    params = np.array([kind == "param" for kind in sites.kinds], np.bool_)
+    if clip.total is not None:
+        yield TOTAL, clip.total, params
+    if clip.groups:
+        masks = group_masks(ruleset.groups, sites)
+        for name, said in clip.groups.items():
+            yield f"groups.{name}", said, masks[name] & params
+
+
+def _reached(policy: ElementwisePolicy, mask: BoolArray, sites: Sites) -> BoolArray:
+    """What of the covered parameters a policy really treats."""
+    if isinstance(policy, AdaptiveGradientClip) and not policy.last_layer:
+        return mask & ~_of_last_layer(sites)
+    return mask
+
+
+def _of_last_layer(sites: Sites) -> BoolArray:
+    """bool[S]: the parameters of the module that registered the last one."""
+    depths = np.where([kind == "param" for kind in sites.kinds], sites.depths, -1)
+    modules = [name.rpartition(".")[0] for name in sites.names]
+    last = modules[int(np.argmax(depths))] if len(sites) else ""
+    return (depths >= 0) & np.array([module == last for module in modules], np.bool_)
+
+
+def _scope(policy: Policy, said: ClipPolicy, place: str) -> str:
+    if not policy.scoped:
+        return "param"
+    return str(said.params.get("scope") or ("total" if place == TOTAL else "group"))
+
+
+def _bound(place: str, policy: Policy, scope: str, mask: BoolArray, sites: Sites) -> BoundPolicy:
+    index = np.flatnonzero(mask)
+    names: tuple[str, ...]
+    owners: Index | None = None
+    numels = sites.numels[index].astype(np.float64)
+    if scope == "param":
+        names = tuple(sites.names[k] for k in index)
+    else:
+        # Under `total`, scope group means each label group by itself.
+        labels = [sites.groups[k] if place == TOTAL and scope == "group" else "" for k in index]
+        names = tuple(dict.fromkeys(labels))
+        place_of = {name: k for k, name in enumerate(names)}
+        owners = np.array([place_of[label] for label in labels], np.intp)
+        numels = np.bincount(owners, weights=numels, minlength=len(names)).astype(np.float64, copy=False)
+    key = f"{place}|{scope}|" + ",".join(map(str, policy.state_key()))
+    return BoundPolicy(place, key, policy, names, index, owners, np.sqrt(np.maximum(numels, 1.0)))
+
+
+def _named(state: State) -> Iterator[tuple[str, NDArray[Any]]]:
+    return zip(state._fields, state, strict=True) if state else iter(())  # type: ignore[attr-defined]
+
+
+def _forgotten(one: BoundPolicy, state: State, mask_S: BoolArray) -> State:
+    chosen = mask_S[one.index]
+    if one.owners is not None:
+        chosen = np.bincount(one.owners, weights=chosen, minlength=len(one.names)) > 0
+    if not state or not chosen.any():
+        return state
+    fresh = one.policy.init(len(one.names))
+    arrays = []
+    for array, empty in zip(state, fresh, strict=True):
+        after = _with_rows(array, empty)
+        after[..., chosen] = _with_rows(empty, array)[..., chosen]
+        arrays.append(after)
+    return type(state)(*arrays)
+
+
+def _with_rows(array: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """A copy with at least as many rows as the other: a ring grows and is dropped in its life."""
+    if array.ndim == 1 or len(array) >= len(other):
+        return array.copy()
+    larger = np.zeros((len(other), array.shape[1]), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+def _filled(one: BoundPolicy, rows: Mapping[str, Any] | None) -> State:
+    """The state with what was saved of the series that are still there."""
+    state = one.policy.init(len(one.names))
+    place = {} if rows is None else {name: k for k, name in enumerate(rows["names"])}
+    here = [k for k, name in enumerate(one.names) if name in place]
+    if rows is None or not state or not here:
+        return state
+    there = [place[one.names[k]] for k in here]
+    arrays = []
+    for name, empty in _named(state):
+        values = np.asarray(rows["fields"][name], empty.dtype)
+        if empty.ndim > 1:
+            values = values.reshape(-1, len(place))  # a ring without rows is told as []
+            empty = _with_rows(empty, values)
+            empty[: len(values), here] = values[:, there]
+        else:
+            empty[here] = values[there]
+        arrays.append(empty)
+    return type(state)(*arrays)
