@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradwatch.backward_rules import limiter_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
-from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of, told, unclipped
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
 from gradwatch.engine.backward import asks_backward
@@ -371,6 +371,10 @@ class Judging:
             if decision.elementwise and not done:
                 decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
+        inside = course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
+        if decision.touches or inside:
+            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
+            decision = told(decision, unclipped(plain) if inside else plain, snapshot, by_rules)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
