@@ -98,18 +98,15 @@ def told(decision: Decision, before: Snapshot, after: Snapshot, rule_orders: boo
     if decision.skip or decision.stop or rule_orders or not after.total_norm_applied < total:
         return decision
     changed = np.flatnonzero(after.coef < before.coef)
-    ratio = after.total_norm_applied / total
     spread = after.coef[changed] / before.coef[changed]
-    alike = len(changed) == 0 or bool(np.allclose(spread, spread[0], rtol=1e-5))
-    order = Order(
-        STANDING_CLIP,
-        "clip",
-        site="" if alike else after.sites.names[int(changed[np.argmin(spread)])],
-        count=len(changed),
-        before=total,
-        after=after.total_norm_applied,
-        coefficient=ratio if alike else float(spread.min()),
-    )
+    site, norms, coefficient = "", (total, after.total_norm_applied), after.total_norm_applied / total
+    if len(changed) and not (
+        len(changed) == (after.calls > 0).sum() and np.allclose(spread, spread[0], rtol=1e-5)
+    ):
+        worst = int(changed[np.argmin(spread)])
+        site, coefficient = after.sites.names[worst], float(spread.min())
+        norms = (float((before.norm * before.coef)[worst]), float((after.norm * after.coef)[worst]))
+    order = Order(STANDING_CLIP, "clip", False, site, len(changed), *norms, coefficient)
     return replace(decision, orders=decision.orders | {order})
 
 

@@ -128,7 +128,11 @@ def test_standing_and_foreign_clips_are_told_apart(
         hardest = kept.records[line["hardest"]["step"]].snapshot
         least = float(hardest.coef.min())
         assert line["coefficient_min"] == pytest.approx(least, rel=1e-4)
-        assert line["hardest"]["norm_after"] == pytest.approx(hardest.total_norm_applied)
+        k = int(hardest.coef.argmin())
+        whole = place == "step"
+        after_k = hardest.total_norm_applied if whole else float(hardest.norm[k] * hardest.coef[k])
+        assert line["hardest"]["norm_after"] == pytest.approx(after_k)
+        assert bool(line["worst_sites"]) != whole
 
 
 def test_what_failed_is_told_and_is_an_exit_status(
