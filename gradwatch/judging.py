@@ -20,6 +20,7 @@ from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -82,6 +83,11 @@ class Surroundings(Protocol):
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""
 
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+
 
 class Judging:
     """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
@@ -96,10 +102,10 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
-        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
+        # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
         self._in_backward = bool(asks_backward(engine.ruleset))
-        # Bounds for the next backward are made of this step.
-        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None and not self._in_backward
+        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
         self._hears_scale: list[Callable[[], None]] = []
 
     def knows(self, lane: Lane) -> bool:
@@ -389,7 +395,8 @@ class Judging:
         if verdict is UNJUDGED:
             course.vitals.unjudged(plain.step)
             health = course.vitals.now
-        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        findings = self._around.causes(lane, snapshot, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
         if window.at_hand and decision.acts:
             course.held = Held(record, plain)  # `acted` publishes it
         else:
@@ -447,7 +454,7 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             if not self._ranks.several:
-                return UNJUDGED, Decision()
+                return UNJUDGED, Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
             alone = course.bound.fallback(snapshot.total_norm)
             decision, course.state = course.bound.clip(alone, course.state, snapshot)
             return UNJUDGED, decision

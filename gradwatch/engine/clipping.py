@@ -182,6 +182,15 @@ def needs_host(clip: Clip | None) -> bool:
     return any(cls is not None and issubclass(cls, Policy) and cls is not ClipByNorm for cls in classes)
 
 
+def clips_only_total(clip: Clip | None) -> bool:
+    """Whether a file clips nothing, or nothing but the total norm at the step: a bound that no state moves."""
+    if clip is None:
+        return True
+    total = clip.total
+    bounded = total is None or (total.method == "norm" and total.params.get("scope", "total") == "total")
+    return bounded and not clip.groups and clip.at == "step"
+
+
 def make_policy(said: ClipPolicy) -> AnyPolicy:
     """The policy that a rule file names; raises `GradwatchError` when there is no such method."""
     cls = find_policy(said.method)

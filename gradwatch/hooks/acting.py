@@ -93,6 +93,17 @@ class Acting:
         elif decision.touches:
             _reshape(lane, decision)
 
+    def clip_ahead(self, lane: Lane, max_norm: float) -> None:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
+
+        The verdict finds the same total later, and tells the same coefficient.
+        """
+        try:
+            if not lane.surely_within(max_norm):
+                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
+            self._failed("action", error)
+
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
 

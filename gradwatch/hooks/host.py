@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.norms import Detail, RowNorms, inspect, suspicious
+from gradwatch.policies.norm import EPSILON
 
 NEAR = 2.0
 """A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
+
+CLOSE = 1.001
+"""Ten times what a glance at the total may be off: beyond that the exact total tells what the glance does."""
 
 
 class HostReading:
@@ -58,6 +62,11 @@ class HostReading:
         """
         near = usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
         return near and not self._rows.faint(grads, self._floor)
+
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""
+        total = self._rows.total() / (self._scale or math.nan)
+        return (total + float(EPSILON)) * CLOSE <= max_norm
 
     def finite(self) -> bool:
         """Whether every norm is; one operation."""

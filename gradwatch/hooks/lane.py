@@ -253,6 +253,10 @@ class Lane:
         norms = self._after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
+        return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
+
     def total_read(self) -> float:
         """Root sum of squares of what this window's last backward left, read now where it is unread."""
         if self._norms is None or self.unread:
