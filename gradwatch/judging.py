@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 
 from gradwatch.backward_rules import limiter_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
-from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of, told, unclipped
+from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, unclipped
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
 from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError
-from gradwatch.exit_status import end_with_status
-from gradwatch.failing import failed
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
@@ -34,6 +32,7 @@ from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import is_shard
 from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import (
@@ -93,7 +92,7 @@ class Judging:
     """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
 
     def __init__(self, engine: Engine, ranks: Ranks, around: Surroundings) -> None:
-        self.sinks: list[Breaker] = []
+        self._publishing = Publishing()
         self._engine = engine
         self._ranks = ranks
         self._around = around
@@ -107,6 +106,11 @@ class Judging:
         self._in_backward = bool(asks_backward(engine.ruleset))
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
         self._hears_scale: list[Callable[[], None]] = []
+
+    @property
+    def sinks(self) -> list[Breaker]:
+        """Where Records go."""
+        return self._publishing.sinks
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -170,7 +174,9 @@ class Judging:
             course.local.cleared()
 
     def close(self) -> None:
-        """Remove the tensor hooks."""
+        """Remove the tensor hooks; publish what waits."""
+        for course in self._courses.values():
+            self._publishing.release(course)
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
@@ -199,7 +205,7 @@ class Judging:
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         vitals = Vitals(critical)
         if before is not None:
-            self._release(before)
+            self._publishing.release(before)
             vitals.load(before.vitals.to_dict())
         course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         if self._in_backward:
@@ -353,7 +359,7 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
-        self._release(course)  # left by a boundary that failed
+        self._publishing.release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
@@ -396,39 +402,13 @@ class Judging:
             course.vitals.unjudged(plain.step)
             health = course.vitals.now
         findings = self._around.causes(lane, snapshot, verdict, decision)
-        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
-        if window.at_hand and decision.acts:
-            course.held = Held(record, plain)  # `acted` publishes it
-        else:
-            self._publish(record)
+        record = Record(snapshot, verdict, decision, *at, health, findings)
+        self._publishing.give(course, record, plain, window.at_hand)
         return decision.at(shared.own)
 
     def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
-        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
-        course = self._courses[lane.index]
-        held = course.held
-        if held is None:
-            return
-        if error is not None:
-            rules = tuple(one.rule for one in course.bound.plan.rules)
-            record = failed(held.record, held.plain, done, error, rules)
-            health = course.vitals.after(held.plain, record.verdict, done)
-            course.record = record = replace(record, checkpoint=health)
-            course.held = Held(record, held.plain)
-        self._release(course)
-
-    def _release(self, course: Course) -> None:
-        """Publish the Record that waits, if one does."""
-        held, course.held = course.held, None
-        if held is not None:
-            self._publish(held.record)
-
-    def _publish(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-        if record.decision.stop:
-            self.flush_sinks()
-            end_with_status()
+        """What was decided of a lane's step is done, or was not, because of `error`; its Record is published now."""
+        self._publishing.acted(self._courses[lane.index], done, error)
 
     def _measured_ahead(
         self, lane: Lane, decision: Decision, own: Any, total: float
@@ -468,9 +448,3 @@ class Judging:
                 stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
                 decision = settled(decision | stop)
         return decision
-
-    def flush_sinks(self, timeout: float = 2.0) -> None:
-        """Make what was written durable, before training is stopped."""
-        deadline = time.monotonic() + timeout
-        for sink in self.sinks:
-            sink.flush(max(0.0, deadline - time.monotonic()))
