@@ -338,7 +338,7 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
                 turn.begin()
             if not on_cpu or not grad.is_cpu:
                 return checked(grad, turn.on_device(k, grad))
-            plain = quick and grad.layout is strided
+            plain = quick and grad.layout is strided and not grad.requires_grad
             norm = vector_norm(grad).item() if plain else exact_norm(grad)[0]  # sync: CPU tensor
             if low[k] <= norm <= high[k]:
                 if large:
