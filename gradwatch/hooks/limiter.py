@@ -211,8 +211,8 @@ class Turn:
 
     # -- one backward ------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The first hook of a graph task speaks."""
+    def begin(self, k: int) -> None:
+        """The first hook of a graph task speaks, that of parameter k."""
         self.task[0] = graph_task.current()
         if graph_task.nested():  # reentrant checkpointing: a part of the backward around it
             self._within = True
@@ -222,21 +222,22 @@ class Turn:
         else:
             self._running.clear()  # of a backward that raised, or of `autograd.grad`
         if not self._local:
-            self._look_around()
+            self._look_around(k)
         if self._scale is not None and self._scale.device.type == "cpu":
             scale = float(self._scale)  # sync: CPU tensor
             if scale != self.scale:
                 self.scale = scale
                 self._tighten()
 
-    def _look_around(self) -> None:
+    def _look_around(self, k: int) -> None:
         """Switch off where a bound would mean something else."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         lane = self._lane()
         if ranks > 1:
             self.stop(SEVERAL_RANKS.format(count=ranks))
         elif self._ended and lane is not None and any(param.grad is not None for param in lane.params):
-            self.stop(ACCUMULATED)
+            if self._accumulates(k):  # not `autograd.grad`
+                self.stop(ACCUMULATED)
 
     def ended(self) -> None:
         """A backward has ended, all of it or a nested part."""
@@ -335,7 +336,7 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
             return None
         try:
             if task[0] != current():
-                turn.begin()
+                turn.begin(k)
             if not on_cpu or not grad.is_cpu:
                 return checked(grad, turn.on_device(k, grad))
             plain = quick and grad.layout is strided and not grad.requires_grad
