@@ -15,6 +15,7 @@ from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
 from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.micro import MicroDrop
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.hooks.standing import NormBound, StandingClips, factors_of
 from gradwatch.policies import ClipByNorm
@@ -46,6 +47,7 @@ class Course:
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
     limiter: Limiter | None = None
+    micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 

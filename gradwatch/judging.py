@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import limiter_of, own_sites
+from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
 from gradwatch.engine import Engine, EngineState
-from gradwatch.engine.backward import asks_backward
+from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
@@ -23,6 +23,7 @@ from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
@@ -74,9 +75,17 @@ class Judging:
         self._early: LocalNorms | None = None
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
         self._in_backward = bool(asks_backward(engine.ruleset))
+        self._drops = drops_micro(engine.ruleset)
         # Bounds for the next backward are made of this step.
         self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None and not self._in_backward
+        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._hears_scale: list[Callable[[], None]] = []
+
+    def at_boundary(self, lane: Lane | None) -> None:
+        """A step boundary begins: the gradients of a step are about to be measured."""
+        course = None if lane is None else self._courses.get(lane.index)
+        if course is not None and course.micro is not None:
+            course.micro.at_boundary()
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -99,7 +108,7 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
-        if self._in_backward:
+        if self._in_backward or self._drops:
             self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
@@ -110,6 +119,10 @@ class Judging:
         for course in self._courses.values():
             if course.limiter is not None:
                 course.limiter.scaled(scale)
+            if course.micro is not None:
+                course.micro.scaled()
+        if self.module_bounds is not None:
+            self.module_bounds.scaled(scale)
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
@@ -135,8 +148,9 @@ class Judging:
             if local is not None:
                 local.close()
         for course in self._courses.values():
-            if course.limiter is not None:
-                course.limiter.close()
+            for hooks in (course.limiter, course.micro):
+                if hooks is not None:
+                    hooks.close()
         while self._hears_scale:
             self._hears_scale.pop()()
 
@@ -166,6 +180,14 @@ class Judging:
                 )
             course.own = own_sites(bound, lane)
             lane.heard = None if course.limiter is None else course.limiter.heard
+        if self._drops:
+            course.micro = None if before is None else before.micro
+            if course.micro is not None and not course.micro.is_of(lane):
+                course.micro.close()
+                course.micro = None
+            if course.micro is None:
+                ruleset, around = self._engine.ruleset, self._around
+                course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report)
         lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
         self._restore(lane)
         self._publish(course)
@@ -202,6 +224,8 @@ class Judging:
         course = self._courses[lane.index]
         if course.limiter is not None:
             course.limiter.settle(window)
+        if course.micro is not None:
+            course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -277,6 +301,8 @@ class Judging:
         if course.limiter is not None and course.own is not None:
             own = course.own
             course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
+        if self.module_bounds is not None and course is self._courses.get(0):
+            self.module_bounds.publish(course.bound.module_bounds(course.state))
 
     def _decided(
         self,
@@ -298,6 +324,8 @@ class Judging:
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
+        if window.empty:
+            decision |= Decision(skip=True)
         rejected = bool(shared.values.get("scaler_skip"))
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))

@@ -18,9 +18,7 @@ OnError = Literal["pass", "skip_step", "stop"]
 ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
 
-NOT_BUILT: frozenset[str] = frozenset(
-    {"rescale", "zero_nonfinite", "localise", "snapshot", "escalate", "drop_micro"}
-)
+NOT_BUILT: frozenset[str] = frozenset({"rescale", "zero_nonfinite", "localise", "snapshot", "escalate"})
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
 SINK_KINDS: set[str] = {"prometheus", "journal", "log"}

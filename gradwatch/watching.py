@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import check_backward
+from gradwatch.backward_rules import check_backward, module_bounds_of
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
-from gradwatch.engine.backward import asks_backward
+from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
@@ -132,6 +132,9 @@ class Watch:
             self._flat.close()
             self._capture.close()
             raise
+        if self._taps is not None:
+            self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
+            self._judging.module_bounds = self._taps.bounds
         wanted = [param for param in self._capture.params if param.requires_grad]
         self._judging.listen(local_taps(wanted, self._capture.models()))
         self._boundary = Boundary(self._capture, self)
@@ -319,6 +322,7 @@ class Watch:
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
         if not self._closed and os.getpid() == self.run.pid:
+            self._judging.at_boundary(self._capture.lane_of(optimizer))
             self._ranks.arrive(self._capture.lane_of(optimizer))
 
     def depart(self, optimizer: Optimizer) -> None:
@@ -371,7 +375,7 @@ class Watch:
 
     def _bind_early(self) -> None:
         """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
-        if asks_backward(self.ruleset):
+        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
             for optimizer in self._waiting():
                 lane = self._capture.adopt(optimizer)
                 lane.born = False  # it hears its window from the first backward on

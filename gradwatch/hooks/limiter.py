@@ -181,8 +181,12 @@ class Turn:
         """What the hooks look at: the narrowest interval at each parameter."""
         if self._bounds:
             with np.errstate(invalid="ignore", over="ignore"):
-                self.low[:] = np.maximum.reduce([one.low * self.scale for one in self._bounds]).tolist()
-                self.high[:] = np.minimum.reduce([one.high * self.scale for one in self._bounds]).tolist()
+                self.low[:] = np.maximum.reduce(
+                    [one.low * self.scale for one in self._bounds]
+                ).tolist()  # sync: numpy
+                self.high[:] = np.minimum.reduce(
+                    [one.high * self.scale for one in self._bounds]
+                ).tolist()  # sync: numpy
         # Elementwise policies want to see every gradient.
         for k in () if self._elementwise is None else self._elementwise.at:
             self.low[k], self.high[k] = math.inf, -math.inf
@@ -236,8 +240,11 @@ class Turn:
         if ranks > 1:
             self.stop(SEVERAL_RANKS.format(count=ranks))
         elif self._ended and lane is not None and any(param.grad is not None for param in lane.params):
-            if self._accumulates(k):  # not `autograd.grad`
-                self.stop(ACCUMULATED)
+            self._stop_if_accumulating(k)
+
+    def _stop_if_accumulating(self, k: int) -> None:
+        if self._accumulates(k):  # not `autograd.grad`
+            self.stop(ACCUMULATED)
 
     def ended(self) -> None:
         """A backward has ended, all of it or a nested part."""
@@ -315,11 +322,7 @@ class Turn:
         param = lane.params[k]
         if hasattr(param, "to_local"):  # its hook is on another tensor, which only backward reaches
             return True
-        node = torch.autograd.graph.get_gradient_edge(param).node
-        try:
-            return bool(torch._C._will_engine_execute_node(node))
-        except RuntimeError:  # "currently running autograd.grad()"
-            return False
+        return graph_task.reaches(param)
 
 
 def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
