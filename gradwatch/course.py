@@ -16,6 +16,7 @@ from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
 from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.micro import MicroDrop
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.hooks.standing import NormBound, StandingClips, factors_of
 from gradwatch.policies import ClipByNorm
@@ -57,6 +58,7 @@ class Course:
     decided: Decision | None = None  # of the window at hand, should telling it fail
     held: Held | None = field(default=None)  # until what was decided has been carried out
     limiter: Limiter | None = None
+    micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 

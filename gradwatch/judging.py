@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import limiter_of, own_sites
+from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
 from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, unclipped
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
-from gradwatch.engine.backward import asks_backward
+from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
@@ -26,6 +26,7 @@ from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
@@ -104,13 +105,21 @@ class Judging:
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
         # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
         self._in_backward = bool(asks_backward(engine.ruleset))
+        self._drops = drops_micro(engine.ruleset)
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
+        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._hears_scale: list[Callable[[], None]] = []
 
     @property
     def sinks(self) -> list[Breaker]:
         """Where Records go."""
         return self._publishing.sinks
+
+    def at_boundary(self, lane: Lane | None) -> None:
+        """A step boundary begins: the gradients of a step are about to be measured."""
+        course = None if lane is None else self._courses.get(lane.index)
+        if course is not None and course.micro is not None:
+            course.micro.at_boundary()
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -137,7 +146,7 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
-        if self._in_backward:
+        if self._in_backward or self._drops:
             self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
@@ -148,6 +157,10 @@ class Judging:
         for course in self._courses.values():
             if course.limiter is not None:
                 course.limiter.scaled(scale)
+            if course.micro is not None:
+                course.micro.scaled()
+        if self.module_bounds is not None:
+            self.module_bounds.scaled(scale)
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
@@ -181,8 +194,9 @@ class Judging:
             if local is not None:
                 local.close()
         for course in self._courses.values():
-            if course.limiter is not None:
-                course.limiter.close()
+            for hooks in (course.limiter, course.micro):
+                if hooks is not None:
+                    hooks.close()
         while self._hears_scale:
             self._hears_scale.pop()()
 
@@ -217,6 +231,14 @@ class Judging:
                 )
             course.own = own_sites(bound, lane)
             lane.heard = None if course.limiter is None else course.limiter.heard
+        if self._drops:
+            course.micro = None if before is None else before.micro
+            if course.micro is not None and not course.micro.is_of(lane):
+                course.micro.close()
+                course.micro = None
+            if course.micro is None:
+                ruleset, around = self._engine.ruleset, self._around
+                course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
         self._publish_bounds(course)
@@ -268,6 +290,8 @@ class Judging:
         course = self._courses[lane.index]
         if course.limiter is not None:
             course.limiter.settle(window)
+        if course.micro is not None:
+            course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -345,6 +369,8 @@ class Judging:
         if course.limiter is not None and course.own is not None:
             own = course.own
             course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
+        if self.module_bounds is not None and course is self._courses.get(0):
+            self.module_bounds.publish(course.bound.module_bounds(course.state))
 
     def _decided(
         self,
@@ -369,6 +395,8 @@ class Judging:
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
+        if window.empty:
+            decision |= Decision(skip=True)
         rejected = bool(shared.values.get("scaler_skip"))
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))

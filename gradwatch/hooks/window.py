@@ -29,6 +29,7 @@ class Window:
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
     0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
+    `empty`: every micro-batch of it was dropped, so there is nothing to step by.
     """
 
     sites: Sites
@@ -45,6 +46,7 @@ class Window:
     loss_scale: Number | None = None
     skipped: Number | None = None
     at_hand: bool = False
+    empty: bool = False
 
     @property
     def details(self) -> Mapping[int, Detail]:
