@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
-from gradwatch.engine import Engine, EngineState
+from gradwatch.backward_rules import limiter_of, own_sites
+from gradwatch.checkpoint import Vitals, joined
+from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.engine.actions import settled
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError
+from gradwatch.exit_status import end_with_status
+from gradwatch.failing import failed
 from gradwatch.health import Health
-from gradwatch.hooks import sampling
+from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
@@ -24,13 +30,28 @@ from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
+from gradwatch.snapshot import (
+    RANK_COLUMNS,
+    CheckpointHealth,
+    Decision,
+    Event,
+    Order,
+    Record,
+    Snapshot,
+    Verdict,
+)
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+SCALED = (
+    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
+    "would then stay too high for ever; the scaler skips such steps by itself"
+)
 NOT_ALONE = (
     "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
 )
@@ -46,6 +67,9 @@ class Surroundings(Protocol):
 
     def judged(self) -> None:
         """A step was judged without a fault."""
+
+    def escalated(self, event: Event) -> bool:
+        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
 
     def spent(self) -> float:
         """Seconds that watching has cost since the last Record."""
@@ -70,9 +94,11 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
+        self._in_backward = bool(asks_backward(engine.ruleset))
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
-        # the total needs none either (`Acting.clip_ahead`).
-        self._may_wait = not engine.acts_on_host and engine.clips_only_total
+        # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
+        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
+        self._hears_scale: list[Callable[[], None]] = []
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -82,6 +108,10 @@ class Judging:
         """Keep a one-per-step value for the next step of every lane."""
         self._observed += 1
         self._scalars[name] = (self._observed, kept(value))
+
+    def checkpoint(self) -> CheckpointHealth:
+        """Whether a checkpoint saved now is one to go back to."""
+        return joined(course.vitals.now for course in self._courses.values())
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
@@ -95,12 +125,23 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
+        if self._in_backward:
+            self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
             self._early = LocalNorms(wanted, self._around.failed)
 
+    def _scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.scaled(scale)
+
     def backward_ended(self) -> None:
-        """What tensor hooks heard of a backward counts."""
+        """What tensor hooks heard of a backward, or did in it, counts."""
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.backward_ended()
         if self._early is not None:
             for local in [self._early, *(course.local for course in self._courses.values())]:
                 if local is not None:
@@ -111,6 +152,8 @@ class Judging:
         course = self._courses.get(lane.index)
         if course is not None and course.local is not None:
             course.local.forget()
+        if course is not None and course.limiter is not None:
+            course.limiter.forget()
 
     def cleared(self, lane: Lane) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
@@ -123,6 +166,11 @@ class Judging:
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
+        for course in self._courses.values():
+            if course.limiter is not None:
+                course.limiter.close()
+        while self._hears_scale:
+            self._hears_scale.pop()()
 
     # -- states ------------------------------------------------------------------------------------------
 
@@ -140,9 +188,34 @@ class Judging:
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
-        lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
+        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
+        vitals = Vitals(critical)
+        if before is not None:
+            self._release(before)
+            vitals.load(before.vitals.to_dict())
+        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        if self._in_backward:
+            ruleset, around = self._engine.ruleset, self._around
+            acted = None if before is None else before.limiter
+            if acted is None or not acted.off:
+                course.limiter = limiter_of(
+                    ruleset, bound, lane, taps, around.failed, around.health.report, acted
+                )
+            course.own = own_sites(bound, lane)
+            lane.heard = None if course.limiter is None else course.limiter.heard
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
+        self._publish_bounds(course)
+
+    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, lane.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        if refused:
+            self._around.failed("action", AttachError(refused))
+        return standing_of(clipping, [place[name] for name in names], names, torn)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -150,7 +223,11 @@ class Judging:
         for lane in lanes:
             course = self._courses.get(lane.index)
             if course is not None:
-                found[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+                found[str(lane.index)] = {
+                    "step": lane.step,
+                    "engine": course.state.to_dict(),
+                    "checkpoint": course.vitals.to_dict(),
+                }
         return found
 
     def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
@@ -165,6 +242,8 @@ class Judging:
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
+        course.vitals.load(saved.get("checkpoint"))
+        self._publish_bounds(course)
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -173,6 +252,8 @@ class Judging:
     def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
         course = self._courses[lane.index]
+        if course.limiter is not None:
+            course.limiter.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -232,7 +313,9 @@ class Judging:
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
         try:
-            return self._decided(lane, course, window, extras, scalars, at)
+            decision = self._decided(lane, course, window, extras, scalars, at)
+            self._publish_bounds(course)
+            return decision
         except Exception as error:
             totals = self._ranks.totals(lane, window)
             if totals is None:
@@ -240,6 +323,12 @@ class Judging:
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
             return course.bound.fallback(totals.raw)
+
+    def _publish_bounds(self, course: Course) -> None:
+        """What the next backward has to keep to, as far as hooks can see to it."""
+        if course.limiter is not None and course.own is not None:
+            own = course.own
+            course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
 
     def _decided(
         self,
@@ -255,9 +344,11 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
+        self._release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
+        decision = settled(decision | self._climbed(verdict))
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
@@ -265,11 +356,16 @@ class Judging:
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
+        if decision.zero is not None and snapshot.loss_scale is not None:
+            self._around.health.report("action", AttachError(SCALED))
+            decision = decision.without_zero()
+        plain = snapshot
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            if decision.elementwise and lane.step == window.step and not (decision.skip or rejected):
-                decision, left = self._measured_ahead(lane, decision, window, shared.own, total)
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
@@ -281,22 +377,52 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
-        for sink in self.sinks:
-            sink.write(record)
-        if decision.stop:
-            self.flush_sinks()
+        health = course.vitals.after(plain, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        if window.at_hand and decision.acts:
+            course.held = Held(record, plain)  # `acted` publishes it
+        else:
+            self._publish(record)
         return decision.at(shared.own)
 
+    def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
+        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
+        course = self._courses[lane.index]
+        held = course.held
+        if held is None:
+            return
+        if error is not None:
+            rules = tuple(one.rule for one in course.bound.plan.rules)
+            record = failed(held.record, held.plain, done, error, rules)
+            health = course.vitals.after(held.plain, record.verdict, done)
+            course.record = record = replace(record, checkpoint=health)
+            course.held = Held(record, held.plain)
+        self._release(course)
+
+    def _release(self, course: Course) -> None:
+        """Publish the Record that waits, if one does."""
+        held, course.held = course.held, None
+        if held is not None:
+            self._publish(held.record)
+
+    def _publish(self, record: Record) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+        if record.decision.stop:
+            self.flush_sinks()
+            end_with_status()
+
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, window: Window, own: Any, total: float
+        self, lane: Lane, decision: Decision, own: Any, total: float
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; where they fail, the decision without them."""
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
             if standing is not None:
-                return decision, standing.measure(grads, lane.params, factors, arrived(window.left))
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                scale = arrived(kept(carried_scale(optimizer)))
+                return decision, standing.measure(grads, lane.params, factors, scale)
         except Exception as error:
             self._around.failed("action", error)
         return replace(decision, elementwise=False), {}
@@ -316,6 +442,16 @@ class Judging:
             return Verdict(), decision
         self._around.judged()
         return verdict, decision
+
+    def _climbed(self, verdict: Verdict) -> Decision:
+        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
+        stops = [
+            event.rule
+            for event in verdict.events
+            if event.kind == "escalated" and event.actions and self._around.escalated(event)
+        ]
+        orders = frozenset(Order(rule, "stop") for rule in stops)
+        return Decision(stop=bool(stops), orders=orders)
 
     def flush_sinks(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

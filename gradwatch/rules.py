@@ -10,17 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradwatch.snapshot import SCALAR_COLUMNS, Severity
+from gradwatch.snapshot import SCALAR_COLUMNS, OnError, Severity
 
 Scope = Literal["param", "group", "total"]
 Mode = Literal["act", "shadow"]
-OnError = Literal["pass", "skip_step", "stop"]
 ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
 
-NOT_BUILT: frozenset[str] = frozenset(
-    {"clip", "rescale", "zero_nonfinite", "localise", "snapshot", "escalate", "drop_micro"}
-)
+NOT_BUILT: frozenset[str] = frozenset({"localise", "snapshot", "drop_micro"})
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
 SINK_KINDS: set[str] = {"prometheus", "journal", "log"}

@@ -8,15 +8,17 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.backward_rules import check_backward
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
+from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
@@ -32,15 +34,15 @@ from gradwatch.hooks.modules import ModuleTaps, taps_on
 from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
-from gradwatch.hooks.shards import local_taps
+from gradwatch.hooks.shards import local_taps, torn
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
-from gradwatch.rank_rules import check_ranks, wants
+from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RunInfo, Sites
+from gradwatch.snapshot import Decision, Event, RunInfo, Sites
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -75,12 +77,14 @@ class Watch:
         sinks: Sequence[Sink] | None,
         origin: str,
         active: bool = True,
+        on_escalate: Callable[[Event], object] | None = None,
     ) -> None:
         self.ruleset = ruleset
         self.origin = origin
         self.health = Health(on_first=self._say_once)
         self._strict = settings.strict
         self._closed = not active
+        self._on_escalate = on_escalate
         self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -113,7 +117,7 @@ class Watch:
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
-            if not self._capture.marked and not self._capture.lazy_names():
+            if not self._capture.hears and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
@@ -124,13 +128,15 @@ class Watch:
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites())
             check_ranks(self._engine, self.run.world_size)
+            wanted = [param for param in self._capture.params if param.requires_grad]
+            check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
+            check_backward(self._engine, models, self.run.world_size)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
             self._flat.close()
             self._capture.close()
             raise
-        wanted = [param for param in self._capture.params if param.requires_grad]
         self._judging.listen(local_taps(wanted, self._capture.models()))
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
@@ -144,6 +150,7 @@ class Watch:
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
         _at_exit()
         self._ends_with(models)
+        self._bind_early()
 
     # -- for users ---------------------------------------------------------------------------------------
 
@@ -194,6 +201,21 @@ class Watch:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
         return 0.0 if self._closed else self._capture.count_coverage()
 
+    @property
+    def healthy(self) -> bool:
+        """Whether a checkpoint saved now is one to go back to; see `gradwatch.checkpoint` for what that means.
+
+        True before the first step. Every rank says the same where the ranks judge together.
+        """
+        self._catch_up()
+        return self._judging.checkpoint().healthy
+
+    @property
+    def last_healthy_step(self) -> int | None:
+        """The last optimizer step after which `healthy` was true (the earliest of several optimizers'); None = none."""
+        self._catch_up()
+        return self._judging.checkpoint().last_healthy_step
+
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
         self._catch_up()
@@ -207,6 +229,8 @@ class Watch:
             "total_norm": [json_safe(record.snapshot.total_norm) for record in records],
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
+            "healthy": self.healthy,
+            "last_healthy_step": self.last_healthy_step,
             "internal_errors": self.health.errors(),
             "components_up": self.health.up(),
         }
@@ -361,10 +385,38 @@ class Watch:
         """A step was judged without a fault."""
         self._failures = 0
 
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
+        """What was really done of a decision; its Record is published now."""
+        try:
+            self._judging.acted(lane, decision, error)
+        except Exception as fault:  # a stop must not be lost for it
+            self.health.report("action", fault)
+
+    def escalated(self, event: Event) -> bool:
+        """Call the user's `on_escalate`; its faults are counted, but for `TrainingStopped`, which stops training."""
+        if self._on_escalate is None:
+            return False
+        try:
+            with torch.enable_grad():
+                self._on_escalate(event)
+        except TrainingStopped:
+            return True
+        except Exception as error:
+            self.failed("on_escalate", error)
+        return False
+
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""
         lane.ambiguous = True
         self._capture.restore(lane)
+
+    def _bind_early(self) -> None:
+        """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
+        if asks_backward(self.ruleset):
+            for optimizer in self._waiting():
+                lane = self._capture.adopt(optimizer)
+                lane.born = False  # it hears its window from the first backward on
+                self.bound(lane)
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Recorder:
         assert self.errors == []
 
     def owns(self, optimizer: Optimizer) -> bool:
-        return self.capture.holds(optimizer)
+        return self.capture.lane_of(optimizer) is not None or self.capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
         lane.on_cpu = lane.on_cpu and not self.on_device
@@ -80,6 +80,8 @@ class Recorder:
             return self.decide(snapshot)
 
         return Measured(window.ready, judge)
+
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None: ...
 
     def forget(self, lane: Lane) -> None:
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,31 +16,6 @@ from gradwatch.snapshot import Decision, Order, Snapshot
 from tests.recorder import Recorder
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
-MODES: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}, {"momentum": 0.9, "weight_decay": 0.1}]
-
-
-def cases() -> list[Any]:
-    """Every torch.optim class × default, foreach, fused, momentum where it has them."""
-    found = []
-    for name, kind in sorted(vars(torch.optim).items()):
-        if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
-            continue
-        if kind in (torch.optim.Optimizer, torch.optim.LBFGS):
-            continue
-        accepted = inspect.signature(kind.__init__).parameters
-        for mode in MODES:
-            if all(key in accepted for key in mode):
-                found.append(pytest.param(kind, mode, id="-".join([name, *mode])))
-    return found
-
-
-def build(kind: Callable[..., torch.optim.Optimizer], mode: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
-    torch.manual_seed(0)
-    if kind is torch.optim.SparseAdam:
-        model: nn.Module = nn.Embedding(5, 2, sparse=True)
-        return model, kind(model.parameters(), lr=0.1), lambda: model(torch.tensor([1, 2])).pow(2).sum()
-    model = nn.Linear(3, 2, bias=kind.__name__ != "Muon")
-    return model, kind(model.parameters(), lr=0.1, **mode), lambda: model(X).pow(2).sum()
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -53,30 +27,6 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
-
-
-@pytest.mark.parametrize(("kind", "mode"), cases())
-def test_skip_is_exact(kind: Callable[..., torch.optim.Optimizer], mode: dict[str, Any]) -> None:
-    """A skipped step leaves parameters and optimizer state bit-identical, gives the gradients back, then goes on."""
-    model, optimizer, loss = build(kind, mode)
-    with Recorder(model) as recorder:
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-        recorder.decide = lambda snapshot: Decision(skip=True)
-        optimizer.zero_grad()
-        loss().backward()
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        state = copy.deepcopy(optimizer.state_dict())
-        grads = [parameter.grad for parameter in model.parameters()]
-        optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-        assert equal(state, optimizer.state_dict())
-        assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
-        recorder.decide = lambda snapshot: Decision()
-        optimizer.step()
-        assert not all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
 def test_skip_makes_no_scheduler_warn() -> None:

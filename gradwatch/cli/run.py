@@ -75,13 +75,14 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def check_rules(source: str, run: str) -> None:
     """Raise RuleFileError with everything wrong in the rule file, AttachError for what is not built yet."""
-    from gradwatch.engine.admission import unbuilt
+    from gradwatch.engine.admission import impossible, unbuilt
     from gradwatch.rulefile import load_rules
 
-    missing = unbuilt(load_rules(source, run=run))
+    ruleset = load_rules(source, run=run)
+    missing = [*unbuilt(ruleset), *impossible(ruleset)]
     if missing:
         listed = "\n".join(f"  - {each}" for each in missing)
-        raise AttachError(f"{source} asks for what this version does not have:\n{listed}")
+        raise AttachError(f"{source} asks for what this version cannot do:\n{listed}")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:

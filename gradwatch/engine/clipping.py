@@ -28,7 +28,7 @@ from gradwatch.policies import (
     State,
     find_policy,
 )
-from gradwatch.rules import Clip, ClipPolicy, RuleSet
+from gradwatch.rules import Clip, ClipAt, ClipPolicy, RuleSet
 from gradwatch.snapshot import BoolArray, Sites, Snapshot
 
 Index = NDArray[np.intp]
@@ -78,12 +78,14 @@ class Clipping:
     """All policies of a rule file bound to S sites; without any, falsy.
 
     `max_norm` the bound on the total norm (None = none); `policies` those that make factors; `elementwise` those
-    that torch carries out, each with `bool[S]`, the parameters it covers.
+    that torch carries out, each with `bool[S]`, the parameters it covers. `at` "backward": hooks carry them out
+    (`gradwatch.engine.backward`), and here they only learn, from the norms before that.
     """
 
     max_norm: float | None = None
     policies: tuple[BoundPolicy, ...] = ()
     elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...] = ()
+    at: ClipAt = "step"
 
     def __bool__(self) -> bool:
         return self.max_norm is not None or bool(self.policies) or bool(self.elementwise)
@@ -112,7 +114,11 @@ class Clipping:
         self, states: tuple[State, ...], snapshot: Snapshot
     ) -> Iterator[tuple[BoundPolicy, State, tuple[NDArray[np.float64], BoolArray]]]:
         with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
-            norms = snapshot.norm.astype(np.float64) * snapshot.coef
+            clipped = 1 if self.at == "backward" else snapshot.coef
+            norms = snapshot.norm.astype(np.float64) * clipped
+        for name in ("nonfinite", "norm_overflow"):
+            if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
+                norms[snapshot.columns[name].values > 0] = np.nan
         calls = snapshot.calls > 0
         for one, state in zip(self.policies, states, strict=True):
             yield one, state, one.measured(norms, calls)
@@ -150,6 +156,8 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
     found: list[BoundPolicy] = []
     elementwise: list[tuple[ElementwisePolicy, BoolArray]] = []
     for place, said, mask in _covered(clip, ruleset, sites):
+        if find_policy(said.method) is None:
+            continue  # said by `admission`, before anything is trained
         policy = make_policy(said)
         if place == TOTAL and said.method == "norm" and said.params.get("scope", "total") == "total":
             max_norm = float(said.params["max_norm"])
@@ -159,7 +167,7 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
                 elementwise.append((policy, mask))
         elif isinstance(policy, Policy) and mask.any():
             found.append(_bound(place, policy, _scope(policy, said, place), mask, sites))
-    return Clipping(max_norm, tuple(found), tuple(elementwise))
+    return Clipping(max_norm, tuple(found), tuple(elementwise), clip.at)
 
 
 TOTAL = "total"
@@ -167,9 +175,11 @@ TOTAL = "total"
 
 def needs_host(clip: Clip | None) -> bool:
     """Whether a policy needs its norms on the host before the step; clips by norm and elementwise ones do not."""
-    said = [] if clip is None else [*clip.groups.values(), *([clip.total] if clip.total else [])]
-    policies = [make_policy(one) for one in said]
-    return any(isinstance(one, Policy) and not isinstance(one, ClipByNorm) for one in policies)
+    if clip is None or clip.at == "backward":
+        return False
+    said = (*clip.groups.values(), *(() if clip.total is None else (clip.total,)))
+    classes = [find_policy(one.method) for one in said]
+    return any(cls is not None and issubclass(cls, Policy) and cls is not ClipByNorm for cls in classes)
 
 
 def clips_only_total(clip: Clip | None) -> bool:

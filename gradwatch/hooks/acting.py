@@ -7,6 +7,7 @@ factors come from the gradients as found at the boundary and are applied once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,25 +18,32 @@ from torch.optim import Optimizer
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.skipping import Skips
+from gradwatch.hooks.standing import carried_scale, factors_of
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.snapshot import Decision
+from gradwatch.snapshot import Decision, Order
+
+Done = Callable[[Lane, Decision, Exception | None], None]
+"""Told once a Decision was carried out: what really was, and the fault that kept it from being as decided."""
 
 
 class Acting:
-    """Carries out Decisions on the gradients of lanes; `failed(component, error)` counts a fault of ours."""
+    """Carries out Decisions on the gradients of lanes.
 
-    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+    `failed(component, error)` counts a fault of ours; `done` is told how each Decision went, and publishes it.
+    """
+
+    def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
         self._failed = failed
-        self._set_aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
-        self._emptied: dict[int, list[tuple[dict[str, Any], list[Any]]]] = {}
+        self._done = done
+        self._skips = Skips(lambda error: failed("action", error))
         self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
         for index in list(self._gates):
             self.open_gate(index)
-        for index in [*self._set_aside, *self._emptied]:
+        for index in self._skips.lanes():
             self.give_back(index)
 
     def carry_out(
@@ -43,51 +51,60 @@ class Acting:
     ) -> None:
         """Do what was decided of a step on the host; `turn` is its closure's, None without one.
 
-        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged.
+        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged, or
+        what the rule's `on_error` says is done instead.
         """
+        error: Exception | None = None
+        if not decision.stop:
+            decision, error = self._attempt(optimizer, lane, decision, turn)
+        self._done(lane, decision, error)
+        if error is not None:
+            self._failed("action", error)
         if decision.stop:
             if turn is not None and turn.memory is not None:
                 turn.memory.restore()
             raise TrainingStopped(why_stopped(decision, lane))
+
+    def _attempt(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> tuple[Decision, Exception | None]:
+        """Carry it out; what was done in the end, and the fault that made it differ from what was decided."""
         try:
-            if turn is not None:
-                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
-            if decision.skip:
-                if turn is None or not turn.must_finish:
-                    self._skip(lane, optimizer)
-            elif decision.touches:
-                _reshape(lane, decision)
+            self._carry_out(optimizer, lane, decision, turn)
         except Exception as error:
             self.give_back(lane.index)  # the gradient passes unchanged
-            self._failed("action", error)
+            instead = in_place_of(decision)
+            try:
+                self._carry_out(optimizer, lane, instead, turn)
+            except Exception:  # not even that can be done: it is told as a failure all the same
+                self.give_back(lane.index)
+                instead = replace(instead, skip=False)
+            return instead, error
+        return decision, None
 
-    def clip_ahead(self, lane: Lane, max_norm: float) -> None:
+    def clip_ahead(self, lane: Lane, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
-        The verdict finds the same total later, and tells the same coefficient.
+        The verdict finds the same total later, and tells the same coefficient. False where it failed.
         """
         try:
             if not lane.surely_within(max_norm):
                 lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
         except Exception as error:
             self._failed("action", error)
+            return False
+        return True
 
-    def _skip(self, lane: Lane, optimizer: Optimizer) -> None:
-        """Let the step find nothing to do: parameters and optimizer state stay bit-identical.
-
-        torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that,
-        so theirs find empty parameter lists instead.
-        """
-        if not type(optimizer).step.__module__.startswith("torch.optim"):
-            groups = optimizer.param_groups
-            self._emptied[lane.index] = [(group, group["params"]) for group in groups]
-            for group in groups:
-                group["params"] = []
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._set_aside[lane.index] = [(param, param.grad) for param in params]
-        for param in params:
-            param.grad = None
+    def _carry_out(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> None:
+        if turn is not None:
+            turn.skipped, turn.max_norm = decision.skip, decision.max_norm
+        if decision.skip:
+            if turn is None or not turn.must_finish:
+                self._skips.skip(lane.index, optimizer, at_once=turn is not None)
+        elif decision.touches:
+            _reshape(lane, decision)
 
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
@@ -98,8 +115,8 @@ class Acting:
         total = lane.device_total() if skips or max_norm is not None or standing is not None else None
         if total is None or reading is None:
             return
-        scale = getattr(optimizer, "grad_scale", None)
-        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        scale = carried_scale(optimizer)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
         elif max_norm is not None:
@@ -131,15 +148,11 @@ class Acting:
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
-        return bool(self._emptied.get(index))
+        return self._skips.unfinished(index)
 
-    def give_back(self, index: int, into_params: bool = True) -> None:
-        """Restore what a skip set aside, but no gradient where a newer backward already made one."""
-        for group, emptied in self._emptied.pop(index, ()):
-            group["params"] = emptied
-        for param, grad in self._set_aside.pop(index, ()):
-            if into_params and param.grad is None:
-                param.grad = grad
+    def give_back(self, index: int, finished: bool = True) -> None:
+        """Restore what a skip set aside; `finished` False: the step raised, so its gradients are let go."""
+        self._skips.give_back(index, finished)
 
 
 def _reshape(lane: Lane, decision: Decision) -> None:
@@ -158,20 +171,36 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k, made in ahead.items():
         if (grad := grads[k]) is not None and not zero[k]:
             grad.copy_(made)
+    factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
-        (grad, torch.tensor(c, device="cpu"))
+        (grad, factors[k])
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
         if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
-        # As 0-dim tensors, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
-        torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
+        grads_, factors_ = map(list, zip(*clipped, strict=True))
+        if lane.on_cpu:
+            torch._foreach_mul_(
+                grads_, factors_
+            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+        else:
+            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
 
 
 def _zero_nonfinite(grad: Tensor) -> None:
     """NaN and Inf elements become 0, in place."""
     values = grad._values() if grad.is_sparse else grad
     values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
+
+
+def in_place_of(decision: Decision) -> Decision:
+    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask."""
+    instead = decision.on_error
+    if instead == "pass":
+        return Decision()
+    rules = {order.rule for order in decision.orders if not order.shadow}
+    orders = frozenset(Order(rule, instead) for rule in rules)
+    return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)
 
 
 def why_stopped(decision: Decision, lane: Lane) -> str:

@@ -22,7 +22,7 @@ from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.marks import Marks
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
-from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.shards import is_shard, offloaded
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
 
@@ -85,9 +85,13 @@ class Capture:
     def scan(self) -> None:
         """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
         models = self.models()
+        self._marks.spared = set(offloaded(models))
         for name, param in named_parameters(models):
             if not is_lazy(param):
-                self.slot(param, name)
+                slot = self.slot(param, name)
+                # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
+                if not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
+                    self.names[slot] = name
         self.coverage.scanned(models)
 
     def slot(self, param: nn.Parameter, name: str) -> int:
@@ -169,6 +173,11 @@ class Capture:
         """How many parameters carry a mark at present."""
         return len(self._marks)
 
+    @property
+    def hears(self) -> bool:
+        """Whether any backward can be heard."""
+        return len(self._marks) > 0 or bool(self._marks.spared)
+
     def close(self) -> None:
         """Remove every mark and let go of every parameter."""
         self._marks.close()
@@ -230,8 +239,7 @@ class Capture:
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
-        if any(not self.knows(param) for param in fresh):
-            self.scan()  # a parameter was replaced or added: its name is in the model
+        self.scan()  # where a parameter was replaced, added or moved, its name is in the model
         wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
         # A shard may be empty here and hold something on other ranks, which must see the same parameters.
         named = [param for param in wanting if param.numel() or is_shard(param)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import device
 from gradwatch.hooks.arrivals import Arrivals
-from gradwatch.hooks.dense import local
+from gradwatch.hooks.dense import addable, part
 from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
@@ -31,6 +31,7 @@ from gradwatch.snapshot import Sites
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
 GONE = -2  # in place of an id
+NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
 
 
@@ -70,6 +71,8 @@ class Lane:
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
+        # Norms that hooks of ours have taken on the way, and that need not be read again.
+        self.heard: Callable[[Sequence[Tensor | None]], Mapping[int, float]] | None = None
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self._arrivals = Arrivals(params)
@@ -98,8 +101,18 @@ class Lane:
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
         grads: list[Tensor | None] = [param.grad for param in self.params]
+        if not self.distributed:
+            return grads
         # In place on a DTensor bumps only the version of the shard behind it.
-        return [grad if grad is None else local(grad) for grad in grads] if self.distributed else grads
+        pairs = zip(grads, self.params, strict=True)
+        return [grad if grad is None else part(grad, param) for grad, param in pairs]
+
+    def partial(self) -> list[int]:
+        """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
+        if not self.distributed:
+            return []
+        pairs = [(param.grad, param) for param in self.params]
+        return [k for k, (grad, param) in enumerate(pairs) if grad is not None and not addable(grad, param)]
 
     # -- during backward ---------------------------------------------------------------------------------
 
@@ -131,7 +144,7 @@ class Lane:
         self._versions = self._usual() if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
-        self._norms = self._take(grads, 1.0)
+        self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
         self._read_at = self.backwards
         self.announced.clear()
 
@@ -176,7 +189,11 @@ class Lane:
             after,
             calls,
             self._arrivals.current,
-            early or self.tainted or not trusted or (self.late and max(versions, default=0) > UNTOUCHED),
+            early
+            or self.tainted
+            or not trusted
+            or (self.late and max(versions, default=0) > UNTOUCHED)
+            or bool(self.partial()),
             trusted,
             scale,
             calm and trusted,
@@ -295,10 +312,19 @@ class Lane:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(self, grads: Sequence[Tensor | None], scale: Number) -> Reading:
-        """Read these gradients; on the host, look twice unless a glance finds them as usual."""
+    def _take(
+        self, grads: Sequence[Tensor | None], scale: Number, known: Mapping[int, float] = NOTHING
+    ) -> Reading:
+        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
+        if known:
+            rest = [None if k in known else grad for k, grad in enumerate(grads)]
+            partly = HostReading(self._reader.read(rest), self._floor, arrived(scale))
+            partly.look(rest)
+            whole = partly.with_norms(known)
+            whole.details = partly.details
+            return whole
         reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
         if self.usual is None or not reading.as_usual(self.usual, grads):
             reading.look(grads)

@@ -25,6 +25,7 @@ class Marks:
         self._touched = touched
         self._task = task
         self._arm = arm
+        self.spared: set[int] = set()  # ids of parameters that must not be marked
         self._handles: dict[int, RemovableHandle] = {}
         self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
 
@@ -33,12 +34,14 @@ class Marks:
 
     def put(self, slot: int, param: nn.Parameter) -> None:
         """Mark a parameter that has no mark, if it wants a gradient."""
-        if slot not in self._handles and param.requires_grad:
+        if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
             self._handles[slot] = self._mark(slot, param)
 
     def heal(self, slot: int, param: nn.Parameter) -> bool:
         """Mark a parameter again if its contents were swapped, which silences hooks. True if they were."""
         if self._marked_as.get(slot, (0, 0))[0] == contents(param) or not param.requires_grad:
+            return False
+        if id(param) in self.spared:
             return False
         self.remove(slot)
         self.put(slot, param)

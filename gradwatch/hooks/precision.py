@@ -46,6 +46,7 @@ class ScalerListener(Protocol):
 
 _listeners: list[ScalerListener] = []
 _originals: dict[tuple[type[GradScaler], str], tuple[Any, Any]] = {}
+_hearing: list[Callable[[Tensor], None]] = []
 _inside: set[tuple[str, int]] = set()
 """Calls under way, by method and `id(optimizer)`: a subclass's method may call the one it replaces."""
 _carried: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -70,8 +71,24 @@ def listen(listener: ScalerListener) -> Callable[[], None]:
     return remove
 
 
+def hear_scale(told: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call `told` with the 0-dim scale whenever a GradScaler has scaled a loss; the returned call ends that.
+
+    Needs a listener too, whose coming and going wraps the scaler classes. `told` must not raise.
+    """
+    _hearing.append(told)
+    _wrap_with_subclasses(GradScaler)
+
+    def remove() -> None:
+        if told in _hearing:
+            _hearing.remove(told)
+
+    return remove
+
+
 def _wrap_with_subclasses(kind: type[GradScaler]) -> None:
-    for name, around in _AROUND.items():
+    around_scale = {"scale": _around_scale} if _hearing else {}  # nobody else pays for it
+    for name, around in (_AROUND | around_scale).items():
         if name in kind.__dict__ and (kind, name) not in _originals:
             _wrap(kind, name, around)
     for subclass in kind.__subclasses__():
@@ -83,7 +100,7 @@ def _wrap(kind: type[GradScaler], name: str, around: Callable[..., Any]) -> None
 
     @functools.wraps(original)
     def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        key = name, id(args[0] if args else kwargs.get("optimizer"))
+        key = name, id(args[0] if args else next(iter(kwargs.values()), None))
         if key in _inside or not scaler.is_enabled():
             return original(scaler, *args, **kwargs)
         _inside.add(key)
@@ -130,7 +147,16 @@ def _around_update(original: Callable[..., Any], scaler: GradScaler, *args: Any,
     return original(scaler, *args, **kwargs)
 
 
-_AROUND: Mapping[str, Callable[..., Any]] = {
+def _around_scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    result = original(scaler, *args, **kwargs)
+    scale = scaler._scale
+    if scale is not None:
+        for told in tuple(_hearing):
+            told(scale)
+    return result
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
     "_unscale_grads_": _around_unscale,
     "step": _around_step,
     "update": _around_update,

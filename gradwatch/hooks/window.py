@@ -26,7 +26,7 @@ class Window:
     gradients at the boundary (fused optimizers). `calm`: nothing looked unusual, so `resolve` may wait a few
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
-    0, None without a scaler.
+    0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
     """
 
     sites: Sites
@@ -42,6 +42,7 @@ class Window:
     repeats: Repeats | None = None
     loss_scale: Number | None = None
     skipped: Number | None = None
+    at_hand: bool = False
 
     @property
     def details(self) -> Mapping[int, Detail]:

@@ -67,6 +67,10 @@ class Baseline(Policy):
         edge = state.m.astype(np.float64) + WIDTHS * deviation(state).astype(np.float64)
         return np.exp(np.minimum(edge, LARGEST_EXPONENT))
 
+    def limits(self, state: LevelState) -> Floats:
+        """float64[K]: the norm above which z > `above`; inf during warm-up."""
+        return self._spike.limit(state)
+
     def learn(self, state: State, norms: Floats, present: BoolArray) -> LevelState:
         """As the detector: winsorised at 3σ̂."""
         return self._spike.learn(state, Sample(norms, usable(norms, present)))

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from gradwatch.detectors.detector import Detector
 from gradwatch.policies import AnyPolicy, Policy
-from gradwatch.rules import ClipAt, Mode, OnError, Scope, Tap
-from gradwatch.snapshot import Severity
+from gradwatch.rules import ClipAt, Mode, Scope, Tap
+from gradwatch.snapshot import OnError, Severity
 
 MOST_FILES = 16
 MOST_OVERRIDES = 32
@@ -190,10 +190,10 @@ class SnapshotTo(Model):
 
 
 class Escalate(Model):
-    """Do more when it keeps happening."""
+    """Do more when it keeps happening; each such item is a rung of one ladder."""
 
-    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5} in [1-9][0-9]{0,5}$")] = Field(
-        description="k in n steps."
+    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
+        description="k in n steps: acted on k of the last n optimizer steps."
     )
     to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
 

@@ -176,6 +176,10 @@ def _build_info(view: View) -> Iterable[Value]:
     return [(tuple(versions.get(name, "") for name in ("gradwatch", "python", "torch")), 1)]
 
 
+def _by_rule(counts: Mapping[str, int]) -> Iterable[Value]:
+    return [((rule,), count) for rule, count in counts.items()]
+
+
 def _by_component(values: Mapping[str, float]) -> Iterable[Value]:
     return [((component,), value) for component, value in values.items()]
 
@@ -212,6 +216,14 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_rule_active": _active,
     "gradwatch_actions_total": lambda view: view.tally.actions.items(),
     "gradwatch_shadow_actions_total": lambda view: view.tally.shadow_actions.items(),
+    "gradwatch_action_failures_total": lambda view: _by_rule(view.tally.action_failures),
+    "gradwatch_escalations_total": lambda view: _by_rule(view.tally.escalations),
+    "gradwatch_checkpoint_healthy": _latest(
+        lambda record: None if record.checkpoint is None else float(record.checkpoint.healthy)
+    ),
+    "gradwatch_last_healthy_step": _latest(
+        lambda record: None if record.checkpoint is None else record.checkpoint.last_healthy_step
+    ),
     "gradwatch_clipped_steps_total": lambda view: _one(view.tally.clipped_steps),
     "gradwatch_skipped_steps_total": lambda view: _one(view.tally.skipped_steps),
     "gradwatch_provisional_steps_total": lambda view: _one(view.tally.provisional_steps),

@@ -139,6 +139,32 @@ METRICS: tuple[Metric, ...] = (
         ("rule", "action"),
     ),
     Metric(
+        "gradwatch_action_failures_total",
+        "counter",
+        "Times the actions of a rule could not be carried out; what its on_error says was done instead.",
+        "Verdict.events of kind failed",
+        ("rule",),
+    ),
+    Metric(
+        "gradwatch_escalations_total",
+        "counter",
+        "Times a rung of the ladder of a rule was reached.",
+        "Verdict.events of kind escalated",
+        ("rule",),
+    ),
+    Metric(
+        "gradwatch_checkpoint_healthy",
+        "gauge",
+        "Whether a checkpoint saved after the last step is one to go back to (1) or not (0).",
+        "Record.checkpoint",
+    ),
+    Metric(
+        "gradwatch_last_healthy_step",
+        "gauge",
+        "The last optimizer step after which a checkpoint was one to go back to; absent before the first.",
+        "Record.checkpoint",
+    ),
+    Metric(
         "gradwatch_clipped_steps_total",
         "counter",
         "Steps at which the gradients got smaller between backward and optimizer, whoever clipped them.",

@@ -94,6 +94,8 @@ class Tally:
     firings: dict[tuple[str, str, str], int] = field(default_factory=dict)
     actions: dict[tuple[str, str], int] = field(default_factory=dict)
     shadow_actions: dict[tuple[str, str], int] = field(default_factory=dict)
+    action_failures: dict[str, int] = field(default_factory=dict)
+    escalations: dict[str, int] = field(default_factory=dict)
     grad_norm: Histogram = field(default_factory=lambda: Histogram(NORM_BUCKETS))
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     observe_seconds: Histogram = field(default_factory=lambda: Histogram(OBSERVE_BUCKETS))
@@ -108,6 +110,8 @@ class Tally:
         tally = cls()
         for rule in rules:
             tally.firings[rule.id, rule.kind, rule.severity] = 0
+            if rule.actions:
+                tally.action_failures[rule.id] = tally.escalations[rule.id] = 0
             for action in rule.actions:
                 tally.actions[rule.id, action] = 0
                 tally.shadow_actions[rule.id, action] = 0
@@ -137,6 +141,7 @@ class Tally:
         twin = copy.copy(self)
         twin.firings, twin.actions = dict(self.firings), dict(self.actions)
         twin.shadow_actions = dict(self.shadow_actions)
+        twin.action_failures, twin.escalations = dict(self.action_failures), dict(self.escalations)
         twin.grad_norm, twin.step_seconds = self.grad_norm.copy(), self.step_seconds.copy()
         twin.observe_seconds, twin.recent_max = self.observe_seconds.copy(), self.recent_max.copy()
         return twin
@@ -165,6 +170,10 @@ class Tally:
             if event.kind == "firing":
                 key = (event.rule, event.detector, event.severity)
                 self.firings[key] = self.firings.get(key, 0) + 1
+            elif event.kind == "failed":
+                self.action_failures[event.rule] = self.action_failures.get(event.rule, 0) + 1
+            elif event.kind == "escalated":
+                self.escalations[event.rule] = self.escalations.get(event.rule, 0) + 1
         for order in record.decision.orders:
             counts = self.shadow_actions if order.shadow else self.actions
             counts[order.rule, order.action] = counts.get((order.rule, order.action), 0) + 1

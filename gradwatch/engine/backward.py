@@ -1,0 +1,176 @@
+"""What a rule file asks to be done inside the backward, through the return value of hooks.
+
+Axes: S sites (parameters, then modules), K series of one rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.bounds import Bound
+from gradwatch.detectors.level import LevelState
+from gradwatch.engine.clipping import BoundPolicy
+from gradwatch.engine.limiting import limits, own_state
+from gradwatch.engine.plan import Plan, RulePlan
+from gradwatch.engine.series import MODULE_COLUMNS
+from gradwatch.engine.state import EngineState
+from gradwatch.policies import Baseline, BlockRMS, ClipByNorm, ElementwisePolicy, Normalize, State
+from gradwatch.rules import Rule, RuleSet
+from gradwatch.snapshot import BoolArray
+
+BOUNDED = frozenset({"grad_input_norm", "grad_output_norm"})
+"""Module columns that a full-backward hook can bound: it returns the gradient it passes on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What is done in the backward: bool[S] by a norm's factor, and the elementwise policies, each with bool[S]."""
+
+    covered: BoolArray
+    elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.covered.any()) or bool(self.elementwise)
+
+
+def asks_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
+    """(what, whether it insists with `local: true`) for everything in a rule file that acts in the backward."""
+    found = [
+        (f"rule {rule.id!r}", bool(action.params.get("local")))
+        for rule in ruleset.rules
+        for action in rule.do
+        if rule.acts and action.name == "clip" and action.params.get("at") == "backward"
+    ]
+    if ruleset.clip is not None and ruleset.clip.at == "backward":
+        found.append(("`clip`", ruleset.clip.local))
+    return found
+
+
+def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
+    """Whether all that a rule does is done in the backward, so that its step need not wait for a verdict."""
+    actions = ruleset.rule(rule_id).do
+    return all(action.name == "clip" and action.params.get("at") == "backward" for action in actions)
+
+
+def asked(plan: Plan) -> Asked:
+    """Where something may be done in the backward, whatever the limits are at present."""
+    covered = np.zeros(len(plan.sites), np.bool_)
+    for one in plan.rules:
+        if _clips_in_backward(one) and one.series.column not in MODULE_COLUMNS:
+            covered[_index(one, plan)] = True
+    policies = plan.clipping.policies if plan.clipping.at == "backward" else ()
+    for policy in policies:
+        covered[policy.index] = True
+    return Asked(covered, plan.clipping.elementwise if plan.clipping.at == "backward" else ())
+
+
+def asked_of_modules(plan: Plan) -> BoolArray:
+    """bool[S]: the modules between which some rule bounds the gradient."""
+    covered = np.zeros(len(plan.sites), np.bool_)
+    for one in plan.rules:
+        if _clips_in_backward(one) and one.series.column in BOUNDED:
+            covered[_index(one, plan)] = True
+    return covered
+
+
+def bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
+    """The bounds on the parameters' gradients for the next backward."""
+    rows = limits(plan, state, "backward").rows
+    free = np.full(len(plan.sites), -np.inf)
+    found = [Bound(free, row.trigger.astype(np.float64), row.target.astype(np.float64)) for row in rows]
+    if plan.clipping.at == "backward":
+        for policy, known in zip(plan.clipping.policies, state.clips, strict=True):
+            found.append(_spread(_of_policy(policy, known), policy.index, len(plan.sites)))
+    return tuple(found)
+
+
+def module_bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
+    """The bounds on what modules pass on in the next backward."""
+    return tuple(
+        _of_module(one, state, plan)
+        for one in plan.rules
+        if _clips_in_backward(one) and one.series.column in BOUNDED
+    )
+
+
+def _clips_in_backward(one: RulePlan) -> bool:
+    action = one.action("clip")
+    return one.rule.acts and action is not None and action.params.get("at") == "backward"
+
+
+def _index(one: RulePlan, plan: Plan) -> NDArray[np.intp]:
+    return np.arange(len(plan.sites)) if one.series.index is None else one.series.index
+
+
+def _of_module(one: RulePlan, state: EngineState, plan: Plan) -> Bound:
+    trigger = one.detector.limit(own_state(one, state.baselines))
+    action = one.action("clip")
+    assert trigger is not None
+    assert action is not None
+    high = np.broadcast_to(np.asarray(trigger, np.float64), (len(one.series),))
+    target = np.full(len(high), float(action.params["to"]))
+    return _spread(Bound(np.full(len(high), -np.inf), high, target), _index(one, plan), len(plan.sites))
+
+
+def _spread(bound: Bound, index: NDArray[np.intp], size: int) -> Bound:
+    """A bound on the sites of `index`; the others are left alone."""
+    low, high, target = np.full(size, -np.inf), np.full(size, np.inf), np.full(size, np.inf)
+    low[index], high[index], target[index] = bound.low, bound.high, bound.target
+    return bound._replace(low=low, high=high, target=target)
+
+
+def _of_policy(one: BoundPolicy, state: State) -> Bound:
+    """What a policy comes to at its own sites, one series each."""
+    policy, size = one.policy, len(one.index)
+    free = np.full(size, -np.inf)
+    if isinstance(policy, ClipByNorm):
+        most = np.full(size, policy.max_norm)
+        return Bound(free, most, most)
+    if isinstance(policy, BlockRMS):
+        return Bound(free, policy.threshold * one.roots, policy.threshold * one.roots, eps=0.0)
+    if isinstance(policy, Normalize):
+        return _normalizing(policy, size)
+    assert isinstance(policy, Baseline)  # refused when the file was read
+    level = cast(LevelState, state)
+    return Bound(free, policy.limits(level), policy.bounds(level))
+
+
+def _normalizing(policy: Normalize, size: int) -> Bound:
+    always = policy.low is None and policy.high is None
+    low = np.inf if always else 0.0 if policy.low is None else policy.low
+    high = -np.inf if always else np.inf if policy.high is None else policy.high
+    return Bound(
+        np.full(size, low), np.full(size, high), np.full(size, policy.target), policy.eps, enlarges=True
+    )
+
+
+def misplaced(ruleset: RuleSet) -> Iterator[str]:
+    """What cannot be done in the backward by any hook, one sentence each."""
+    for rule in ruleset.rules:
+        if not rule.enabled:
+            continue
+        for action in rule.do:
+            if action.name == "clip" and action.params.get("at") == "backward":
+                reason = _cannot(rule, action.params.get("to"))
+                if reason:
+                    yield f"rule {rule.id!r}: `clip: {{at: backward}}` {reason}; use `at: step`"
+
+
+def _cannot(rule: Rule, to: object) -> str:
+    detector, column = rule.detect, rule.detect.columns[0]
+    if not detector.invertible or detector.comparison != "above":
+        return f"needs a detector with a limit known beforehand (above, spike), not {detector.kind!r}"
+    if rule.for_ != 1:
+        return "acts on the first gradient above the limit, so it needs `for: 1`"
+    if column in MODULE_COLUMNS:
+        if column not in BOUNDED:
+            return f"bounds gradients, and {column!r} is none"
+        return "" if to != "baseline" else "bounds what a module passes on by a number: write `to: NUMBER`"
+    if rule.scope != "param":
+        return f"sees one parameter at a time, not scope {rule.scope!r}"
+    return ""

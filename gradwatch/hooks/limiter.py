@@ -1,0 +1,424 @@
+"""Acting inside the backward: a tensor hook on each parameter that returns its gradient clipped or rescaled.
+
+On the host a hook reads the norm, and returns nothing unless the norm is out of bounds: an unconditional multiply
+costs a third of a small model's step. On a device it multiplies by a 0-dim factor made of the norm, so that nobody
+waits; there the bounds are those of the latest step whose numbers have arrived.
+
+A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
+accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
+switches itself off and says so, unless it was told to act all the same (`local`).
+
+One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
+no Limiter: parameter -> hook -> object -> parameter would never be collected.
+
+Axes: K parameters of a lane.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from gradwatch.bounds import Bound, OneBound, at_site, factor_of
+from gradwatch.hooks import graph_task
+from gradwatch.hooks.dense import dense
+from gradwatch.hooks.device import Arriving, DeviceReading, capturing, widest
+from gradwatch.hooks.elementwise import Elementwise, shaped
+from gradwatch.hooks.exact import exact_norm
+from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.norms import ROW, SMALL, UNDERFLOW
+from gradwatch.hooks.swapped import contents, revive
+from gradwatch.hooks.window import Window
+
+Hook = Callable[[Tensor], Tensor | None]
+Acted = float | Tensor
+"""The norm a hook found before it multiplied; a 0-dim tensor on a device, loss scale included."""
+
+WHY = (
+    "clipping inside the backward is switched off: {reason}, so that a bound on what a hook sees would not be "
+    "the bound that the rule file names; use `at: step`, or insist with `local: true`"
+)
+ACCUMULATED = "this loop accumulates the gradients of several backwards"
+SCALED = "a GradScaler multiplies the gradients"
+SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have seen them"
+
+
+class Limiter:
+    """Tensor hooks on the parameters of one lane; `covered[K]` says which of them may ever be multiplied.
+
+    `taps[K]` are the tensors that autograd accumulates into (None: nobody hears of that gradient). `local`: act
+    whatever the gradients go through afterwards. `refused(reason)` is told once, when the Limiter switches itself
+    off; `failed` counts a fault of ours, at which the gradient passes unchanged.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        taps: Sequence[Tensor | None],
+        covered: Sequence[bool],
+        elementwise: Elementwise | None,
+        local: bool,
+        failed: Callable[[str, BaseException], None],
+        refused: Callable[[str], None],
+        before: Limiter | None = None,
+    ) -> None:
+        """`before` is one that acted on some of these parameters until now; it hands over what it has done."""
+        self._turn = Turn(lane, elementwise, local, refused)
+        if before is not None:
+            self._turn.take_over(before._turn, lane.param_ids)
+            before.close()
+        self._hooks: list[tuple[Tensor, int, int, RemovableHandle]] = []
+        shapes = () if elementwise is None else elementwise.at
+        for k, tap in enumerate(taps):
+            if tap is not None and (covered[k] or k in shapes):
+                handle = tap.register_hook(_hook(k, tap, self._turn, failed))
+                self._hooks.append((tap, k, contents(tap), handle))
+
+    @property
+    def off(self) -> str:
+        """Why it does nothing any more; "" while it acts."""
+        return self._turn.off
+
+    def publish(self, bounds: tuple[Bound, ...]) -> None:
+        """What the next backward has to keep to, over K parameters."""
+        self._turn.publish(bounds)
+
+    def scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss by the 0-dim `scale`, which it goes on changing in place."""
+        self._turn.scaled(scale)
+
+    def backward_ended(self) -> None:
+        """The running backward has come to its end: what was done in it counts."""
+        self._turn.ended()
+
+    def settle(self, window: Window) -> None:
+        """Give a window the norms found before the hooks multiplied; its batched read is what they left."""
+        acted = self._turn.collect()
+        if acted:
+            window.calm = False
+            window.raw = before_acting(window, acted)
+        if self._turn.off:
+            self.close()
+
+    def heard(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
+        """Norms that need not be read again: the hook saw them, returned nothing, and `grads[K]` are what it saw.
+
+        Loss scale included. Only of the first backward since a step, and of parameters on which nobody else has a
+        tensor hook; where a hook of the user's has changed a gradient since, its version tells.
+        """
+        found = self._turn.heard()
+        for tap, k in self._alone() if found else ():
+            grad = grads[k]
+            if k in found and (grad is None or grad._version not in (0, self._turn.versions[k])):
+                del found[k]
+            elif len(tap._backward_hooks or ()) != 1:
+                found.pop(k, None)
+        return found
+
+    def _alone(self) -> list[tuple[Tensor, int]]:
+        return [(tap, k) for tap, k, _, _ in self._hooks]
+
+    def forget(self) -> None:
+        """What was done since the last step belongs to none."""
+        self._turn.collect()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for tap, _, stood_for, handle in self._hooks:
+            handle.remove()
+            if contents(tap) != stood_for:
+                revive(tap, "_backward_hooks", handle.id)
+        self._hooks.clear()
+
+
+class Turn:
+    """What the hooks share: the bounds in force, and what was done in the running backward and in this window."""
+
+    def __init__(
+        self, lane: Lane, elementwise: Elementwise | None, local: bool, refused: Callable[[str], None]
+    ) -> None:
+        # Lists, so that a hook can look without an attribute walk.
+        self.task = [graph_task.IDLE]
+        self.low = [-math.inf] * len(lane)  # a norm within, loss scale included, needs no second thought
+        self.high = [math.inf] * len(lane)
+        self.seen = [math.nan] * len(lane)  # norms that were within, of the running window
+        self.versions = [0] * len(lane)
+        self.scale = 1.0  # of the loss, on the host
+        self.on_cpu = lane.on_cpu
+        self.off = ""
+        self._lane = weakref.ref(lane)
+        self._param_ids = lane.param_ids
+        # Small gradients are read together for less than it takes to hand over what was heard of each.
+        floor = np.where(lane.sites.numels > SMALL, np.sqrt(lane.sites.numels * UNDERFLOW), np.inf)
+        self._floor = floor.tolist()  # sync: numpy
+        self._elementwise = elementwise
+        self._local = local
+        self._refused = refused
+        self._bounds: tuple[Bound, ...] = ()
+        self._scale: Tensor | None = None
+        self._running: dict[int, Acted] = {}
+        self._acted: dict[int, Acted] = {}
+        self._ended = 0  # backwards since the last step
+        self._within = False  # a nested backward has begun in this one
+        self._tighten()
+
+    # -- the one writer ----------------------------------------------------------------------------------
+
+    def publish(self, bounds: tuple[Bound, ...]) -> None:
+        if not self.off:
+            self._bounds = bounds
+            self._tighten()
+
+    def _tighten(self) -> None:
+        """What the hooks look at: the narrowest interval at each parameter."""
+        if self._bounds:
+            with np.errstate(invalid="ignore", over="ignore"):
+                self.low[:] = np.maximum.reduce([one.low * self.scale for one in self._bounds]).tolist()
+                self.high[:] = np.minimum.reduce([one.high * self.scale for one in self._bounds]).tolist()
+        # Elementwise policies want to see every gradient.
+        for k in () if self._elementwise is None else self._elementwise.at:
+            self.low[k], self.high[k] = math.inf, -math.inf
+
+    def scaled(self, scale: Tensor) -> None:
+        if self._local:
+            self._scale = scale
+        else:
+            self.stop(SCALED)
+
+    def stop(self, reason: str) -> None:
+        """Do nothing any more, and say why."""
+        if self.off:
+            return
+        self.off = WHY.format(reason=reason)
+        self._bounds, self._elementwise = (), None
+        self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
+        self._refused(self.off)
+
+    def take_over(self, before: Turn, param_ids: list[int]) -> None:
+        """Go on with a window that another has begun."""
+        place = {identity: k for k, identity in enumerate(param_ids)}
+        former = before._param_ids
+        self._acted = {place[former[k]]: norm for k, norm in before._acted.items() if former[k] in place}
+        self._ended, self._scale = before._ended, before._scale
+
+    # -- one backward ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The first hook of a graph task speaks."""
+        self.task[0] = graph_task.current()
+        if graph_task.nested():  # reentrant checkpointing: a part of the backward around it
+            self._within = True
+            return
+        if self._within:  # back in the backward around it
+            self._within = False
+        else:
+            self._running.clear()  # of a backward that raised, or of `autograd.grad`
+        if not self._local:
+            self._look_around()
+        if self._scale is not None and self._scale.device.type == "cpu":
+            scale = float(self._scale)  # sync: CPU tensor
+            if scale != self.scale:
+                self.scale = scale
+                self._tighten()
+
+    def _look_around(self) -> None:
+        """Switch off where a bound would mean something else."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        lane = self._lane()
+        if ranks > 1:
+            self.stop(SEVERAL_RANKS.format(count=ranks))
+        elif self._ended and lane is not None and any(param.grad is not None for param in lane.params):
+            self.stop(ACCUMULATED)
+
+    def ended(self) -> None:
+        """A backward has ended, all of it or a nested part."""
+        if graph_task.nested():
+            return
+        self._ended += 1
+        self._within = False
+        self.task[0] = graph_task.IDLE
+        for k, norm in self._running.items():
+            self._acted[k] = _larger(self._acted.get(k), norm)
+        self._running.clear()
+
+    def heard(self) -> dict[int, float]:
+        """Norms of this window's only backward so far, of gradients that were left alone; safe from underflow."""
+        if self._ended != 1:
+            return {}
+        floor, acted = self._floor, self._acted
+        return {k: norm for k, norm in enumerate(self.seen) if norm > floor[k] and k not in acted}
+
+    def collect(self) -> dict[int, Acted]:
+        """What was done since the last step, by position; starts the next window."""
+        if graph_task.current() == graph_task.NONE and self._running:
+            self.ended()  # nobody heard its end
+        acted, self._acted, self._ended = self._acted, {}, 0
+        self.seen[:] = [math.nan] * len(self.seen)
+        if self._scale is not None:
+            acted = {
+                k: norm / self._scale.to(norm.device, non_blocking=True) if isinstance(norm, Tensor) else norm
+                for k, norm in acted.items()
+            }
+        return acted
+
+    def on_host(self, k: int, grad: Tensor) -> Tensor | None:
+        """A gradient whose norm is out of bounds at a glance: what is to be made of it, None = leave it alone."""
+        norm = exact_norm(grad)[0]
+        if not math.isfinite(norm):
+            return None  # one bad element must not spread; the verdict at the boundary deals with it
+        unscaled = norm / (self.scale or math.nan)
+        factor = factor_of(at_site(self._bounds, k), unscaled)
+        made = self._shaped(k, grad, factor, self.scale)
+        if made is None and factor == 1.0:
+            return None
+        if not self._accumulates(k):
+            return None
+        self._running[k] = unscaled
+        return grad * factor if made is None else made
+
+    def on_device(self, k: int, grad: Tensor) -> Tensor | None:
+        """As `on_host`, with a factor that never leaves the device; always multiplied where there is a bound."""
+        bounds = at_site(self._bounds, k)
+        shapes = self._elementwise is not None and k in self._elementwise.at
+        if (not bounds and not shapes) or capturing() or not self._accumulates(k):
+            return None
+        norm = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
+        scale = None if self._scale is None else self._scale.to(norm.device, non_blocking=True)
+        factor = factor_on_device(bounds, norm if scale is None else norm / scale)
+        made = self._shaped(k, grad, factor, 1.0 if scale is None else scale)
+        self._running[k] = norm
+        return grad * factor if made is None else made
+
+    def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
+        """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""
+        lane = self._lane()
+        if self._elementwise is None or k not in self._elementwise.at or lane is None or not grad.numel():
+            return None
+        if grad.layout is not torch.strided:
+            return None
+        return shaped(grad, lane.params[k].detach(), self._elementwise.at[k], factor, scale)
+
+    def _accumulates(self, k: int) -> bool:
+        """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
+        lane = self._lane()
+        if lane is None:
+            return False
+        param = lane.params[k]
+        if hasattr(param, "to_local"):  # its hook is on another tensor, which only backward reaches
+            return True
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        try:
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # "currently running autograd.grad()"
+            return False
+
+
+def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+    """The hook of one parameter."""
+    tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what it does would break its graph
+    current, vector_norm, strided = torch._C._current_graph_task_id, torch.linalg.vector_norm, torch.strided
+    task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
+    seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
+    # The quickest norm tells whether a closer look is due, where float32 adds it up well enough.
+    quick = tap.dtype is torch.float32 and tap.numel() < 2 * ROW
+
+    def limit(grad: Tensor | None) -> Tensor | None:
+        if grad is None or tracing():  # a custom Function may return None for it
+            return None
+        try:
+            if task[0] != current():
+                turn.begin()
+            if not on_cpu or not grad.is_cpu:
+                return checked(grad, turn.on_device(k, grad))
+            plain = quick and grad.layout is strided
+            norm = vector_norm(grad).item() if plain else exact_norm(grad)[0]  # sync: CPU tensor
+            if low[k] <= norm <= high[k]:
+                if large:
+                    seen[k], versions[k] = norm, grad._version
+                return None
+            return checked(grad, turn.on_host(k, grad))
+        except Exception as error:
+            failed("action", error)
+            return None
+
+    # Sending a parameter with a tensor hook to another process would otherwise warn.
+    hook: Hook = unserializable_hook(limit)
+    return hook
+
+
+def checked(grad: Tensor, made: Tensor | None) -> Tensor | None:
+    """What a hook may return: nothing, or a gradient of the same kind. Raises `TypeError` for anything else."""
+    if made is None or (made.shape, made.dtype, made.layout) == (grad.shape, grad.dtype, grad.layout):
+        return made
+    raise TypeError(f"a gradient {grad.shape} {grad.dtype} would have become {made.shape} {made.dtype}")
+
+
+def factor_on_device(bounds: tuple[OneBound, ...], norm: Tensor) -> Tensor:
+    """0-dim float32: `gradwatch.bounds.factor_of` without the host knowing the norm."""
+    known = torch.nan_to_num(norm.to(torch.float32), nan=0.0, posinf=0.0)
+    found = torch.full_like(known, math.inf)
+    for one in bounds:
+        factor = torch.reciprocal(known + one.eps) * one.target
+        factor = factor if one.enlarges else factor.clamp(max=1.0)
+        speaks = (known > one.high) | (known < one.low) if one.low > 0 else known > one.high
+        found = torch.where(speaks & (known > 0), torch.minimum(found, factor), found)
+    return torch.where(torch.isinf(found), torch.ones_like(found), found)
+
+
+def before_acting(window: Window, acted: dict[int, Acted]) -> HostReading | DeviceReading:
+    """The window's reading with the norms found before the hooks multiplied.
+
+    Where several backwards were accumulated it is the larger of what the hooks saw and what they left.
+    """
+    raw = window.raw
+    if isinstance(raw, DeviceReading):
+        return Overheard(raw, {k: torch.as_tensor(norm) for k, norm in acted.items()}, window.micro > 1)
+    left = raw.norms()
+    norms = {k: float(norm) for k, norm in acted.items()}
+    if window.micro > 1:
+        norms = {k: max(norm, float(left[k])) for k, norm in norms.items()}
+    reading = raw.with_norms(norms)
+    reading.details = raw.details
+    return reading
+
+
+class Overheard(DeviceReading):
+    """Norms on their way from a device, some of which hooks found before they multiplied."""
+
+    def __init__(self, after: DeviceReading, before: dict[int, Tensor], larger: bool) -> None:
+        self._after = after
+        self._larger = larger
+        by_device: dict[torch.device, list[int]] = {}
+        for k, norm in before.items():
+            by_device.setdefault(norm.device, []).append(k)
+        self._order = np.array([k for group in by_device.values() for k in group], np.intp)
+        stacks = [torch.stack([before[k] for k in group]) for group in by_device.values()]
+        super().__init__(stacks, Arriving(stacks, np.arange(len(self._order)), len(self._order)))
+
+    def ready(self) -> bool:
+        """Whether `norms()` would return at once."""
+        return super().ready() and self._after.ready()
+
+    def norms(self) -> np.ndarray:
+        """float64[K] norms without the loss scale, 0 where there was no gradient."""
+        found, before = self._after.norms(), super().norms()
+        found[self._order] = np.maximum(found[self._order], before) if self._larger else before
+        return found
+
+
+def _larger(before: Acted | None, norm: Acted) -> Acted:
+    """The larger of two finite norms."""
+    if before is None:
+        return norm
+    if isinstance(norm, Tensor) or isinstance(before, Tensor):
+        norm = torch.as_tensor(norm)
+        return torch.maximum(norm, torch.as_tensor(before, device=norm.device))
+    return max(before, norm)

@@ -1,0 +1,232 @@
+"""Keeping a step from an optimizer, exactly: parameters and optimizer state stay bit-identical.
+
+torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that, so theirs
+find empty parameter lists, and what they count or keep beside them (in groups, in entries of `state` that belong
+to no parameter) is put back. An optimizer that reaches its parameters by another way (LBFGS's `_params`, one
+that wraps another), or that could not do with empty lists, takes its step, which is then taken back from copies:
+memory for the weights and the state once more, at a skipped step only.
+
+Nobody else's step hooks see any of this: the gradients go after the last of their pre-hooks has run, and are
+back before the first of their post-hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.hooks import step_hooks
+
+TORCHS = ("params", "state", "param_groups", "defaults")
+COUNTED_BY_TORCH = frozenset({"_step_count"})  # LR schedulers look at it: a skipped step was called
+DEPTH = 3  # containers within containers in which an optimizer may keep parameters
+
+
+class Skips:
+    """The steps withheld at present, by lane; `failed(error)` counts a fault of ours."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._open: dict[int, Withheld] = {}
+        self._needs_lists: set[type[Optimizer]] = set()  # raised when their lists were empty
+
+    def skip(self, index: int, optimizer: Optimizer, at_once: bool) -> None:
+        """Let the step that is under way find nothing to do; `at_once`: its pre-hooks have all run."""
+        self._open[index] = withheld = Withheld(optimizer, type(optimizer) in self._needs_lists)
+        # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
+        if at_once or step_hooks.steps_under_way(optimizer) != 1:
+            withheld.withhold()
+        else:
+            withheld.after_other_hooks(self._guarded)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._failed(error)
+
+    def unfinished(self, index: int) -> bool:
+        """Whether a step was withheld with empty parameter lists and has not come back: it raised."""
+        withheld = self._open.get(index)
+        return withheld is not None and withheld.emptied
+
+    def lanes(self) -> list[int]:
+        """The lanes whose step is withheld."""
+        return list(self._open)
+
+    def give_back(self, index: int, finished: bool = True) -> None:
+        """Put back what was set aside, but no gradient where a newer backward has already made one.
+
+        `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
+        """
+        withheld = self._open.pop(index, None)
+        if withheld is None:
+            return
+        if not finished and withheld.emptied:
+            self._needs_lists.add(type(withheld.optimizer))
+        withheld.give_back(finished)
+        withheld.let_go()
+
+
+class Withheld:
+    """One step of one optimizer, withheld."""
+
+    def __init__(self, optimizer: Optimizer, with_lists: bool) -> None:
+        self.optimizer = optimizer
+        self._with_lists = with_lists
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
+        self._lists: list[tuple[dict[str, Any], list[Any]]] = []
+        self._copies: list[Copy] = []
+        self._handles: list[RemovableHandle] = []
+        self._began = False
+
+    @property
+    def emptied(self) -> bool:
+        """Whether its parameter lists are empty."""
+        return bool(self._lists)
+
+    def after_other_hooks(self, guarded: Callable[[Callable[[], None]], None]) -> None:
+        """Withhold the step once everybody else's pre-hooks have run; give back before their post-hooks do."""
+
+        def last(*_: Any) -> None:
+            guarded(self.withhold)
+
+        def first(*_: Any) -> None:
+            if step_hooks.steps_under_way(self.optimizer) == 1:  # not at the end of its `super().step()`
+                guarded(lambda: self.give_back(True))
+
+        self._handles.append(self.optimizer.register_step_pre_hook(last))
+        after = self.optimizer.register_step_post_hook(first)
+        self._handles.append(after)
+        hooks: Any = self.optimizer._optimizer_step_post_hooks
+        with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary gives back
+            hooks.move_to_end(after.id, last=False)
+
+    def withhold(self) -> None:
+        """Begin, once: the hooks of a subclass that calls `super().step()` run twice."""
+        if self._began:
+            return
+        self._began = True
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        if is_torchs(optimizer):
+            self._grads = [(param, param.grad) for group in groups for param in group["params"]]
+            for param, _ in self._grads:
+                param.grad = None
+        elif self._with_lists or keeps_own_lists(optimizer):
+            self._copies = [Copy(each, whole=True) for each in _with_inner(optimizer)]
+        else:
+            self._copies = [Copy(optimizer, whole=False)]
+            self._lists = [(group, group["params"]) for group in groups]
+            for group in groups:
+                group["params"] = []
+
+    def give_back(self, finished: bool) -> None:
+        """Put everything back; a second call does nothing."""
+        for group, params in self._lists:
+            group["params"] = params
+        for copy in self._copies if finished else ():  # of a step that raised, who knows what was done since
+            copy.restore()
+        if finished:
+            for param, grad in self._grads:
+                if param.grad is None:
+                    param.grad = grad
+        self._lists, self._copies, self._grads = [], [], []
+
+    def let_go(self) -> None:
+        """Remove the hooks; not while torch walks over the optimizer's own."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class Copy:
+    """What a step may change beside the gradients; `whole` with the weights and the state of each parameter."""
+
+    def __init__(self, optimizer: Optimizer, whole: bool) -> None:
+        self._optimizer = optimizer
+        self._weights = [(param, param.detach().clone()) for param in _params(optimizer)] if whole else []
+        self._groups = [
+            (group, {key: copied(value) for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups
+        ]
+        self._known = set(optimizer.state)
+        self._state = {
+            key: copied(entry)
+            for key, entry in optimizer.state.items()
+            if whole or not isinstance(key, Tensor)
+        }
+        self._counts = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if type(value) in (int, float) and name not in COUNTED_BY_TORCH
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, to the bit."""
+        for param, before in self._weights:
+            param.copy_(before)
+        for group, rest in self._groups:
+            group.update(rest)
+        state = self._optimizer.state
+        for key in set(state) - self._known:
+            del state[key]
+        state.update(self._state)
+        vars(self._optimizer).update(self._counts)
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its step is torch's own, inherited or not: one that passes over parameters without a gradient."""
+    return type(optimizer).step.__module__.startswith(("torch.optim", "torch.distributed.optim"))
+
+
+def keeps_own_lists(optimizer: Optimizer) -> bool:
+    """Whether an optimizer reaches parameters by another way than `group["params"]`."""
+    mine = set(map(id, _params(optimizer)))
+    own = [value for name, value in vars(optimizer).items() if name not in TORCHS]
+    own += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    return any(_reaches(value, mine, optimizer.param_groups, DEPTH) for value in own)
+
+
+def _reaches(value: Any, mine: set[int], groups: list[dict[str, Any]], depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return id(value) in mine
+    if isinstance(value, Optimizer):
+        emptied = set(map(id, groups))
+        return not all(id(group) in emptied for group in value.param_groups)
+    inside: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inside = (*value.keys(), *value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = value
+    return depth > 0 and any(_reaches(each, mine, groups, depth - 1) for each in inside)
+
+
+def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer and those it wraps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value is not optimizer:
+            yield from _with_inner(value)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def copied(value: Any) -> Any:
+    """A copy of what a step may write to in place: tensors and plain containers of them."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return value
