@@ -20,6 +20,7 @@ from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -79,6 +80,11 @@ class Surroundings(Protocol):
 
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
 
 
 class Judging:
@@ -378,7 +384,8 @@ class Judging:
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
         health = course.vitals.after(plain, verdict, decision)
-        course.record = record = Record(snapshot, verdict, decision, *at, checkpoint=health)
+        findings = self._around.causes(lane, snapshot, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
         if window.at_hand and decision.acts:
             course.held = Held(record, plain)  # `acted` publishes it
         else:

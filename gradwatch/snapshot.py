@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.finding import Finding
+
 FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
@@ -324,7 +326,8 @@ class Record:
 
     `overhead_seconds` is what gradwatch itself cost since the last Record; `step_seconds` the time since the
     last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch. `checkpoint` is None in what a
-    journal gives back.
+    journal gives back. `findings` say what made the gradients of an incident non-finite, where a rule had it looked
+    for.
     """
 
     snapshot: Snapshot
@@ -334,6 +337,7 @@ class Record:
     step_seconds: float | None
     wall_time: float
     checkpoint: CheckpointHealth | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

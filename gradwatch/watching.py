@@ -16,10 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.backward_rules import check_backward
+from gradwatch.causes import Causes, localising
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward
 from gradwatch.errors import AttachError, TrainingStopped
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
 from gradwatch.hooks.boundary import Boundary
@@ -42,7 +44,7 @@ from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Decision, Event, RunInfo, Sites
+from gradwatch.snapshot import Decision, Event, RunInfo, Sites, Snapshot, Verdict
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -54,7 +56,17 @@ BLIND = (
     "give them to the optimizer (add_param_group, or a new one)"
 )
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
-REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local", "ranks")
+REPORTED = (
+    "capture",
+    "boundary",
+    "engine",
+    "action",
+    "precision",
+    "modules",
+    "norm_local",
+    "ranks",
+    "localise",
+)
 
 _live: list[weakref.ref[Watch]] = []
 _ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
@@ -90,6 +102,7 @@ class Watch:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
+        self._causes: Causes | None = None
         self._paused_until = 0.0
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
@@ -138,6 +151,8 @@ class Watch:
             self._capture.close()
             raise
         self._judging.listen(local_taps(wanted, self._capture.models()))
+        if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
+            self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
@@ -239,6 +254,8 @@ class Watch:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
         added = list(models)
         self._capture.add_models(added)
+        if self._causes is not None:
+            self._causes.add(added)
         self._ends_with(added)
 
     def _ends_with(self, models: Iterable[nn.Module]) -> None:
@@ -289,7 +306,7 @@ class Watch:
             self._last_state = self.state_dict()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
-        taps = [self._stages, self._taps, self._flat]
+        taps = [self._stages, self._taps, self._flat, self._causes]
         parts = [self._ranks, self._before_clip, self._boundary, *taps, self._judging, self._capture]
         for part in parts:
             try:
@@ -317,6 +334,16 @@ class Watch:
     def forget(self, lane: Lane) -> None:
         """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
         self._judging.forget(lane)
+        if self._causes is not None:
+            self._causes.forget()
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+        if self._causes is None or lane.inside_backward:
+            return ()
+        return self._causes.of(verdict, decision, snapshot, late=lane.step != snapshot.step)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""

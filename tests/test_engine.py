@@ -523,7 +523,7 @@ def test_check_lists_everything_wrong_at_once() -> None:
             rule("moe", Above(threshold=1), groups=("experts",)),
             rule("fine", Above(threshold=1), exclude=("*",), optional=True),
             rule("tap", Above(threshold=1, of="grad_output_norm")),
-            rule("replay", NonFinite(), do=(Action("localise"), *SKIP)),
+            rule("bundle", NonFinite(), do=(Action("snapshot"), *SKIP)),
             rule("off", NonFinite(), do=(Action("rescale"),), enabled=False),
         ),
         clip=Clip(total=ClipPolicy("zclap"), groups={"ghosts": ClipPolicy("norm")}, at="backward"),
@@ -532,7 +532,7 @@ def test_check_lists_everything_wrong_at_once() -> None:
     with pytest.raises(AttachError) as caught:
         engine.check(make_sites(4))
     lines = str(caught.value).splitlines()[1:]
-    for words in ("'ghosts'", "'typo'", "'tap'", "'localise'", "'zclap'", "clip.at"):
+    for words in ("'ghosts'", "'typo'", "'tap'", "'snapshot'", "'zclap'", "clip.at"):
         assert sum(words in line for line in lines) >= 1, words
     assert len(lines) == 6
     assert "module taps" in engine.bind(make_sites(4)).inactive["tap"]

@@ -33,6 +33,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--listen", metavar="HOST:PORT", type=listen_address, help="where to serve /metrics")
     parser.add_argument("--dir", metavar="DIR", help="where to write the journal (default: ./gradwatch-runs)")
+    parser.add_argument(
+        "--file-sd", metavar="DIR", help="put every process on this list of Prometheus targets (file_sd)"
+    )
     parser.add_argument("--run-id", metavar="ID", type=run_id, help="name of the run (default: made up)")
     parser.add_argument(
         "--on-config-error",
@@ -94,6 +97,9 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
     directory = arguments.dir or os.environ.get("GRADWATCH_DIR")
     if directory:
         given["GRADWATCH_DIR"] = os.path.abspath(directory)
+    targets = arguments.file_sd or os.environ.get("GRADWATCH_FILE_SD")
+    if targets:
+        given["GRADWATCH_FILE_SD"] = os.path.abspath(targets)
     if arguments.listen:
         given["GRADWATCH_LISTEN"] = arguments.listen
     if arguments.run_id:

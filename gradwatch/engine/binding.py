@@ -50,7 +50,10 @@ class Engine:
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
         """What sinks may know of the enabled rules, by id."""
-        return tuple(RuleInfo(rule.id, rule.kind, rule.severity, _named(rule)) for rule in self._enabled())
+        return tuple(
+            RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
+            for rule in self._enabled()
+        )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -287,12 +290,15 @@ def _named(rule: Rule) -> tuple[str, ...]:
 
 def _skips_on_device(rule: Rule) -> bool:
     """Whether a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
-    skips = [action for action in rule.do if action.name == "skip_step"]
+    done = [
+        action for action in rule.do if action.name != "localise"
+    ]  # it changes nothing, and may come late
+    skips = [action for action in done if action.name == "skip_step"]
     forever = all(
         action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
         for action in skips
     )
-    return rule.acts and rule.kind == "nonfinite" and len(skips) == len(rule.do) and forever
+    return rule.acts and rule.kind == "nonfinite" and 0 < len(skips) == len(done) and forever
 
 
 def jumped(before: float | None, now: float | None) -> bool:

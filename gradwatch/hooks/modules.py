@@ -26,6 +26,7 @@ from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
+from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
 
 TapKind = Literal["output", "full_backward"]
@@ -69,7 +70,8 @@ class Tap:
 
     def __call__(self, *args: Any) -> None:
         # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
-        if not torch.compiler.is_dynamo_compiling():
+        # In a step that is replayed nothing is to be heard twice.
+        if not torch.compiler.is_dynamo_compiling() and not is_silent():
             self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

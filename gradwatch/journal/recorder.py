@@ -170,12 +170,13 @@ class Recorder:
 
     def _add_events(self, record: Record) -> None:
         snapshot, events = record.snapshot, record.verdict.events
-        if not events:
+        if not (events or record.findings):
             return
-        entry = EventsEntry(self._numbers, snapshot.optimizer, snapshot.step, record.wall_time, events)
+        at = snapshot.optimizer, snapshot.step, record.wall_time
+        entry = EventsEntry(self._numbers, *at, events, record.findings)
         self._numbers += 1
         self._waiting.append(_Waiting(entry.encode(), events))
-        self._urgent |= any(event.kind != "pending" for event in events)
+        self._urgent |= bool(record.findings) or any(event.kind != "pending" for event in events)
         if len(self._waiting) > _MOST_WAITING:  # a dead disk: the first and the last are worth most
             given_up = self._waiting[_MOST_WAITING // 2]
             del self._waiting[_MOST_WAITING // 2]

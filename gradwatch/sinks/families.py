@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,14 +72,26 @@ class OptimizerView:
     layout: Layout | None = None
 
 
+Outcome = Literal["finished", "stopped", "died"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a process of a run ended, and when (Unix seconds)."""
+
+    outcome: Outcome
+    time: float
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything a scrape shows, copied at one moment."""
+    """Everything a scrape shows, copied at one moment; `end` None while the process runs."""
 
     run: RunInfo
     optimizers: tuple[OptimizerView, ...]
     errors: Mapping[str, int] = field(default_factory=dict)
     up: Mapping[str, bool] = field(default_factory=dict)
+    end: RunEnd | None = None
 
 
 def families(view: View) -> Iterator[Family]:
@@ -188,6 +201,8 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
     "gradwatch_build_info": _build_info,
     "gradwatch_run_info": _run_info,
     "gradwatch_run_start_timestamp_seconds": lambda view: _one(view.run.start_time),
+    "gradwatch_run_end_timestamp_seconds": lambda view: _one(view.end.time) if view.end else [],
+    "gradwatch_run_outcome": lambda view: [((view.end.outcome,), 1)] if view.end else [],
     # Every component that ever said whether it is up has an error counter, at 0 before its first fault.
     "gradwatch_internal_errors_total": lambda view: _by_component(
         {**dict.fromkeys(view.up, 0), **view.errors}

@@ -13,6 +13,8 @@ from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
+from gradwatch import explanation
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.sinks.printable import one_line, printable
 from gradwatch.snapshot import Event, Order, Record, RunInfo
@@ -29,7 +31,7 @@ LONGEST_TEXT = 2000
 _LOGGED = ("firing", "resolved", "repeat", "escalated", "failed")
 _WORDS = {"failed": "action failed"}
 _LATER = {"rescale": "rescale (from the next step on)"}
-_PROSE = ("event", "summary", "description", "error")
+_PROSE = ("event", "summary", "description", "error", "cause", "source", "why", "mend", "note")
 _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
@@ -68,6 +70,7 @@ class LogSink:
         self._logger = make_logger(format, stream)
         self._clock = clock
         self._said: dict[str, _Said] = {}
+        self._caused: dict[str, float] = {}
         self._next_due = math.inf
         self._silent = False
 
@@ -77,12 +80,15 @@ class LogSink:
 
     def write(self, record: Record) -> None:
         """Log the transitions of this step, and sum up what was kept back a minute ago."""
-        if self._silent or (not record.verdict.events and self._clock() < self._next_due):
+        told = record.verdict.events or record.findings
+        if self._silent or (not told and self._clock() < self._next_due):
             return
         now = self._clock()
         for event in record.verdict.events:
             if event.kind in _LOGGED:
                 self._transition(event, _orders_of(event, record), now)
+        for finding in record.findings:
+            self._cause(finding, now)
         if now >= self._next_due:
             self._sum_up(now)
 
@@ -114,6 +120,12 @@ class LogSink:
         suppressed = said.suppressed if said is not None else 0
         self._said[event.rule] = _Said(now)
         self._log(event, orders, suppressed)
+
+    def _cause(self, finding: Finding, now: float) -> None:
+        """One line a minute for the causes of one rule: the rest is in the journal."""
+        if now >= self._caused.get(finding.rule, -math.inf) + QUIET_SECONDS:
+            self._caused[finding.rule] = now
+            self._logger.warning("gradwatch cause", **dict(explanation.fields(finding)))
 
     def _sum_up(self, now: float) -> None:
         for rule, said in list(self._said.items()):

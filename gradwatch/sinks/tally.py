@@ -100,14 +100,15 @@ class Tally:
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     observe_seconds: Histogram = field(default_factory=lambda: Histogram(OBSERVE_BUCKETS))
     recent_max: RecentMax = field(default_factory=RecentMax)
+    stall_floor_seconds: float = STALL_FLOOR_SECONDS
     mean_step_seconds: float = 0.0
     recent_step_seconds: float = 0.0
     recent_overhead_seconds: float = 0.0
 
     @classmethod
-    def of(cls, rules: Iterable[RuleInfo]) -> Tally:
+    def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> Tally:
         """A tally in which every counter of every rule exists at 0, so that its first increase is seen."""
-        tally = cls()
+        tally = cls(stall_floor_seconds=stall_floor_seconds)
         for rule in rules:
             tally.firings[rule.id, rule.kind, rule.severity] = 0
             if rule.actions:
@@ -149,7 +150,7 @@ class Tally:
     @property
     def stall_threshold_seconds(self) -> float:
         """Time without a step after which the run counts as stalled."""
-        return max(STALL_FLOOR_SECONDS, STALL_STEPS * self.mean_step_seconds)
+        return max(self.stall_floor_seconds, STALL_STEPS * self.mean_step_seconds)
 
     @property
     def overhead_ratio(self) -> float:
