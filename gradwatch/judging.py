@@ -102,9 +102,9 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
+        self._in_backward = bool(asks_backward(engine.ruleset))
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
         # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
-        self._in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane

@@ -17,7 +17,15 @@ from torch.optim import optimizer as torch_optimizer
 from tests.benchmarks import memory, overhead
 from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
 from tests.benchmarks.loops import Handover, in_turn, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch, Nobody, step_listeners
+from tests.benchmarks.peers import (
+    CONTENDERS,
+    Contender,
+    Floor,
+    Gradwatch,
+    GradwatchClipBites,
+    Nobody,
+    step_listeners,
+)
 from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
@@ -88,7 +96,7 @@ def test_hooks_are_counted(task: Task) -> None:
     contender.detach()
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [name for name in QUICK if name != GradwatchClipBites.name])
 def test_contender_leaves_training_as_it_is(name: str) -> None:
     """A loop watched by a contender ends in the very weights of a bare one."""
     watched, bare, contender = SMALL.task(), SMALL.task(), CONTENDERS[name]()
@@ -98,6 +106,21 @@ def test_contender_leaves_training_as_it_is(name: str) -> None:
         bare.step()
     contender.detach()
     assert all(map(torch.equal, _weights(watched), _weights(bare)))
+
+
+def test_the_clip_that_bites_is_torchs() -> None:
+    """What is timed as clipping really clips: gradients reach the optimizer as `clip_grad_norm_` leaves them."""
+    watched, wanted, contender = SMALL.task(), SMALL.task(), GradwatchClipBites()
+    contender.attach(watched)
+    for _ in range(5):
+        training_step(watched, contender)
+        wanted.forward().backward()
+        torch.nn.utils.clip_grad_norm_(wanted.parameters, GradwatchClipBites.max_norm)
+        wanted.optimizer.step()
+        wanted.optimizer.zero_grad()
+    contender.detach()
+    for mine, other in zip(_weights(watched), _weights(wanted), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)

@@ -84,6 +84,19 @@ class Acting:
             return instead, error
         return decision, None
 
+    def clip_ahead(self, lane: Lane, max_norm: float) -> bool:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
+
+        The verdict finds the same total later, and tells the same coefficient. False where it failed.
+        """
+        try:
+            if not lane.surely_within(max_norm):
+                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
+            self._failed("action", error)
+            return False
+        return True
+
     def _carry_out(
         self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
     ) -> None:
@@ -94,17 +107,6 @@ class Acting:
                 self._skips.skip(lane.index, optimizer, at_once=turn is not None)
         elif decision.touches:
             _reshape(lane, decision)
-
-    def clip_ahead(self, lane: Lane, max_norm: float) -> None:
-        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
-
-        The verdict finds the same total later, and tells the same coefficient.
-        """
-        try:
-            if not lane.surely_within(max_norm):
-                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
-        except Exception as error:
-            self._failed("action", error)
 
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
