@@ -5,8 +5,8 @@ own endpoint and, in turns, somewhere else (an equal endpoint in a process of it
 the difference is what the endpoint lets through. Promise P13: at least 95 % of the steps, every checkpoint saved, an
 honest scrape served within 6 s.
 
-It wants two idle cores: the endpoint may use 3 % of a core, which is more than 3 % of a job that gets less than one. The
-second pair of columns, steps per second of the job's own CPU time, shows what the endpoint took of the job itself.
+It wants two idle cores: the endpoint may use 3 % of a core, more than 3 % of a job that gets less than one. The second
+pair of columns, steps per second of the CPU time of the job itself, shows what the endpoint took of that.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
     chosen = parser.parse_args()
     print(
-        f"{'attack':>10} {'steps/s':>8} {'ratio':>6} {'/CPU s':>7} {'ratio':>6} {'saved':>6} {'failed':>6} {'scrape s':>9}"
+        f"{'attack':>10} {'steps/s':>8} {'ratio':>6} {'/CPU s':>7} {'ratio':>6}"
+        f" {'saved':>6} {'failed':>6} {'scrape s':>9}"
     )
     for kind in chosen.kinds:
         found = measure(kind, chosen.seconds, chosen.rounds)
