@@ -35,6 +35,7 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
+TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel", "FSDPModule"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
@@ -93,7 +94,6 @@ class Holding:
         self.calls: deque[Call] = deque()
         self.dropped = 0
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
-        self.refused = ""
         self._failed = failed
         self._max_bytes = max_bytes
         self._generators = Held()
@@ -102,7 +102,13 @@ class Holding:
         self._open: Call | None = None
         self._seen = 0
         self._before_params: list[int] | None = None
-        self._handles: list[RemovableHandle] = [
+        self._handles: list[RemovableHandle] = []
+        self.refused = shared(model)
+        if not self.refused:
+            self._listen(model)
+
+    def _listen(self, model: nn.Module) -> None:
+        self._handles = [
             model.register_forward_pre_hook(Tap(self._guarded(self._begins)), with_kwargs=True),
             model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
         ]
@@ -223,6 +229,17 @@ class Holding:
                 return
             self.calls.popleft()
             self.dropped += 1
+
+
+def shared(model: nn.Module) -> str:
+    """Why the forward of a model cannot be run by one rank alone; "" where it can."""
+    for module in model.modules():
+        kinds = {each.__name__ for each in type(module).__mro__}
+        if kinds & TALKING:
+            return f"the forward of {type(module).__name__} talks to other ranks"
+    if any(type(param).__name__ == "DTensor" for param in model.parameters()):
+        return "its parameters are spread over ranks"
+    return ""
 
 
 def inner(model: nn.Module) -> nn.Module:
