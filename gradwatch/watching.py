@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import check_backward
+from gradwatch.backward_rules import check_backward, module_bounds_of
 from gradwatch.causes import Causes, localising
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
-from gradwatch.engine.backward import asks_backward
+from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.finding import Finding
 from gradwatch.health import Health
@@ -154,6 +154,9 @@ class Watch:
             self._flat.close()
             self._capture.close()
             raise
+        if self._taps is not None:
+            self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
+            self._judging.module_bounds = self._taps.bounds
         self._judging.listen(local_taps(wanted, self._capture.models()))
         if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
@@ -255,7 +258,7 @@ class Watch:
         True before the first step. Every rank says the same where the ranks judge together.
         """
         self._catch_up()
-        return self._judging.checkpoint().healthy
+        return not self._pausing() and self._judging.checkpoint().healthy
 
     @property
     def last_healthy_step(self) -> int | None:
@@ -399,6 +402,7 @@ class Watch:
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
         if not self._closed and os.getpid() == self.run.pid:
+            self._judging.at_boundary(self._capture.lane_of(optimizer))
             self._ranks.arrive(self._capture.lane_of(optimizer))
 
     def depart(self, optimizer: Optimizer) -> None:
@@ -471,7 +475,7 @@ class Watch:
 
     def _bind_early(self) -> None:
         """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
-        if asks_backward(self.ruleset):
+        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
             for optimizer in self._waiting():
                 lane = self._capture.adopt(optimizer)
                 lane.born = False  # it hears its window from the first backward on
