@@ -37,6 +37,7 @@ MAX_BYTES = 64 << 20
 MAX_CALLS = 256
 TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel", "FSDPModule"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 
@@ -75,7 +76,8 @@ class Call:
     def surroundings(self) -> Iterator[None]:
         """Autocast and grad mode as they were."""
         with contextlib.ExitStack() as stack:
-            for device, (enabled, dtype) in self.autocast.items():
+            for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:
+                enabled, dtype = self.autocast.get(device, (False, None))
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(torch.enable_grad())
             yield
@@ -102,6 +104,7 @@ class Holding:
         self._open: Call | None = None
         self._seen = 0
         self._before_params: list[int] | None = None
+        self._caller: tuple[CodeType, int] | None = None
         self._handles: list[RemovableHandle] = []
         self.refused = shared(model)
         if not self.refused:
@@ -174,11 +177,17 @@ class Holding:
             buffers=self._buffers.held(first=not self.calls),
             autocast=_autocasts(),
             training=module.training,
-            caller=calling(),
+            caller=self._called(),
             nbytes=sum(map(_nbytes, given)),
         )
         if self._seen < LOOKED_AT:
             self._before_params = _versions(module)
+
+    def _called(self) -> tuple[CodeType, int] | None:
+        """The line that calls the model: nearly always the same, and 5 us to find out."""
+        if self._generators.looking or self._caller is None:
+            self._caller = calling()
+        return self._caller
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self._open = self._open, None
@@ -275,7 +284,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
-    """Of every device that may compute here."""
+    """Of every device that may compute here; {} where it is off on all."""
+    if not ANY_AUTOCAST():
+        return {}
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)

@@ -255,13 +255,11 @@ class Localiser:
     def after_step(self, optimizer: Optimizer) -> None:
         """What led to this step cannot be run again; the recording of the next one begins."""
         try:
-            if not self._owns(optimizer):
-                return
             self._steps += 1
             for holding in self._holdings:
                 holding.taken(optimizer, self._steps - OLD)
                 holding.steps = self._steps
-            if self._live is not None and not _in_backward():
+            if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._live.begin()
         except Refused as refusal:
             self._live = None
