@@ -5,8 +5,8 @@ own endpoint and, in turns, somewhere else (an equal endpoint in a process of it
 the difference is what the endpoint lets through. Promise P13: at least 95 % of the steps, every checkpoint saved, an
 honest scrape served within 6 s.
 
-It wants two idle cores: the endpoint may use 3 % of a core, which is more than 3 % of a job that gets less than one.
-The second pair of columns, steps per second of the job's own CPU time, shows what the endpoint took of the job itself.
+It wants two idle cores: the endpoint may use 3 % of a core, more than 3 % of a job that gets less than one. The second
+pair of columns, steps per second of the CPU time of the job itself, shows what the endpoint took of that.
 """
 
 from __future__ import annotations

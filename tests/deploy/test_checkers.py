@@ -106,7 +106,7 @@ def test_promtool_runs_the_alerts(stack: Path) -> None:
             "",
         ),
         pytest.param(
-            'increase(gradwatch_rule_firings_total{rule="non-finite"}[1m])',
+            'increase(gradwatch_rule_firings_total{rule="norm-overflow"}[1m])',
             'increase(gradwatch_rule_firings_total{rule="no"}[1m])',
             marks=pytest.mark.soak,
         ),
