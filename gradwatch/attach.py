@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from gradwatch.rulefile import load_rules
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, enabled
 from gradwatch.sinks import Sink
+from gradwatch.snapshot import Event
 from gradwatch.watching import Watch, live_watches
 
 
@@ -27,6 +28,7 @@ def watch(
     run_id: str | None = None,
     strict: bool = False,
     origin: str = "user",
+    on_escalate: Callable[[Event], object] | None = None,
 ) -> Watch:
     """Watch the gradients of a model (or several) until `close()`; use it as a context manager.
 
@@ -34,6 +36,9 @@ def watch(
     `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
     `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the
     folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
+    `on_escalate(event)` is called when a rung of a rule's ladder (`escalate:`) is reached, on the training thread, just
+    before the optimizer steps: the place to lower the learning rate or to go back to a checkpoint. What it raises is
+    counted and kept out of training, but for `TrainingStopped`, which stops it.
     With `GRADWATCH=0` nothing is attached at all.
 
     Raises:
@@ -54,7 +59,7 @@ def watch(
         return Watch(models, [], RuleSet(), settings, (), origin, active=False)
     ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
     _make_room(models, origin)
-    return Watch(models, optimizers, ruleset, settings, sinks, origin)
+    return Watch(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)
 
 
 def covers(optimizer: Optimizer) -> bool:

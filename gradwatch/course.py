@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
@@ -33,6 +34,13 @@ class Clock(NamedTuple):
     wall_time: float
 
 
+class Held(NamedTuple):
+    """A Record that is not published yet: its actions are being carried out; `plain` is what was measured."""
+
+    record: Record
+    plain: Snapshot
+
+
 @dataclass(slots=True)
 class Course:
     """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
@@ -42,10 +50,12 @@ class Course:
     sites: Sites
     sampler: Sampler
     local: LocalNorms | None
+    vitals: Vitals
     last_step: float | None = None
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
+    held: Held | None = field(default=None)  # until what was decided has been carried out
     limiter: Limiter | None = None
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
@@ -80,8 +90,14 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 
-def standing_of(clipping: Clipping, own: Sequence[str], names: Sequence[str]) -> StandingClips | None:
-    """What `clip:` asks of a lane with the parameters `own`, bound to all the sites `names`; None without any."""
+def standing_of(
+    clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
+) -> StandingClips | None:
+    """What `clip:` asks of a lane beside the total; None without any, or where it acts inside the backward.
+
+    `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
+    sharded, and left alone by policies on whole rows.
+    """
     if clipping.at == "backward":
         return None
     bounds = tuple(
@@ -91,9 +107,12 @@ def standing_of(clipping: Clipping, own: Sequence[str], names: Sequence[str]) ->
     )
     elementwise = None
     if clipping.elementwise:
-        place = {name: s for s, name in enumerate(names)}  # of the parameters of all ranks, where they differ
-        chosen = np.array([place[name] for name in own], np.intp)
-        elementwise = Elementwise([(policy, mask[chosen]) for policy, mask in clipping.elementwise], own)
+        whole = np.ones(len(own), np.bool_)
+        whole[list(torn)] = False
+        covered = [(policy, mask[list(own)]) for policy, mask in clipping.elementwise]
+        elementwise = Elementwise(
+            [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names
+        )
     return StandingClips(elementwise, bounds) if bounds or elementwise is not None else None
 
 

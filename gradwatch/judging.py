@@ -12,10 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
-from gradwatch.course import CALM, Clock, Course, reshaped, standing_of
-from gradwatch.engine import Engine, EngineState
+from gradwatch.checkpoint import Vitals, joined
+from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.engine.actions import settled
 from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError
+from gradwatch.exit_status import end_with_status
+from gradwatch.failing import failed
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import Extras, assemble, with_modules
@@ -27,13 +32,28 @@ from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.shards import is_shard
+from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RANK_COLUMNS, Decision, Record, Snapshot, Verdict
+from gradwatch.snapshot import (
+    RANK_COLUMNS,
+    CheckpointHealth,
+    Decision,
+    Event,
+    Order,
+    Record,
+    Snapshot,
+    Verdict,
+)
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+SCALED = (
+    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
+    "would then stay too high for ever; the scaler skips such steps by itself"
+)
 NOT_ALONE = (
     "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
 )
@@ -50,6 +70,9 @@ class Surroundings(Protocol):
     def judged(self) -> None:
         """A step was judged without a fault."""
 
+    def escalated(self, event: Event) -> bool:
+        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
+
     def spent(self) -> float:
         """Seconds that watching has cost since the last Record."""
 
@@ -58,6 +81,11 @@ class Surroundings(Protocol):
 
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
 
 
 class Judging:
@@ -73,12 +101,12 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
-        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken.
+        # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
+        # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
         self._in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
-        # Bounds for the next backward are made of this step.
-        self._may_wait = not engine.acts_on_host and engine.ruleset.clip is None and not self._in_backward
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
+        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
         self._hears_scale: list[Callable[[], None]] = []
 
     def at_boundary(self, lane: Lane | None) -> None:
@@ -95,6 +123,10 @@ class Judging:
         """Keep a one-per-step value for the next step of every lane."""
         self._observed += 1
         self._scalars[name] = (self._observed, kept(value))
+
+    def checkpoint(self) -> CheckpointHealth:
+        """Whether a checkpoint saved now is one to go back to."""
+        return joined(course.vitals.now for course in self._courses.values())
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
@@ -142,6 +174,12 @@ class Judging:
         if course is not None and course.limiter is not None:
             course.limiter.forget()
 
+    def cleared(self, lane: Lane) -> None:
+        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
+        course = self._courses.get(lane.index)
+        if course is not None and course.local is not None:
+            course.local.cleared()
+
     def close(self) -> None:
         """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self._courses.values())]:
@@ -170,7 +208,12 @@ class Judging:
         if former is not None and former is not self._early:
             former.close()
         sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local)
+        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
+        vitals = Vitals(critical)
+        if before is not None:
+            self._release(before)
+            vitals.load(before.vitals.to_dict())
+        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         if self._in_backward:
             ruleset, around = self._engine.ruleset, self._around
             acted = None if before is None else before.limiter
@@ -188,9 +231,19 @@ class Judging:
             if course.micro is None:
                 ruleset, around = self._engine.ruleset, self._around
                 course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report)
-        lane.standing = standing_of(bound.clipping, lane.sites.names, bound.sites.names)
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
-        self._publish(course)
+        self._publish_bounds(course)
+
+    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, lane.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        if refused:
+            self._around.failed("action", AttachError(refused))
+        return standing_of(clipping, [place[name] for name in names], names, torn)
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -198,7 +251,11 @@ class Judging:
         for lane in lanes:
             course = self._courses.get(lane.index)
             if course is not None:
-                found[str(lane.index)] = {"step": lane.step, "engine": course.state.to_dict()}
+                found[str(lane.index)] = {
+                    "step": lane.step,
+                    "engine": course.state.to_dict(),
+                    "checkpoint": course.vitals.to_dict(),
+                }
         return found
 
     def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
@@ -213,7 +270,8 @@ class Judging:
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)
-        self._publish(course)
+        course.vitals.load(saved.get("checkpoint"))
+        self._publish_bounds(course)
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
@@ -286,7 +344,7 @@ class Judging:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
         try:
             decision = self._decided(lane, course, window, extras, scalars, at)
-            self._publish(course)
+            self._publish_bounds(course)
             return decision
         except Exception as error:
             totals = self._ranks.totals(lane, window)
@@ -296,7 +354,7 @@ class Judging:
             lane.reduced_total = totals.applied
             return course.bound.fallback(totals.raw)
 
-    def _publish(self, course: Course) -> None:
+    def _publish_bounds(self, course: Course) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
         if course.limiter is not None and course.own is not None:
             own = course.own
@@ -318,9 +376,11 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
+        self._release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
+        decision = settled(decision | self._climbed(verdict))
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
@@ -330,11 +390,16 @@ class Judging:
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
             decision = decision.withheld()
+        if decision.zero is not None and snapshot.loss_scale is not None:
+            self._around.health.report("action", AttachError(SCALED))
+            decision = decision.without_zero()
+        plain = snapshot
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            if decision.elementwise and lane.step == window.step and not (decision.skip or rejected):
-                decision, left = self._measured_ahead(lane, decision, window, shared.own, total)
+            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
@@ -346,22 +411,53 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
-        course.record = record = Record(snapshot, verdict, decision, *at)
-        for sink in self.sinks:
-            sink.write(record)
-        if decision.stop:
-            self.flush_sinks()
+        health = course.vitals.after(plain, verdict, decision)
+        findings = self._around.causes(lane, snapshot, verdict, decision)
+        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
+        if window.at_hand and decision.acts:
+            course.held = Held(record, plain)  # `acted` publishes it
+        else:
+            self._publish(record)
         return decision.at(shared.own)
 
+    def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
+        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
+        course = self._courses[lane.index]
+        held = course.held
+        if held is None:
+            return
+        if error is not None:
+            rules = tuple(one.rule for one in course.bound.plan.rules)
+            record = failed(held.record, held.plain, done, error, rules)
+            health = course.vitals.after(held.plain, record.verdict, done)
+            course.record = record = replace(record, checkpoint=health)
+            course.held = Held(record, held.plain)
+        self._release(course)
+
+    def _release(self, course: Course) -> None:
+        """Publish the Record that waits, if one does."""
+        held, course.held = course.held, None
+        if held is not None:
+            self._publish(held.record)
+
+    def _publish(self, record: Record) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+        if record.decision.stop:
+            self.flush_sinks()
+            end_with_status()
+
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, window: Window, own: Any, total: float
+        self, lane: Lane, decision: Decision, own: Any, total: float
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; where they fail, the decision without them."""
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
             if standing is not None:
-                return decision, standing.measure(grads, lane.params, factors, arrived(window.left))
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                scale = arrived(kept(carried_scale(optimizer)))
+                return decision, standing.measure(grads, lane.params, factors, scale)
         except Exception as error:
             self._around.failed("action", error)
         return replace(decision, elementwise=False), {}
@@ -375,12 +471,22 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             if not self._ranks.several:
-                return Verdict(), Decision()
+                return Verdict(), Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
             alone = course.bound.fallback(snapshot.total_norm)
             decision, course.state = course.bound.clip(alone, course.state, snapshot)
             return Verdict(), decision
         self._around.judged()
         return verdict, decision
+
+    def _climbed(self, verdict: Verdict) -> Decision:
+        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
+        stops = [
+            event.rule
+            for event in verdict.events
+            if event.kind == "escalated" and event.actions and self._around.escalated(event)
+        ]
+        orders = frozenset(Order(rule, "stop") for rule in stops)
+        return Decision(stop=bool(stops), orders=orders)
 
     def flush_sinks(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

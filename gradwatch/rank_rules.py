@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradwatch.engine import Engine
+from gradwatch.engine.clipping import Clipping
 from gradwatch.errors import AttachError
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.ranks import Wants
 from gradwatch.hooks.sampling import COLUMNS as SAMPLED_COLUMNS
-from gradwatch.snapshot import RANK_COLUMNS
+from gradwatch.snapshot import RANK_COLUMNS, Sites
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
@@ -35,6 +38,29 @@ def check_ranks(engine: Engine, world_size: int) -> None:
     refused = _refusal(engine)
     if refused and world_size > 1:
         raise AttachError(refused)
+
+
+def check_shards(engine: Engine, sites: Sites, torn: Sequence[int]) -> None:
+    """Raise `AttachError` where a policy looks at whole rows of parameters of which this rank holds a part.
+
+    `torn` are the positions of such parameters. Factors made of norms are right there: norms are reduced.
+    """
+    refused = torn_rows(engine.bind(sites).clipping, sites, torn) if torn else ""
+    if refused:
+        raise AttachError(refused)
+
+
+def torn_rows(clipping: Clipping, sites: Sites, torn: Sequence[int]) -> str:
+    """Why a policy on whole rows cannot be carried out on these parameters; "" when it can."""
+    for policy, mask in clipping.elementwise:
+        names = [sites.names[k] for k in torn if mask[k]]
+        if policy.rowwise and names:
+            return (
+                f"clip method {policy.method!r} looks at whole rows, and {names[0]!r} is sharded over the ranks "
+                f"({len(names)} parameters are): each rank would see rows of its own making; take these parameters "
+                "out of its groups, or use a method that multiplies, such as norm, baseline or block_rms"
+            )
+    return ""
 
 
 def _refusal(engine: Engine) -> str:

@@ -10,21 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradwatch.snapshot import SCALAR_COLUMNS, Severity
+from gradwatch.snapshot import SCALAR_COLUMNS, OnError, Severity
 
 Scope = Literal["param", "group", "total"]
 Mode = Literal["act", "shadow"]
-OnError = Literal["pass", "skip_step", "stop"]
 ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
 
-NOT_BUILT: frozenset[str] = frozenset({"rescale", "zero_nonfinite", "localise", "snapshot", "escalate"})
+NOT_BUILT: frozenset[str] = frozenset({"snapshot"})
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
-SINK_KINDS: set[str] = {"prometheus", "journal", "log"}
+SINK_KINDS: set[str] = {"prometheus", "journal", "log", "alertmanager", "textfile", "pushgateway"}
 """Sink kinds a rule file may name. Whoever registers a further sink adds its name here."""
 
-SINKS_NOT_BUILT: frozenset[str] = frozenset({"alertmanager", "textfile", "pushgateway", "otlp"})
+SINKS_NOT_BUILT: frozenset[str] = frozenset({"otlp"})
 """Sink kinds of the language that this version does not have."""
 
 
@@ -49,7 +48,7 @@ class Action:
 
     Names and parameters: `skip_step` {max_consecutive: int | None, then: "continue" | "stop"}, `stop` {},
     `clip` {to: "baseline" | float, at, local}, `rescale` {factor}, `zero_nonfinite` {}, `localise` {by,
-    else_record_steps}, `snapshot` {keep, batch}, `escalate` {after: "k in n", to}, `drop_micro` {}.
+    else_record_steps, max_bytes}, `snapshot` {keep, batch}, `escalate` {after: "k in n", to}, `drop_micro` {}.
     """
 
     name: str

@@ -33,6 +33,7 @@ class Settings:
     run_dir: str | None
     run_id: str | None
     strict: bool
+    file_sd: str | None = None
 
     @classmethod
     def resolve(
@@ -51,6 +52,7 @@ class Settings:
             run_dir=run_dir or env.get("GRADWATCH_DIR") or None,
             run_id=run_id or env.get("GRADWATCH_RUN_ID") or None,
             strict=strict or env.get("GRADWATCH_STRICT", "0") not in ("", "0"),
+            file_sd=env.get("GRADWATCH_FILE_SD") or None,
         )
 
 
@@ -65,6 +67,8 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
         options: dict[str, Any] = {key: value for key, value in spec.options.items() if key != "dir"}
         if spec.kind == "prometheus" and settings.listen:
             options["listen"] = settings.listen
+        if spec.kind == "prometheus" and settings.file_sd:
+            options["file_sd"] = os.path.abspath(settings.file_sd)
         if spec.kind != "log" or rank == 0:
             chosen.append(SinkSpec(spec.kind, options))
     return tuple(chosen)

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.finding import Finding
+
 FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
@@ -117,6 +119,14 @@ class Snapshot:
             return Column(np.zeros(len(self.sites), np.float32), present)
         return None
 
+    def nonfinite(self) -> BoolArray:
+        """bool[S]: the gradients that hold a NaN or Inf; by their norms where nobody counted elements."""
+        told: BoolArray = ~np.isfinite(self.norm)
+        counted = self.columns.get("nonfinite")
+        if counted is not None:
+            told = np.where(counted.present, counted.values > 0, told)
+        return told & (self.calls > 0)
+
     def scalar(self, name: str) -> float | None:
         """A one-per-step value (`loss`, `lr`, `loss_scale`, `scaler_skip`, `total_norm`); None when not observed."""
         if name == "total_norm":
@@ -126,12 +136,16 @@ class Snapshot:
         return self.scalars.get(name)
 
 
-EventKind = Literal["pending", "firing", "resolved", "repeat"]
+EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed"]
+OnError = Literal["pass", "skip_step", "stop"]
+ON_ERROR: tuple[OnError, ...] = ("pass", "skip_step", "stop")
+"""What a rule may ask for where an action of ours fails, mildest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A transition of one rule: pending, firing, resolved; `repeat` = acted again while already firing.
+    """A transition of one rule: pending, firing, resolved; `repeat` = acted again while already firing;
+    `escalated` = a rung of its ladder was reached; `failed` = its action could not be carried out.
 
     One per rule and transition, however many sites are involved: `sites` names the worst five (largest score
     first), `count` says how many there are, `first_cause` is the first of them in backward order (the
@@ -162,11 +176,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One action a rule asked for: `action` as spelled in `do:`; `shadow` = say so but do nothing."""
+    """One action a rule asked for: `action` as spelled in `do:`; `shadow` = say so but do nothing.
+
+    `site` is the worst site it is about ("" = the total), `count` how many. `before` and `after` are the norm there
+    without and with this action, the user's own clip included in both, and `coefficient` the multiplier; None where
+    there is no such number: a norm that is not finite, a step that was skipped. A rule in shadow mode tells what it
+    would have done.
+    """
 
     rule: str
     action: str
     shadow: bool = False
+    site: str = ""
+    count: int = 0
+    before: float | None = None
+    after: float | None = None
+    coefficient: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +204,7 @@ class Decision:
     0, and they are not multiplied. `elementwise`: the standing policies that treat elements or rows apart are
     carried out too (`gradwatch.hooks.elementwise`). `orders` says which rules asked for what. Where several are
     asked for: stop over skip over zero over `coef` and `max_norm`, of which the smaller factor is applied, once.
+    `on_error`: what is done should carrying it out fail, the strictest of what those rules ask for.
     """
 
     skip: bool = False
@@ -188,6 +214,7 @@ class Decision:
     coef: NDArray[np.float32] | None = None
     zero: BoolArray | None = None
     elementwise: bool = False
+    on_error: OnError = "pass"
 
     @property
     def touches(self) -> bool:
@@ -207,6 +234,14 @@ class Decision:
         coef = None if self.coef is None else self.coef[own]
         return replace(self, coef=coef, zero=None if self.zero is None else self.zero[own])
 
+    def without_zero(self) -> Decision:
+        """The same orders but for the zeroing, which is told as what would have been done."""
+        orders = frozenset(
+            replace(order, shadow=True) if order.action == "zero_nonfinite" else order
+            for order in self.orders
+        )
+        return replace(self, zero=None, orders=orders)
+
     def withheld(self) -> Decision:
         """The same orders, none of them carried out: what would have been done, as in `mode: shadow`."""
         return Decision(orders=frozenset(replace(order, shadow=True) for order in self.orders))
@@ -221,17 +256,15 @@ class Decision:
             coef=_joined(np.minimum, self.coef, other.coef),
             zero=_joined(np.logical_or, self.zero, other.zero),
             elementwise=self.elementwise or other.elementwise,
+            on_error=max(self.on_error, other.on_error, key=ON_ERROR.index),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decision):
             return NotImplemented
-        plain = (self.skip, self.stop, self.max_norm, self.orders, self.elementwise)
-        return (
-            plain == (other.skip, other.stop, other.max_norm, other.orders, other.elementwise)
-            and _same(self.coef, other.coef)
-            and _same(self.zero, other.zero)
-        )
+        plain = (self.skip, self.stop, self.max_norm, self.orders, self.elementwise, self.on_error)
+        its = (other.skip, other.stop, other.max_norm, other.orders, other.elementwise, other.on_error)
+        return plain == its and _same(self.coef, other.coef) and _same(self.zero, other.zero)
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
@@ -244,19 +277,47 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
+class Due(NamedTuple):
+    """What a rule acts on at this step: `breach[K]` of its series, `worst` the index of the worst of them.
+
+    `usual[K]` is what `clip: {to: baseline}` brings each down to, as known before this step; None without one.
+    `climbed` are the actions of the rungs of its ladder that stand now.
+    """
+
+    breach: BoolArray
+    worst: int = 0
+    usual: FloatArray | None = None
+    climbed: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
     """What the rules say of one Snapshot.
 
     `firing` maps each rule that is firing now to bool[S] (all False for a rule over a scalar or a total);
     `breaching` maps each rule whose condition held on this very step, likewise; `events` are transitions only.
-    `acting` are the rules whose `do:` is due on this step.
+    `acting` are the rules whose `do:` is due on this step, `due` what each of them acts on; `standing[K]` the series
+    under a standing factor (`rescale`), those that were firing before this step.
     """
 
     firing: Mapping[str, BoolArray] = field(default_factory=dict)
     breaching: Mapping[str, BoolArray] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     acting: frozenset[str] = frozenset()
+    due: Mapping[str, Due] = field(default_factory=dict)
+    standing: Mapping[str, BoolArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHealth:
+    """Whether a checkpoint saved after this step is one to go back to (`gradwatch.checkpoint` says when it is).
+
+    `last_healthy_step` None = there was none; `reasons` say why not, for people, empty where it is healthy.
+    """
+
+    healthy: bool = True
+    last_healthy_step: int | None = None
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,7 +325,9 @@ class Record:
     """One step as every sink sees it.
 
     `overhead_seconds` is what gradwatch itself cost since the last Record; `step_seconds` the time since the
-    last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch.
+    last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch. `checkpoint` is None in what a
+    journal gives back. `findings` say what made the gradients of an incident non-finite, where a rule had it looked
+    for.
     """
 
     snapshot: Snapshot
@@ -273,6 +336,8 @@ class Record:
     overhead_seconds: float
     step_seconds: float | None
     wall_time: float
+    checkpoint: CheckpointHealth | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.backward_rules import check_backward, module_bounds_of
+from gradwatch.causes import Causes, localising
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, TrainingStopped
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
 from gradwatch.hooks.boundary import Boundary
@@ -34,15 +36,15 @@ from gradwatch.hooks.modules import ModuleTaps, taps_on
 from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
-from gradwatch.hooks.shards import local_taps
+from gradwatch.hooks.shards import local_taps, torn
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
-from gradwatch.rank_rules import check_ranks, wants
+from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import RunInfo, Sites
+from gradwatch.snapshot import Decision, Event, RunInfo, Sites, Snapshot, Verdict
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -54,7 +56,17 @@ BLIND = (
     "give them to the optimizer (add_param_group, or a new one)"
 )
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
-REPORTED = ("capture", "boundary", "engine", "action", "precision", "modules", "norm_local", "ranks")
+REPORTED = (
+    "capture",
+    "boundary",
+    "engine",
+    "action",
+    "precision",
+    "modules",
+    "norm_local",
+    "ranks",
+    "localise",
+)
 
 _live: list[weakref.ref[Watch]] = []
 _ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
@@ -77,17 +89,20 @@ class Watch:
         sinks: Sequence[Sink] | None,
         origin: str,
         active: bool = True,
+        on_escalate: Callable[[Event], object] | None = None,
     ) -> None:
         self.ruleset = ruleset
         self.origin = origin
         self.health = Health(on_first=self._say_once)
         self._strict = settings.strict
         self._closed = not active
+        self._on_escalate = on_escalate
         self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
+        self._causes: Causes | None = None
         self._paused_until = 0.0
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
@@ -111,10 +126,11 @@ class Watch:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
+        self._capture.cleared = self._judging.cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
-            if not self._capture.marked and not self._capture.lazy_names():
+            if not self._capture.hears and not self._capture.lazy_names():
                 raise AttachError(
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
@@ -125,6 +141,8 @@ class Watch:
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites())
             check_ranks(self._engine, self.run.world_size)
+            wanted = [param for param in self._capture.params if param.requires_grad]
+            check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
             check_backward(self._engine, models, self.run.world_size)
         except BaseException:
             if self._taps is not None:
@@ -135,8 +153,9 @@ class Watch:
         if self._taps is not None:
             self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
             self._judging.module_bounds = self._taps.bounds
-        wanted = [param for param in self._capture.params if param.requires_grad]
         self._judging.listen(local_taps(wanted, self._capture.models()))
+        if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
+            self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
@@ -200,6 +219,21 @@ class Watch:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
         return 0.0 if self._closed else self._capture.count_coverage()
 
+    @property
+    def healthy(self) -> bool:
+        """Whether a checkpoint saved now is one to go back to; see `gradwatch.checkpoint` for what that means.
+
+        True before the first step. Every rank says the same where the ranks judge together.
+        """
+        self._catch_up()
+        return self._judging.checkpoint().healthy
+
+    @property
+    def last_healthy_step(self) -> int | None:
+        """The last optimizer step after which `healthy` was true (the earliest of several optimizers'); None = none."""
+        self._catch_up()
+        return self._judging.checkpoint().last_healthy_step
+
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
         self._catch_up()
@@ -213,6 +247,8 @@ class Watch:
             "total_norm": [json_safe(record.snapshot.total_norm) for record in records],
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
+            "healthy": self.healthy,
+            "last_healthy_step": self.last_healthy_step,
             "internal_errors": self.health.errors(),
             "components_up": self.health.up(),
         }
@@ -221,6 +257,8 @@ class Watch:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
         added = list(models)
         self._capture.add_models(added)
+        if self._causes is not None:
+            self._causes.add(added)
         self._ends_with(added)
 
     def _ends_with(self, models: Iterable[nn.Module]) -> None:
@@ -271,7 +309,7 @@ class Watch:
             self._last_state = self.state_dict()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
-        taps = [self._stages, self._taps, self._flat]
+        taps = [self._stages, self._taps, self._flat, self._causes]
         parts = [self._ranks, self._before_clip, self._boundary, *taps, self._judging, self._capture]
         for part in parts:
             try:
@@ -299,6 +337,16 @@ class Watch:
     def forget(self, lane: Lane) -> None:
         """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
         self._judging.forget(lane)
+        if self._causes is not None:
+            self._causes.forget()
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+        if self._causes is None or lane.inside_backward:
+            return ()
+        return self._causes.of(verdict, decision, snapshot, late=lane.step != snapshot.step)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
@@ -367,6 +415,26 @@ class Watch:
     def judged(self) -> None:
         """A step was judged without a fault."""
         self._failures = 0
+
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
+        """What was really done of a decision; its Record is published now."""
+        try:
+            self._judging.acted(lane, decision, error)
+        except Exception as fault:  # a stop must not be lost for it
+            self.health.report("action", fault)
+
+    def escalated(self, event: Event) -> bool:
+        """Call the user's `on_escalate`; its faults are counted, but for `TrainingStopped`, which stops training."""
+        if self._on_escalate is None:
+            return False
+        try:
+            with torch.enable_grad():
+                self._on_escalate(event)
+        except TrainingStopped:
+            return True
+        except Exception as error:
+            self.failed("on_escalate", error)
+        return False
 
     def remark(self, lane: Lane) -> None:
         """A few marks did not tell the truth about this lane: put every mark back."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # one worker per core: more threads than that only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -81,6 +81,8 @@ class Recorder:
 
         return Measured(window.ready, judge)
 
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None: ...
+
     def forget(self, lane: Lane) -> None:
         pass
 

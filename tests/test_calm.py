@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
@@ -19,7 +21,10 @@ from gradwatch import judging
 from gradwatch.course import CALM
 from gradwatch.hooks import deferred
 from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
+from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.norms import CpuReader
 from gradwatch.journal import read_journal
+from gradwatch.policies.norm import clip_coefficient
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Decision, Record
 from tests.kept import Kept
@@ -86,6 +91,8 @@ CASES: dict[str, Callable[[nn.Module], dict[int, Deed]]] = {
     "a spike of one parameter": lambda model: hooked(model, {100, 101}, 1e4) or {},
     "a small spike": lambda model: hooked(model, {100, 101}, 1.5) or {},
     "a gradient that vanishes": lambda model: hooked(model, set(range(90, 200)), 1e-30) or {},
+    "a gradient of zeros": lambda model: hooked(model, {90}, 0.0) or {},
+    "zeros from then on": lambda model: hooked(model, set(range(90, 200)), 0.0) or {},
     "NaN": lambda model: hooked(model, {100}, float("nan")) or {},
 }
 
@@ -119,7 +126,7 @@ def run(case: str, layers: int, path: Path, steps_of: int = 200) -> tuple[list[R
 
 
 @pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "a gradient that vanishes"])
+@pytest.mark.parametrize("case", CASES)
 def test_put_off_or_not_the_records_are_the_same(
     case: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,13 +217,114 @@ def test_a_rule_that_acts_is_never_late(doing: str, tmp_path: Path) -> None:
             assert len(sink.records) == step + 1
 
 
-def test_a_standing_clip_is_never_late(tmp_path: Path) -> None:
-    """A clip of ours needs the total of this step in this step."""
-    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 1e9}}\n")
+CLIPPED = """
+version: 1
+extends: [default]
+clip: {total: {method: norm, max_norm: %s}}
+"""
+
+
+def clipped_run(max_norm: float, path: Path, layers: int = 2, jumps: bool = False) -> tuple[Any, ...]:
+    """(Records, how many had been judged after each step, weights) of a run that is clipped by a rule file."""
+    model, optimizer = build(layers)
+    if jumps:
+        hooked(model, set(range(70, 140, 9)), 1.6)
+    sink, judged = Kept(), []
+    rules = parse_rules(CLIPPED % max_norm)
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=path):
+        for _ in steps(model, optimizer, 200):
+            judged.append(len(sink.records))
+    return sink.records, judged, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def totals(layers: int, jumps: bool) -> list[float]:
+    """The total norms of an unwatched run."""
+    model, optimizer = build(layers)
+    if jumps:
+        hooked(model, set(range(70, 140, 9)), 1.6)
+    return [
+        float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        for _ in steps(model, optimizer, 200)
+    ]
+
+
+@pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
+@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.7, 1.1])
+def test_a_clip_is_in_time_though_its_verdict_waits(
+    share: float, jumps: bool, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and Records are those of a run whose every step is judged at once, wherever the bound lies."""
+    norms = sorted(totals(layers, jumps))
+    max_norm = 1.1 * norms[-1] if share > 1 else max(1e-6, norms[int(share * 199)] * (1 if share else 1e-3))
+    late, judged, weights = clipped_run(max_norm, tmp_path / "late", layers, jumps)
+    assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
+    with monkeypatch.context() as patch:
+        patch.setattr(judging, "CALM", 10**9)
+        at_once, judged, wanted = clipped_run(max_norm, tmp_path / "at_once", layers, jumps)
+    assert judged == list(range(1, 201))
+    assert told(late) == told(at_once)
+    assert all(torch.equal(*pair) for pair in zip(weights, wanted, strict=True))
+    bitten = sum(bool((record.snapshot.coef < 1).any()) for record in late)
+    assert (bitten > 0) == (share < 1)
+
+
+@given(
+    st.lists(st.floats(-6, 6), min_size=1, max_size=12),
+    st.sampled_from([1, 5, 300, 9000]),
+    st.one_of(st.floats(-2e-3, 2e-3), st.floats(-1, 1)),
+    st.sampled_from([1.0, 1024.0]),
+)
+def test_a_glance_is_never_wrong_about_a_bound(
+    exponents: list[float], numel: int, margin: float, scale: float
+) -> None:
+    """Where a glance is certain that a clip would change nothing, the exact coefficient is 1, however close."""
+    chance = torch.Generator().manual_seed(numel)
+    grads = [torch.randn(numel, generator=chance) * 10**exponent for exponent in exponents]
+    reading = HostReading(CpuReader().read(grads), np.zeros(len(grads)), scale)
+    total = float(torch.stack([grad.double().norm() for grad in grads]).norm()) / scale
+    max_norm = total * (1 + margin) + 1e-12
+    within = reading.surely_within(max_norm)
+    norms = reading.norms()
+    if within:
+        assert clip_coefficient(float(np.sqrt(np.dot(norms, norms))), max_norm) == 1
+    elif margin > 2e-3 and max_norm > 1e-3:
+        pytest.fail("a bound this far away ought to be seen at a glance")
+
+
+def test_a_fault_in_the_rules_does_not_cost_the_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound needs no verdict: gradients are clipped, and told to be, while the engine fails."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr("gradwatch.engine.binding.BoundEngine.evaluate", fails)
     model, optimizer = build()
     sink = Kept()
+    rules = parse_rules(CLIPPED % 1e-4)
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], run_dir=tmp_path) as gw:
+        for _ in steps(model, optimizer, 3):
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            assert float(nn.utils.get_total_norm(grads)) == pytest.approx(1e-4, rel=1e-2)
+    assert all((record.snapshot.coef < 1).all() for record in sink.records)
+    assert gw.health.errors() == {"engine": 3}
+
+
+def test_a_closure_is_clipped_by_what_is_decided(tmp_path: Path) -> None:
+    """A step whose closure may be evaluated again is judged at once, so that later evaluations are clipped too."""
+    model, optimizer = build()
+    sink = Kept()
+    rules = parse_rules(CLIPPED % 1e-4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(X[:4]).pow(2).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
     with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=tmp_path):
-        for step in steps(model, optimizer, LEARNED + 20):
+        for step in range(LEARNED + 20):
+            optimizer.step(closure)  # type: ignore[call-overload]
             assert len(sink.records) == step + 1
 
 
@@ -235,15 +343,23 @@ def test_who_asks_gets_the_present(asking: str, tmp_path: Path) -> None:
     gw.close()
 
 
-def test_a_second_look_that_came_too_late_is_said(tmp_path: Path) -> None:
-    """A gradient whose squares underflow while nobody looks is provisional: exported, and never learned."""
-    records, _ = run("a gradient that vanishes", 2, tmp_path)
-    late = [record.snapshot for record in records if record.snapshot.provisional]
-    assert late
-    assert all(90 <= snapshot.step < 90 + MOST for snapshot in late)
-    after = [record.snapshot for record in records if record.snapshot.step >= 90 + MOST]
-    assert not any(snapshot.provisional for snapshot in after)
-    assert all(snapshot.norm[0] > 0 for snapshot in after)
+@pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
+@pytest.mark.parametrize("case", ["a gradient that vanishes", "a gradient of zeros", "zeros from then on"])
+def test_a_second_look_is_never_too_late(case: str, layers: int, tmp_path: Path) -> None:
+    """A gradient of zeros, or so small that its squares underflow, has its exact norm and is learned at once."""
+    records, judged = run(case, layers, tmp_path)
+    assert any(count < step + 1 for step, count in enumerate(judged[:90])), "the loop was not calm"
+    assert judged[90] == 91
+    assert not any(record.snapshot.provisional for record in records)
+    if case == "a gradient that vanishes":
+        model, optimizer = build(layers)
+        hooked(model, set(range(90, 200)), 1e-30)
+        for step in steps(model, optimizer, 95):
+            want = float(next(model.parameters()).grad.double().norm())
+            assert records[step].snapshot.norm[0] == pytest.approx(want, rel=1e-5)
+    else:
+        assert records[90].snapshot.norm[0] == 0
+        assert records[90].snapshot.calls[0] == 1
 
 
 def test_a_parameter_added_meanwhile_takes_nothing_away(tmp_path: Path) -> None:

@@ -196,12 +196,12 @@ def test_a_bad_rule_file_may_be_passed_by(bad: str, tmp_path: Path) -> None:
 def test_an_action_that_is_not_built_stops_run_before_the_script(tmp_path: Path) -> None:
     """Valid language, but not in this version: exit 2 by name, and `rules check` notes it."""
     path = tmp_path / "clip.gradwatch.yaml"
-    path.write_text(GOOD.replace("optional: true", "do: [localise]"))
+    path.write_text(GOOD.replace("optional: true", "do: [snapshot]"))
     done = shell("run", "--rules", str(path), "--", "touch", str(tmp_path / "started"))
     assert done.returncode == 2
-    assert "'localise' is not built yet" in done.stderr
+    assert "'snapshot' is not built yet" in done.stderr
     assert not (tmp_path / "started").exists()
-    assert "localise" in shell("rules", "check", str(path)).stdout
+    assert "snapshot" in shell("rules", "check", str(path)).stdout
 
 
 @pytest.mark.parametrize(

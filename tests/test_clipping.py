@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import gradwatch
 from gradwatch.hooks import clipping
+from gradwatch.hooks.norms import CpuReader
 from tests.kept import Kept
 from tests.recorder import norms_of
 
@@ -196,3 +197,127 @@ def test_attached_between_backward_and_clip() -> None:
     ) == pytest.approx(truth)
     assert record.snapshot.total_norm_applied == pytest.approx(0.01, rel=1e-3)
     assert not record.snapshot.provisional
+
+
+# --- the norm after torch's own clip is known by arithmetic ---------------------------------------------------
+
+
+def one_step(clip: Callable[[nn.Module], None], dtype: torch.dtype = torch.float32, steps: int = 4) -> Any:
+    """(last Snapshot, float64 norms the optimizer got, how often gradients were read) of a short loop."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).to(dtype)
+    optimizer = torch.optim.SGD(reversed(list(model.parameters())), 1e-3)  # not in the order of the clip
+    sink, reads = Kept(), []
+    read = CpuReader.read
+
+    def counted(self: CpuReader, grads: Any) -> Any:
+        reads[-1] += 1
+        return read(self, grads)
+
+    with pytest.MonkeyPatch.context() as patch, gradwatch.watch(model, optimizer, sinks=[sink], strict=True):
+        patch.setattr(CpuReader, "read", counted)
+        for _ in range(steps):
+            reads.append(0)
+            optimizer.zero_grad()
+            model(X.to(dtype)).square().mean().backward()
+            clip(model)
+            truth = norms_of(model.named_parameters())
+            optimizer.step()
+    return sink.records[-1].snapshot, truth, reads[-1]
+
+
+def applied(snapshot: Any) -> dict[str, float]:
+    return dict(zip(snapshot.sites.names, snapshot.column("norm_applied").values.tolist(), strict=True))
+
+
+def clip_to(max_norm: float) -> Callable[[nn.Module], None]:
+    return lambda model: (clip_grad_norm_(model.parameters(), max_norm), None)[1]
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 0.05, 1e9])
+def test_a_clip_by_torch_costs_no_second_read(max_norm: float) -> None:
+    """Its factor is known, so what the optimizer gets is too, to 1e-6 of float64 norms taken after the clip."""
+    snapshot, truth, reads = one_step(clip_to(max_norm))
+    assert applied(snapshot) == pytest.approx(truth, rel=1e-6)
+    assert reads == 1
+    assert (snapshot.coef == 1).all() == (max_norm == 1e9)
+
+
+def doubled(model: nn.Module) -> None:
+    """Clipped, and then changed by other code."""
+    clip_grad_norm_(model.parameters(), 0.05)
+    model[0].weight.grad.mul_(2)  # type: ignore[index, union-attr, operator]
+
+
+def replaced(model: nn.Module) -> None:
+    """Clipped, with a gradient exchanged for another of the same version since."""
+    clip_grad_norm_(model.parameters(), 0.05)
+    weight = model[0].weight  # type: ignore[index]
+    weight.grad = torch.full_like(weight, 0.25).mul_(1)
+
+
+def in_halves(model: nn.Module) -> None:
+    """Each layer clipped by itself."""
+    for layer, bound in ((model[0], 0.01), (model[2], 0.03)):  # type: ignore[index]
+        clip_grad_norm_(layer.parameters(), bound)
+
+
+def twice(model: nn.Module) -> None:
+    """Clipped, and clipped again."""
+    clip_grad_norm_(model.parameters(), 0.05)
+    clip_grad_norm_(model.parameters(), 0.01)
+
+
+def one_by_one(model: nn.Module) -> None:
+    """Every parameter clipped by itself, and then all."""
+    for parameter in model.parameters():
+        clip_grad_norm_(parameter, 0.01)
+    clip_grad_norm_(model.parameters(), 0.001)
+
+
+def tiny(model: nn.Module) -> None:
+    """By a factor that flushes elements to zero."""
+    clip_grad_norm_(model.parameters(), 1e-42)
+
+
+def value_then_norm(model: nn.Module) -> None:
+    """A clip whose effect nobody announced, and one that was."""
+    clip_grad_value_(model.parameters(), 0.001)
+    clip_grad_norm_(model.parameters(), 0.002)
+
+
+@pytest.mark.parametrize(
+    "clip", [doubled, replaced, in_halves, twice, one_by_one, tiny, value_then_norm], ids=lambda f: f.__name__
+)
+def test_whatever_else_happens_to_gradients_around_a_clip_is_read(clip: Callable[[nn.Module], None]) -> None:
+    """Arithmetic is used only where the announced clips are all that happened."""
+    snapshot, truth, _ = one_step(clip)
+    assert applied(snapshot) == pytest.approx(truth, rel=1e-5, abs=1e-42)
+
+
+def test_a_clip_of_bfloat16_gradients_is_read_again() -> None:
+    """One multiplication of bfloat16 rounds by up to 4e-3, which arithmetic would not see."""
+    snapshot, truth, reads = one_step(clip_to(0.05), torch.bfloat16)
+    assert reads == 2
+    assert applied(snapshot) == pytest.approx(truth, rel=1e-5)
+
+
+def test_a_clip_of_one_of_two_models_is_known_to_it_alone() -> None:
+    """Two optimizers, each clipped before both step: neither takes the other's factor."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 4), nn.Linear(4, 3)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+    sink = Kept()
+    with gradwatch.watch(models, optimizers, sinks=[sink], strict=True):
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            models[1](models[0](X)).square().mean().backward()
+            for model, bound in zip(models, (0.01, 0.002), strict=True):
+                clip_grad_norm_(model.parameters(), bound)
+            truths = [norms_of(model.named_parameters()) for model in models]
+            for optimizer in optimizers:
+                optimizer.step()
+    for record, truth in zip(sink.records[-2:], truths, strict=True):
+        found = [value for _, value in sorted(applied(record.snapshot).items())]
+        assert found == pytest.approx([value for _, value in sorted(truth.items())], rel=1e-6)

@@ -191,7 +191,11 @@ def test_shadow_mode_says_and_does_nothing() -> None:
     course.step(1, NAN_AT_2)
     assert not course.decision.skip
     assert not course.decision.stop
-    assert course.decision.orders == {Order("nan", "skip_step", True), Order("nan", "stop", True)}
+    told = {"site": "layers.1.weight", "count": 1}
+    assert course.decision.orders == {
+        Order("nan", "skip_step", True, **told),
+        Order("nan", "stop", True, **told),
+    }
     assert all(event.actions == () for event in course.events)
 
 
@@ -519,18 +523,18 @@ def test_check_lists_everything_wrong_at_once() -> None:
             rule("moe", Above(threshold=1), groups=("experts",)),
             rule("fine", Above(threshold=1), exclude=("*",), optional=True),
             rule("tap", Above(threshold=1, of="grad_output_norm")),
-            rule("replay", NonFinite(), do=(Action("localise"), *SKIP)),
+            rule("bundle", NonFinite(), do=(Action("snapshot"), *SKIP)),
             rule("off", NonFinite(), do=(Action("rescale"),), enabled=False),
         ),
-        clip=Clip(total=ClipPolicy("zclip"), groups={"ghosts": ClipPolicy("norm")}, at="backward"),
+        clip=Clip(total=ClipPolicy("zclap"), groups={"ghosts": ClipPolicy("norm")}, at="backward"),
     )
     engine = Engine(ruleset)
     with pytest.raises(AttachError) as caught:
         engine.check(make_sites(4))
     lines = str(caught.value).splitlines()[1:]
-    for words in ("'ghosts'", "'typo'", "'tap'", "'localise'", "'zclip'", "clip.groups", "clip.at"):
+    for words in ("'ghosts'", "'typo'", "'tap'", "'snapshot'", "'zclap'", "clip.at"):
         assert sum(words in line for line in lines) >= 1, words
-    assert len(lines) == 7
+    assert len(lines) == 6
     assert "module taps" in engine.bind(make_sites(4)).inactive["tap"]
 
 

@@ -16,7 +16,7 @@ from gradwatch import judging, watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import acting, boundary, capture, host, lane, local, modules, precision, sampling
+from gradwatch.hooks import boundary, capture, host, lane, local, modules, precision, sampling, skipping
 from gradwatch.rulefile import parse_rules
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
@@ -61,7 +61,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "at_step_scale": (precision, "at_step", "boundary"),
     "evaluate": (BoundEngine, "evaluate", "engine"),
     "decide": (BoundEngine, "decide", "engine"),
-    "skip": (acting.Acting, "_skip", "action"),
+    "skip": (skipping.Skips, "skip", "action"),
     "advance": (lane.Lane, "advance", "boundary"),
     "thinnable": (lane.Lane, "thinnable", "boundary"),
     "norm_local": (local, "exact_norm", "norm_local"),

@@ -14,13 +14,18 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("snapshot", "health", "codes", "bounds"),
+    ("snapshot", "finding", "remedies", "explanation", "health", "codes", "exit_status", "bounds"),
+    ("checkpoint",),
     ("detectors", "policies", "limits"),
     ("rules",),
-    ("rulefile", "engine", "testing"),
+    ("rulefile", "engine", "testing", "failing"),
     ("settings", "journal", "sinks"),
+    ("audit",),
+    ("stack",),
+    ("serve",),
     ("hooks",),
-    ("course", "rank_rules", "backward_rules"),
+    ("localise",),
+    ("course", "rank_rules", "backward_rules", "causes"),
     ("judging",),
     ("watching",),
     ("attach",),
@@ -34,6 +39,8 @@ TORCH_FREE = [
     if name
     not in (
         "hooks",
+        "localise",
+        "causes",
         "course",
         "rank_rules",
         "backward_rules",

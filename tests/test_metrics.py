@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwatch.sinks.exposition import render
+from gradwatch.sinks.families import RunEnd, families
 from gradwatch.sinks.metrics import BY_NAME, METRICS, Metric, documentation
 from gradwatch.sinks.prometheus import MAX_OPTIMIZERS, PrometheusSink
 from gradwatch.sinks.tally import RecentMax, Tally
-from gradwatch.snapshot import Column, Record
+from gradwatch.snapshot import CheckpointHealth, Column, Record
 from tests.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 from tests.test_exposition import read
 
@@ -91,8 +94,10 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink = PrometheusSink(None)
     sink.open(make_run(tmp_path), sink._health)
     sink._health.mark("engine", True)
-    sink.write(make_record(SITES, loss_scale=1024.0))
-    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in read(sink.render())}
+    record = make_record(SITES, loss_scale=1024.0)
+    sink.write(replace(record, checkpoint=CheckpointHealth(True, 0)))
+    view = replace(sink.view(), end=RunEnd("finished", 1_700_000_000.0))
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in read(render(families(view)))}
     assert names == BY_NAME.keys()
 
 

@@ -109,6 +109,31 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
         assert math.sqrt(squares[0]) == pytest.approx(reference(grad), rel=1e-5)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(SHAPES, DTYPES, st.floats(-44, 4)), min_size=1, max_size=12), st.data())
+def test_what_a_glance_lets_pass_is_right(
+    specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject
+) -> None:
+    """A glance calls a read faint exactly where some gradient is below its floor; all others are within 1e-5."""
+    reader = CpuReader()
+    floor = np.array([math.prod(shape) * UNDERFLOW for shape, _, _ in specs])
+    for turn in range(2):
+        grads = []
+        for index, (shape, dtype, exponent) in enumerate(specs):
+            kind = data.draw(
+                st.sampled_from(["as planned", "as planned", "zero", "missing"]) if turn else st.just("")
+            )
+            scale = 0.0 if kind == "zero" else 10.0**exponent
+            grads.append(None if kind == "missing" else make(shape, dtype, "plain", scale, index))
+        read = reader.read(grads)
+        faint = read.faint(grads, floor)
+        pairs = list(zip(read.squares(), floor, grads, strict=True))
+        assert faint == any(square < least for square, least, grad in pairs if grad is not None)
+        if not faint:
+            for square, _, grad in pairs:
+                assert math.sqrt(square) == pytest.approx(0.0 if grad is None else reference(grad), rel=1e-5)
+
+
 @pytest.mark.parametrize("numel", [ROW, 2 * ROW - 1, 2 * ROW, 1 << 20, (1 << 20) + 3])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, 1.7])
 def test_constant_gradient_keeps_its_digits(numel: int, value: float) -> None:

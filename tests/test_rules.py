@@ -119,7 +119,8 @@ rules:
     assert (found.every, found.for_, found.keep_firing_for, found.cooldown) == (5, 3, 20, 30)
     assert (found.severity, found.labels, found.mode) == ("critical", {"team": "vision"}, "shadow")
     assert (found.on_error, found.enabled, found.optional, found.acts) == ("skip_step", False, True, False)
-    assert found.do == (Action("stop"), Action("localise", {"by": "record", "else_record_steps": 2}))
+    recording = {"by": "record", "else_record_steps": 2, "max_bytes": 64 << 20}
+    assert found.do == (Action("stop"), Action("localise", recording))
 
 
 def test_actions_are_complete() -> None:
@@ -409,9 +410,11 @@ def test_packs_are_safe_everywhere(name: str) -> None:
 
 
 def test_default_pack_skips_non_finite_steps_and_nothing_else() -> None:
-    """The only action is to skip non-finite steps, without end, never to stop."""
+    """The only actions: skip non-finite steps, without end, never stop; and look for what made them so."""
     acting = {rule.id: rule.do for rule in load_rules("default").rules if rule.do}
-    assert acting == {"non-finite": (Action("skip_step", {"max_consecutive": 10, "then": "continue"}),)}
+    skip = Action("skip_step", {"max_consecutive": 10, "then": "continue"})
+    look = Action("localise", {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20})
+    assert acting == {"non-finite": (skip, look)}
     assert load_rules("default").clip is None
 
 

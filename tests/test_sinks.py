@@ -22,6 +22,9 @@ from gradwatch.sinks.prometheus import PrometheusSink
         ),
         ("log", {"format": "json"}),
         ("journal", {}),
+        ("alertmanager", {"url": "http://127.0.0.1:9093", "labels": {"team": "a"}}),
+        ("textfile", {"dir": "/nowhere"}),
+        ("pushgateway", {}),
     ],
 )
 def test_each_built_in_sink_is_built_by_name(kind: str, options: dict[str, object]) -> None:
@@ -36,7 +39,7 @@ def test_each_built_in_sink_is_built_by_name(kind: str, options: dict[str, objec
     ("kind", "options", "says"),
     [
         ("promtheus", {}, "did you mean 'prometheus'"),
-        ("carrier-pigeon", {}, "there are: journal, log, prometheus"),
+        ("carrier-pigeon", {}, "there are: alertmanager, journal, log, prometheus"),
         ("prometheus", {"topk": 3}, "no option 'topk'; did you mean 'top_k'"),
         ("prometheus", {"params": "best"}, "'best' is not one of off, worst, match, all"),
         ("prometheus", {"params": "match"}, "needs globs"),

@@ -207,8 +207,8 @@ rules: {{big: {{detect: {{kind: above, of: norm, threshold: 5}}, groups: [heads]
 def test_action_not_built_is_refused_by_name() -> None:
     """An action this version cannot carry out is refused at attach, never ignored."""
     model, optimizer = build()
-    rules = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{localise: {by: replay}}]}}")
-    with pytest.raises(AttachError, match="localise"):
+    rules = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{snapshot: {keep: 1}}]}}")
+    with pytest.raises(AttachError, match="snapshot"):
         watch(model, optimizer, rules=rules)
 
 

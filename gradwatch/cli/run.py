@@ -33,6 +33,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--listen", metavar="HOST:PORT", type=listen_address, help="where to serve /metrics")
     parser.add_argument("--dir", metavar="DIR", help="where to write the journal (default: ./gradwatch-runs)")
+    parser.add_argument(
+        "--file-sd", metavar="DIR", help="put every process on this list of Prometheus targets (file_sd)"
+    )
     parser.add_argument("--run-id", metavar="ID", type=run_id, help="name of the run (default: made up)")
     parser.add_argument(
         "--on-config-error",
@@ -75,13 +78,14 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def check_rules(source: str, run: str) -> None:
     """Raise RuleFileError with everything wrong in the rule file, AttachError for what is not built yet."""
-    from gradwatch.engine.admission import unbuilt
+    from gradwatch.engine.admission import impossible, unbuilt
     from gradwatch.rulefile import load_rules
 
-    missing = unbuilt(load_rules(source, run=run))
+    ruleset = load_rules(source, run=run)
+    missing = [*unbuilt(ruleset), *impossible(ruleset)]
     if missing:
         listed = "\n".join(f"  - {each}" for each in missing)
-        raise AttachError(f"{source} asks for what this version does not have:\n{listed}")
+        raise AttachError(f"{source} asks for what this version cannot do:\n{listed}")
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:
@@ -93,6 +97,9 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
     directory = arguments.dir or os.environ.get("GRADWATCH_DIR")
     if directory:
         given["GRADWATCH_DIR"] = os.path.abspath(directory)
+    targets = arguments.file_sd or os.environ.get("GRADWATCH_FILE_SD")
+    if targets:
+        given["GRADWATCH_FILE_SD"] = os.path.abspath(targets)
     if arguments.listen:
         given["GRADWATCH_LISTEN"] = arguments.listen
     if arguments.run_id:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gradwatch.engine.backward import misplaced
 from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
-from gradwatch.engine.series import group_masks, labels, series_of
+from gradwatch.engine.series import MODULE_COLUMNS, group_masks, labels, series_of
 from gradwatch.errors import AttachError
 from gradwatch.policies import POLICIES, find_policy
 from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, Sites
 
+BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
+"""Columns of which a baseline is something that a gradient's norm can be brought down to."""
+
 
 def admit(ruleset: RuleSet, sites: Sites) -> None:
     """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
     labelled = sites.labelled(labels(ruleset.groups, sites))
-    problems = [*unbuilt(ruleset), *misplaced(ruleset), *_unmatched(ruleset, labelled)]
+    problems = [
+        *unbuilt(ruleset),
+        *impossible(ruleset),
+        *misplaced(ruleset),
+        *_unmatched(ruleset, labelled),
+    ]
     if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
         problems += misfits(ruleset, labelled)
     if problems:
@@ -27,12 +37,50 @@ def unbuilt(ruleset: RuleSet) -> list[str]:
     problems = []
     for rule in ruleset.rules:
         for action in rule.do if rule.enabled else ():
-            if action.name in NOT_BUILT:
+            name = str(action.params["to"]) if action.name == "escalate" else action.name
+            if name in NOT_BUILT:
                 problems.append(
-                    f"rule {rule.id!r}: action {action.name!r} is not built yet; "
+                    f"rule {rule.id!r}: action {name!r} is not built yet; "
                     f"remove it from `do:`, or set `enabled: false`{_origin(ruleset, rule.id + '.do')}"
                 )
+            if action.params.get("at", "step") == "backward":
+                problems.append(f"rule {rule.id!r}: `at: backward` is not built yet; use `at: step`")
     return problems + ([] if ruleset.clip is None else _unbuilt_clip(ruleset.clip))
+
+
+def impossible(ruleset: RuleSet) -> list[str]:
+    """What no version could do: actions that mean nothing for what their rule judges; needs no model."""
+    problems = []
+    for rule in ruleset.rules:
+        for reason in _meaningless(rule) if rule.enabled else ():
+            problems.append(f"rule {rule.id!r}: {reason}{_origin(ruleset, rule.id + '.do')}")
+    return problems
+
+
+def _meaningless(rule: Rule) -> Iterator[str]:
+    """Why actions of a rule mean nothing, one sentence each."""
+    column, names = rule.detect.columns[0], {action.name for action in rule.do}
+    clips = [action for action in rule.do if action.name == "clip"]
+    escalates = any(action.name == "escalate" and action.params["to"] == "clip" for action in rule.do)
+    touching = names & {"clip", "rescale", "zero_nonfinite"} or ({"clip"} if escalates else set())
+    local = all(action.params.get("at") == "backward" for action in clips)
+    if touching and column in RANK_COLUMNS:
+        yield f"{_listed(touching)} cannot act on ranks; skip_step, localise and stop can"
+    elif touching and column in MODULE_COLUMNS and not (touching == {"clip"} and local and clips):
+        yield f"{_listed(touching)} at the step acts on parameters, and {column} is measured on modules"
+    learns = rule.detect.has_baseline and rule.detect.invertible
+    to_baseline = any(action.params["to"] == "baseline" for action in clips) or (escalates and not clips)
+    if to_baseline and not (learns and column in BASELINE_COLUMNS):
+        yield (
+            f"clip to the baseline needs one of gradient norms ({', '.join(BASELINE_COLUMNS)}) that `spike` learns; "
+            f"this rule has kind {rule.kind} on {column}; clip to a number instead"
+        )
+    if "zero_nonfinite" in names and not rule.detect.finiteness:
+        yield f"zero_nonfinite needs a rule about NaN and Inf; kind {rule.kind} is about finite numbers"
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 def _unbuilt_clip(clip: Clip) -> list[str]:

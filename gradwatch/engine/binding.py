@@ -10,19 +10,20 @@ import numpy as np
 
 from gradwatch.bounds import Bound
 from gradwatch.detectors import State
+from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
-from gradwatch.engine.clipping import needs_host
-from gradwatch.engine.judge import Step, exhausted, firing_now
+from gradwatch.engine.clipping import clips_only_total, needs_host
+from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
-from gradwatch.engine.plan import Needs, Plan, RulePlan, make_plan
+from gradwatch.engine.plan import Needs, Plan, make_plan
 from gradwatch.engine.quiet import Quiet
 from gradwatch.engine.series import labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.errors import GradwatchError
 from gradwatch.limits import Limits
 from gradwatch.rules import ClipAt, Rule, RuleSet
-from gradwatch.snapshot import BoolArray, Decision, Order, RuleInfo, Sites, Snapshot, Verdict
+from gradwatch.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict
 
 LR_JUMP = 3.0
 """A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
@@ -43,13 +44,14 @@ class Engine:
 
     def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
         self.ruleset = ruleset
+        self._clip_needs_host = needs_host(ruleset.clip)
         self.rank = rank
 
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
         """What sinks may know of the enabled rules, by id."""
         return tuple(
-            RuleInfo(rule.id, rule.kind, rule.severity, tuple(action.name for action in rule.do))
+            RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
             for rule in self._enabled()
         )
 
@@ -70,7 +72,12 @@ class Engine:
             rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
             for rule in self._enabled()
         )
-        return rules or needs_host(self.ruleset.clip)
+        return rules or self._clip_needs_host
+
+    @property
+    def clips_only_total(self) -> bool:
+        """Whether `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
+        return clips_only_total(self.ruleset.clip)
 
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
@@ -171,9 +178,12 @@ class BoundEngine:
         return step.finish(baselines, lr)
 
     def _will_skip(self, step: Step) -> bool:
+        """Whether a fact leads to a skip, of its own or of its ladder."""
         rules = (self.plan.rules[number] for number in self._facts)
         return bool(step.acting) and any(
-            one.skip is not None and one.rule.mode == "act" and one.rule.id in step.acting for one in rules
+            one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
+            for one in rules
+            if one.rule.mode == "act" and one.rule.id in step.acting
         )
 
     def limits(self, state: EngineState, at: ClipAt | None = None) -> Limits:
@@ -206,10 +216,13 @@ class BoundEngine:
         (`gradwatch.policies`).
         """
         decision = self._standing
-        if verdict.acting:
-            for one, consecutive in zip(self.plan.rules, state.consecutive, strict=True):
-                if one.rule.id in verdict.acting:
-                    decision |= orders(one, consecutive)
+        for number, one in by_rule(self.plan, verdict.acting):
+            due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
+            decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
+        for _, one in by_rule(self.plan, verdict.standing):
+            decision |= standing(one, verdict.standing[one.rule.id], snapshot)
+        if verdict.acting or verdict.standing:
+            decision = settled(decision)
         return self.clip(decision, state, snapshot) if self.clipping.policies else (decision, state)
 
     def clip(
@@ -261,14 +274,26 @@ class BoundEngine:
         return tuple(after)
 
 
+def _named(rule: Rule) -> tuple[str, ...]:
+    """The actions a rule may carry out, those of its ladder included."""
+    return tuple(
+        dict.fromkeys(
+            str(action.params["to"]) if action.name == "escalate" else action.name for action in rule.do
+        )
+    )
+
+
 def _skips_on_device(rule: Rule) -> bool:
     """Whether a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
-    skips = [action for action in rule.do if action.name == "skip_step"]
+    done = [
+        action for action in rule.do if action.name != "localise"
+    ]  # it changes nothing, and may come late
+    skips = [action for action in done if action.name == "skip_step"]
     forever = all(
         action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
         for action in skips
     )
-    return rule.acts and rule.kind == "nonfinite" and len(skips) == len(rule.do) and forever
+    return rule.acts and rule.kind == "nonfinite" and 0 < len(skips) == len(done) and forever
 
 
 def jumped(before: float | None, now: float | None) -> bool:
@@ -276,15 +301,3 @@ def jumped(before: float | None, now: float | None) -> bool:
     if before is None or now is None or before == now or not (before > 0 and now > 0):
         return False
     return not 1 / LR_JUMP <= now / before <= LR_JUMP
-
-
-def orders(one: RulePlan, consecutive: int) -> Decision:
-    """What one rule orders when it acts; in shadow mode it only says what it would have ordered."""
-    names = {action.name for action in one.rule.do}
-    if exhausted(one, consecutive):
-        names.add("stop")
-    shadow = one.rule.mode == "shadow"
-    said = frozenset(Order(one.rule.id, name, shadow) for name in names)
-    if shadow:
-        return Decision(orders=said)
-    return Decision(skip="skip_step" in names, stop="stop" in names, orders=said)

@@ -116,6 +116,9 @@ class Clipping:
         with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
             clipped = 1 if self.at == "backward" else snapshot.coef
             norms = snapshot.norm.astype(np.float64) * clipped
+        for name in ("nonfinite", "norm_overflow"):
+            if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
+                norms[snapshot.columns[name].values > 0] = np.nan
         calls = snapshot.calls > 0
         for one, state in zip(self.policies, states, strict=True):
             yield one, state, one.measured(norms, calls)
@@ -153,6 +156,8 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
     found: list[BoundPolicy] = []
     elementwise: list[tuple[ElementwisePolicy, BoolArray]] = []
     for place, said, mask in _covered(clip, ruleset, sites):
+        if find_policy(said.method) is None:
+            continue  # said by `admission`, before anything is trained
         policy = make_policy(said)
         if place == TOTAL and said.method == "norm" and said.params.get("scope", "total") == "total":
             max_norm = float(said.params["max_norm"])
@@ -170,13 +175,20 @@ TOTAL = "total"
 
 def needs_host(clip: Clip | None) -> bool:
     """Whether a policy needs its norms on the host before the step; clips by norm and elementwise ones do not."""
-    said = (
-        []
-        if clip is None or clip.at == "backward"
-        else [*clip.groups.values(), *([clip.total] if clip.total else [])]
-    )
-    policies = [make_policy(one) for one in said]
-    return any(isinstance(one, Policy) and not isinstance(one, ClipByNorm) for one in policies)
+    if clip is None or clip.at == "backward":
+        return False
+    said = (*clip.groups.values(), *(() if clip.total is None else (clip.total,)))
+    classes = [find_policy(one.method) for one in said]
+    return any(cls is not None and issubclass(cls, Policy) and cls is not ClipByNorm for cls in classes)
+
+
+def clips_only_total(clip: Clip | None) -> bool:
+    """Whether a file clips nothing, or nothing but the total norm at the step: a bound that no state moves."""
+    if clip is None:
+        return True
+    total = clip.total
+    bounded = total is None or (total.method == "norm" and total.params.get("scope", "total") == "total")
+    return bounded and not clip.groups and clip.at == "step"
 
 
 def make_policy(said: ClipPolicy) -> AnyPolicy:

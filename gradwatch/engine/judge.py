@@ -8,18 +8,21 @@ Axes: R rules, B banks, K series of one rule.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
-from gradwatch.engine.incidents import Notice, Scored, build_event
+from gradwatch.engine.incidents import Notice, Scored, build_event, worst_first
+from gradwatch.engine.ladder import alarm_due, climbed, ordered, remembered
+from gradwatch.engine.limiting import BASELINE_SIGMAS, part_of
 from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import Reader
 from gradwatch.engine.state import EngineState
 from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
-from gradwatch.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot, Verdict
+from gradwatch.snapshot import BoolArray, Due, Event, EventKind, FloatArray, Severity, Snapshot, Verdict
 
 HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 
@@ -45,10 +48,12 @@ class Step:
     __slots__ = (
         "_before",
         "_clips",
+        "_tracks_before",
         "acting",
         "banks",
         "breaching",
         "consecutive",
+        "due",
         "events",
         "plan",
         "rank",
@@ -63,12 +68,14 @@ class Step:
         self.rank = rank
         self.reader = Reader(snapshot, state.plan.roots)
         self.tracks = list(state.tracks)
+        self._tracks_before = state.tracks
         self._before = state.consecutive
         self._clips = state.clips
         self.consecutive = list(state.consecutive)
         self.banks: list[Heard | None] = [None] * len(state.plan.banks)
         self.breaching: dict[str, BoolArray] = {}
         self.acting: set[str] = set()
+        self.due: dict[str, Due] = {}
         self.events: list[Event] = []
 
     def learn(
@@ -142,11 +149,21 @@ class Step:
         moved = move(track, scored.breach, clear, judged, step, rule.for_, rule.keep_firing_for)
         if scored.breach.any():
             self.breaching[rule.id] = one.shown.spread(scored.breach, len(self.plan.sites))
-        acts = bool(rule.do) and must_act(one, scored, moved.track)
-        if acts:
+        upon = acted_on(one, scored, moved.track)
+        if rule.do and upon.any():
+            moved = moved._replace(track=remembered(one, moved.track, step))
             self.acting.add(rule.id)
             self.consecutive[number] = self._before[number] + 1
+            self.due[rule.id] = self._due(one, scored, upon, moved.track)
         self.tracks[number] = self._told(one, track, moved, scored, self.consecutive[number])
+
+    def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: Track) -> Due:
+        """What the actions of a rule are about at this step."""
+        worst = int(worst_first(scored.score, one.shown.depths, upon, one.detector.comparison)[0])
+        heard, usual = None if one.bank == NO_BANK else self.banks[one.bank], None
+        if heard is not None:
+            usual = one.detector.usual(part_of(one.detector, heard.before, one.part), BASELINE_SIGMAS)
+        return Due(upon, worst, usual, climbed(one, track, self.snapshot.step))
 
     def _told(self, one: RulePlan, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
         """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
@@ -165,6 +182,8 @@ class Step:
         alarm = alarm_due(one, acted)
         if alarm or (was_firing and firing and acted):
             self._tell(one, scored, acted, "repeat", track.incident, scored.breach, alarm)
+        if acted and set(climbed(one, track, step)) - set(climbed(one, was, max(was.acted, default=NEVER))):
+            self._tell(one, scored, acted, "escalated", track.incident, scored.breach, True)
         return track if firing or track.streak.any() else at_rest(track)
 
     def _tell(
@@ -177,9 +196,11 @@ class Step:
         involved: BoolArray,
         notify: bool,
     ) -> None:
-        alarm = kind == "repeat" and notify
+        alarm = kind == "escalated" or (kind == "repeat" and notify)
         severity: Severity = "critical" if alarm else one.rule.severity
-        notice = Notice(kind, incident, involved, severity, ordered(one, acted), notify)
+        due = self.due.get(one.rule.id)
+        actions = ordered(one, acted, () if due is None else due.climbed)
+        notice = Notice(kind, incident, involved, severity, actions, notify)
         self.events.append(build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank))
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
@@ -187,11 +208,19 @@ class Step:
         tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
         state = EngineState(self.plan, baselines, tracks, consecutive, lr, clips=self._clips)
         firing = firing_now(state)
-        verdict = Verdict(firing, self.breaching, tuple(self.events), frozenset(self.acting))
+        verdict = Verdict(
+            firing,
+            self.breaching,
+            tuple(self.events),
+            frozenset(self.acting),
+            self.due,
+            under_factor(self.plan, self._tracks_before),
+        )
         if not self._at_rest():
             return verdict, state
         done = tuple(map(_done, self.plan.banks, baselines))
-        return verdict, replace(state, quiet=Verdict(firing), done=done)
+        quiet = Verdict(firing, standing=under_factor(self.plan, state.tracks))
+        return verdict, replace(state, quiet=quiet, done=done)
 
     def _at_rest(self) -> bool:
         """Whether a healthy step would change no rule: those of rare columns are not asked on it."""
@@ -204,35 +233,25 @@ def _done(bank: Bank, baseline: State) -> bool:
     return all(one.column in HEALTHY_POSITIVE for one in bank.segments) and bank.detector.done(baseline)
 
 
-def must_act(one: RulePlan, scored: Scored, track: Track) -> bool:
-    """Whether a rule's actions are due on this very step.
+def acted_on(one: RulePlan, scored: Scored, track: Track) -> BoolArray:
+    """bool[K]: the series on which a rule's actions are due on this very step.
 
-    On every breach once `for` is met; on a non-finite gradient at once, since by the next step it is too
-    late.
+    Those that breach once `for` is met; a non-finite gradient at once, since by the next step it is too late.
     """
     if one.detector.finiteness:
-        return bool(scored.breach.any())
-    return bool((scored.breach & (track.firing | ~np.isfinite(scored.values))).any())
+        return scored.breach
+    if one.detector.in_depth_order:  # one series made of all sites
+        return scored.breach & track.firing
+    return scored.breach & (track.firing | ~np.isfinite(scored.values))
 
 
-def alarm_due(one: RulePlan, acted: int) -> bool:
-    """Whether `max_consecutive` skips in a row have been used up: then, and at every multiple of it."""
-    limit = one.max_consecutive
-    return limit is not None and acted > limit and (acted - 1) % limit == 0
-
-
-def exhausted(one: RulePlan, acted: int) -> bool:
-    """Whether the rule has skipped its `max_consecutive` and is to stop training instead."""
-    limit, skip = one.max_consecutive, one.skip
-    return skip is not None and limit is not None and acted > limit and skip.params.get("then") == "stop"
-
-
-def ordered(one: RulePlan, acted: int) -> tuple[str, ...]:
-    """The actions a rule orders having acted on this many steps in a row; none in shadow mode or at 0."""
-    if not acted or one.rule.mode == "shadow":
-        return ()
-    names = dict.fromkeys(action.name for action in one.rule.do)
-    return (*names, "stop") if exhausted(one, acted) and "stop" not in names else tuple(names)
+def under_factor(plan: Plan, tracks: Iterable[Track]) -> dict[str, BoolArray]:
+    """bool[K] for each rule that rescales and was firing: its factor stands until the rule is resolved."""
+    return {
+        one.rule.id: track.firing
+        for one, track in zip(plan.rules, tracks, strict=True)
+        if not track.idle and one.action("rescale") is not None and track.firing.any()
+    }
 
 
 def firing_now(state: EngineState) -> dict[str, BoolArray]:

@@ -107,6 +107,7 @@ def _track_rows(series: Series, track: Track, consecutive: int) -> dict[str, Any
         "quiet_since": track.quiet_since.tolist(),
         "incident": track.incident,
         "resolved_at": track.resolved_at,
+        "acted": list(track.acted),
         "consecutive": consecutive,
     }
 
@@ -149,7 +150,8 @@ def _fill(state: State, segment: Series, part: slice, rows: Mapping[str, Any]) -
 def _track(series: Series, rows: Mapping[str, Any] | None) -> Track:
     if rows is None:
         return IDLE
-    track = IDLE._replace(incident=str(rows["incident"]), resolved_at=int(rows["resolved_at"]))
+    acted = tuple(map(int, rows.get("acted", ())))  # earlier versions had no ladders
+    track = IDLE._replace(incident=str(rows["incident"]), resolved_at=int(rows["resolved_at"]), acted=acted)
     here, there = _matches(series.names, rows["names"])
     if not here:
         return track._replace(resolved_at=track.resolved_at if track.incident else NEVER)

@@ -20,7 +20,8 @@ class Track(NamedTuple):
 
     `streak[K]` breaching samples in a row (int32, counted up to `for`); `firing[K]`; `quiet_since[K]` the
     step of the first quiet sample since the last breach, -1 = none; `incident` the id of the present or
-    last firing period; `resolved_at` the step it resolved, -1 = not yet.
+    last firing period; `resolved_at` the step it resolved, -1 = not yet. `acted` are the last steps on which its
+    actions were due, as many as its ladder (`escalate:`) looks back on.
     """
 
     streak: NDArray[np.int32]
@@ -29,6 +30,7 @@ class Track(NamedTuple):
     incident: str = ""
     resolved_at: int = NEVER
     idle: bool = True
+    acted: tuple[int, ...] = ()
 
 
 class Moved(NamedTuple):
@@ -44,8 +46,8 @@ IDLE = Track(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64)
 
 
 def at_rest(track: Track) -> Track:
-    """The idle Track that remembers the last incident of `track`."""
-    return IDLE._replace(incident=track.incident, resolved_at=track.resolved_at)
+    """The idle Track that remembers the last incident of `track`, and when it acted."""
+    return IDLE._replace(incident=track.incident, resolved_at=track.resolved_at, acted=track.acted)
 
 
 def awake(track: Track, size: int) -> Track:

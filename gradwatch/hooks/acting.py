@@ -7,7 +7,8 @@ factors come from the gradients as found at the boundary and are applied once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +16,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
+from gradwatch.hooks.device import clip_factor
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
-from gradwatch.hooks.standing import factors_of
+from gradwatch.hooks.standing import carried_scale, factors_of
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.snapshot import Decision
+from gradwatch.snapshot import Decision, Order
+
+Done = Callable[[Lane, Decision, Exception | None], None]
+"""Told once a Decision was carried out: what really was, and the fault that kept it from being as decided."""
 
 
 class Acting:
-    """Carries out Decisions on the gradients of lanes; `failed(component, error)` counts a fault of ours."""
+    """Carries out Decisions on the gradients of lanes.
 
-    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+    `failed(component, error)` counts a fault of ours; `done` is told how each Decision went, and publishes it.
+    """
+
+    def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
         self._failed = failed
+        self._done = done
         self._skips = Skips(lambda error: failed("action", error))
-        self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
+        self._gates: dict[int, list[Gate]] = {}
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
@@ -43,22 +53,67 @@ class Acting:
     ) -> None:
         """Do what was decided of a step on the host; `turn` is its closure's, None without one.
 
-        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged.
+        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged, or
+        what the rule's `on_error` says is done instead.
         """
+        error: Exception | None = None
+        if not decision.stop:
+            decision, error = self._attempt(optimizer, lane, decision, turn)
+        self._done(lane, decision, error)
+        if error is not None:
+            self._failed("action", error)
         if decision.stop:
             if turn is not None and turn.memory is not None:
                 turn.memory.restore()
             raise TrainingStopped(why_stopped(decision, lane))
+
+    def _attempt(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> tuple[Decision, Exception | None]:
+        """Carry it out; what was done in the end, and the fault that made it differ from what was decided."""
         try:
-            if turn is not None:
-                turn.skipped, turn.max_norm = decision.skip, decision.max_norm
-            if decision.skip:
-                if turn is None or not turn.must_finish:
-                    self._skips.skip(lane.index, optimizer, at_once=turn is not None)
-            elif decision.touches:
-                _reshape(lane, decision)
+            self._carry_out(optimizer, lane, decision, turn)
         except Exception as error:
             self.give_back(lane.index)  # the gradient passes unchanged
+            instead = in_place_of(decision)
+            try:
+                self._carry_out(optimizer, lane, instead, turn)
+            except Exception:  # not even that can be done: it is told as a failure all the same
+                self.give_back(lane.index)
+                instead = replace(instead, skip=False)
+            return instead, error
+        return decision, None
+
+    def _carry_out(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> None:
+        if turn is not None:
+            turn.skipped, turn.max_norm = decision.skip, decision.max_norm
+        if decision.skip:
+            if turn is None or not turn.must_finish:
+                self._skips.skip(lane.index, optimizer, at_once=turn is not None)
+        elif decision.max_norm is not None and only_total(decision):
+            coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
+            self._multiply(optimizer if turn is None else None, lane, coefficient)
+        elif decision.touches:
+            _reshape(lane, decision)
+
+    def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
+        """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
+        if optimizer is None or coefficient == 1 or not divides(optimizer, lane):
+            lane.multiply(coefficient)
+        else:
+            self._divide(optimizer, lane, torch.tensor(1.0 / float(coefficient), device=where(lane)))
+
+    def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> None:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
+
+        The verdict finds the same total later, and tells the same coefficient.
+        """
+        try:
+            if not lane.surely_within(max_norm):
+                self._multiply(optimizer, lane, clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
             self._failed("action", error)
 
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
@@ -70,10 +125,12 @@ class Acting:
         total = lane.device_total() if skips or max_norm is not None or standing is not None else None
         if total is None or reading is None:
             return
-        scale = getattr(optimizer, "grad_scale", None)
-        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else 1.0
+        scale = carried_scale(optimizer)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
+        elif max_norm is not None and divides(optimizer, lane):
+            self._divide(optimizer, lane, torch.reciprocal(clip_factor(total / carried, max_norm)))
         elif max_norm is not None:
             lane.clip_on_device(total / carried, max_norm)
         if skips:
@@ -88,18 +145,24 @@ class Acting:
         before = getattr(optimizer, "found_inf", None)
         if before is not None:
             bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
-        self._gates[lane.index] = (optimizer, bad, before)
-        optimizer.found_inf = bad  # type: ignore[attr-defined]
+        self._set(optimizer, lane, "found_inf", bad)
+
+    def _divide(self, optimizer: Optimizer, lane: Lane, divisor: Tensor) -> None:
+        """Have a fused optimizer divide its gradients by a 0-dim factor on its way: no pass over them of our own."""
+        before = getattr(optimizer, "grad_scale", None)
+        if isinstance(before, Tensor):
+            divisor = before * divisor.to(before.device, non_blocking=True)
+        self._set(optimizer, lane, "grad_scale", divisor)
+
+    def _set(self, optimizer: Optimizer, lane: Lane, name: str, value: Tensor) -> None:
+        gate = Gate(optimizer, name, value, getattr(optimizer, name, None))
+        self._gates.setdefault(lane.index, []).append(gate)
+        setattr(optimizer, name, value)
 
     def open_gate(self, index: int) -> None:
-        """Restore `found_inf` as it was, not deleted: GradScaler deletes its own; not if it is no longer ours."""
-        optimizer, ours, before = self._gates.pop(index, (None, None, None))
-        if optimizer is None or getattr(optimizer, "found_inf", None) is not ours:
-            return
-        if before is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = before  # type: ignore[attr-defined]
+        """Restore `found_inf` and `grad_scale` as they were; not where they are no longer ours."""
+        for gate in self._gates.pop(index, ()):
+            gate.restore()
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
@@ -110,12 +173,44 @@ class Acting:
         self._skips.give_back(index, finished)
 
 
+class Gate(NamedTuple):
+    """What was set on a fused optimizer for the length of one step: `value` in place of `before` (None = nothing)."""
+
+    optimizer: Optimizer
+    name: str
+    value: Tensor
+    before: Any
+
+    def restore(self) -> None:
+        """Put it back, not deleted where a GradScaler will do that; not if it is no longer ours."""
+        if getattr(self.optimizer, self.name, None) is not self.value:
+            return
+        if self.before is None:
+            delattr(self.optimizer, self.name)
+        else:
+            setattr(self.optimizer, self.name, self.before)
+
+
+def only_total(decision: Decision) -> bool:
+    """Whether all that is to be done to the gradients is to bound their total norm."""
+    return decision.coef is None and decision.zero is None and not decision.elementwise
+
+
+def divides(optimizer: Optimizer, lane: Lane) -> bool:
+    """Whether the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
+
+    Not asked of sharded parameters, whose kernels want the divisor on a mesh.
+    """
+    return supports_scaling(optimizer) and not lane.distributed
+
+
+def where(lane: Lane) -> torch.device:
+    """Where the divisor of a lane's gradients is to lie."""
+    return lane.params[0].device
+
+
 def _reshape(lane: Lane, decision: Decision) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once."""
-    if decision.coef is None and decision.zero is None and not decision.elementwise:
-        if decision.max_norm is not None:
-            lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
-        return
     grads = lane.grads()
     coef = factors_of(decision, lane.total_applied() if decision.max_norm is not None else 0.0, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
@@ -126,20 +221,36 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k, made in ahead.items():
         if (grad := grads[k]) is not None and not zero[k]:
             grad.copy_(made)
+    factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
-        (grad, torch.tensor(c, device="cpu"))
+        (grad, factors[k])
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
         if grad is not None and c != 1 and not zero[k] and k not in ahead
     ]
     if clipped:
-        # As 0-dim tensors, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
-        torch._foreach_mul_([grad for grad, _ in clipped], [factor for _, factor in clipped])
+        grads_, factors_ = map(list, zip(*clipped, strict=True))
+        if lane.on_cpu:
+            torch._foreach_mul_(
+                grads_, factors_
+            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+        else:
+            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
 
 
 def _zero_nonfinite(grad: Tensor) -> None:
     """NaN and Inf elements become 0, in place."""
     values = grad._values() if grad.is_sparse else grad
     values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
+
+
+def in_place_of(decision: Decision) -> Decision:
+    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask."""
+    instead = decision.on_error
+    if instead == "pass":
+        return Decision()
+    rules = {order.rule for order in decision.orders if not order.shadow}
+    orders = frozenset(Order(rule, instead) for rule in rules)
+    return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)
 
 
 def why_stopped(decision: Decision, lane: Lane) -> str:

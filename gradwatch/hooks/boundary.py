@@ -73,6 +73,9 @@ class Judge(Protocol):
         Where a rule may have something to say at once, `window.calm` is taken away.
         """
 
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
+        """What was really done at this boundary, and the fault that kept it from being as decided."""
+
     def forget(self, lane: Lane) -> None:
         """What was heard since the last Snapshot of a lane belongs to no step."""
 
@@ -87,7 +90,7 @@ class Boundary:
         self._capture = capture
         self._judge = judge
         self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
-        self._acting = Acting(judge.failed)
+        self._acting = Acting(judge.failed, judge.acted)
         self._deferred: dict[int, Deferred] = {}
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
@@ -258,7 +261,7 @@ class Boundary:
             return
         self._judge.enter(lane)
         if self._inside.get(lane.index) and not outer:
-            lane.tainted = True  # the step before this one raised: this window holds two
+            lane.resume()  # the step before this one raised
         self._inside[lane.index] = outer + 1
         self._acting.give_back(lane.index, finished=False)
         self._acting.open_gate(lane.index)  # left behind by a step that raised
@@ -272,12 +275,17 @@ class Boundary:
             )
             return
         measured = self._judge.measure(lane, window)
+        max_norm, turn = self._judge.max_norm(lane), self._evaluations.get(id(optimizer))
+        if max_norm is not None and turn is not None:
+            window.calm = False  # what is decided of a closure's first gradients clips the later ones too
         if window.calm:
             waiting.add(measured)
+            if max_norm is not None:
+                self._acting.clip_ahead(optimizer, lane, max_norm)
         if not window.calm or waiting.due():
             waiting.judge_all(self._judging_failed)
         if not window.calm:
-            turn = self._evaluations.get(id(optimizer))
+            window.at_hand = True
             self._acting.carry_out(optimizer, lane, measured.judge(), turn)
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
@@ -348,7 +356,8 @@ class Boundary:
     def _close_rejected(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)
         self._judge.enter(lane)
-        self._inside.pop(lane.index, None)
+        if self._inside.pop(lane.index, None):
+            lane.resume()
         self._acting.give_back(lane.index, finished=False)
         window = self._settle(optimizer, lane, 1.0)
         waiting = self._deferred.setdefault(lane.index, Deferred())

@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks import graph_task
 from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.marks import Marks
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
-from gradwatch.hooks.shards import is_shard
-from gradwatch.hooks.swapped import contents, revive
+from gradwatch.hooks.shards import is_shard, offloaded
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
 
@@ -55,14 +54,15 @@ class Capture:
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         self._slot_of: dict[int, int] = {}
-        self._handles: dict[int, RemovableHandle] = {}
-        self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
         self._touched: list[int] = []
         self._silent: set[int] = set()
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
+        owner = weakref.ref(self)  # a strong reference would tie parameter -> mark -> Capture -> parameter
+        self._marks = Marks(self._touched, self._ends.task, lambda: _arm(owner))
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
+        self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.coverage = Coverage(self._slot_of)
         self.scan()
@@ -85,9 +85,13 @@ class Capture:
     def scan(self) -> None:
         """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
         models = self.models()
+        self._marks.spared = set(offloaded(models))
         for name, param in named_parameters(models):
             if not is_lazy(param):
-                self.slot(param, name)
+                slot = self.slot(param, name)
+                # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
+                if not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
+                    self.names[slot] = name
         self.coverage.scanned(models)
 
     def slot(self, param: nn.Parameter, name: str) -> int:
@@ -98,8 +102,7 @@ class Capture:
             self._slot_of[id(param)] = slot
             self.params.append(param)
             self.names.append(name)
-        if slot not in self._handles and param.requires_grad:
-            self._handles[slot] = self._mark(slot, param)
+        self._marks.put(slot, param)
         return slot
 
     def knows(self, param: nn.Parameter) -> bool:
@@ -138,8 +141,7 @@ class Capture:
         """Mark the parameters of an unthinned lane that have come to want a gradient again."""
         if not lane.thinned:
             for slot in map(int, lane.slots):
-                if slot not in self._handles and self.params[slot].requires_grad:
-                    self._handles[slot] = self._mark(slot, self.params[slot])
+                self._marks.put(slot, self.params[slot])
 
     # -- coverage ----------------------------------------------------------------------------------------
 
@@ -164,27 +166,21 @@ class Capture:
 
     def _heal(self, lane: Lane) -> int:
         """Mark those parameters again whose contents were swapped; how many there were."""
-        healed = 0
-        for slot in map(int, lane.slots):
-            param = self.params[slot]
-            if self._marked_as.get(slot, (0, 0))[0] != contents(param) and param.requires_grad:
-                handle = self._handles.pop(slot, None)
-                if handle is not None:
-                    handle.remove()
-                self._handles[slot] = self._mark(slot, param)
-                healed += 1
-        return healed
+        return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, lane.slots))
 
     @property
     def marked(self) -> int:
         """How many parameters carry a mark at present."""
-        return len(self._handles)
+        return len(self._marks)
+
+    @property
+    def hears(self) -> bool:
+        """Whether any backward can be heard."""
+        return len(self._marks) > 0 or bool(self._marks.spared)
 
     def close(self) -> None:
         """Remove every mark and let go of every parameter."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self._marks.close()
         self._slot_of.clear()
         self.params.clear()
         self.lanes.clear()
@@ -243,8 +239,7 @@ class Capture:
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
-        if any(not self.knows(param) for param in fresh):
-            self.scan()  # a parameter was replaced or added: its name is in the model
+        self.scan()  # where a parameter was replaced, added or moved, its name is in the model
         wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
         # A shard may be empty here and hold something on other ranks, which must see the same parameters.
         named = [param for param in wanting if param.numel() or is_shard(param)]
@@ -273,9 +268,7 @@ class Capture:
 
     def _release(self, slot: int) -> None:
         """Let go of a parameter; its slot stays, so that the others keep theirs."""
-        handle = self._handles.pop(slot, None)
-        if handle is not None:
-            handle.remove()
+        self._marks.remove(slot)
         self._slot_of.pop(id(self.params[slot]), None)
         self.coverage.forget(slot)
         self.params[slot] = _GONE
@@ -295,37 +288,7 @@ class Capture:
             depths=depths,
         )
 
-    # -- marks -------------------------------------------------------------------------------------------
-
-    def _mark(self, slot: int, param: nn.Parameter) -> RemovableHandle:
-        stands_for, last = self._marked_as.get(slot, (contents(param), 0))
-        if stands_for != contents(param):
-            revive(param, "_post_accumulate_grad_hooks", last)
-        touched, task, arm = self._touched, self._ends.task, self._arming()
-        current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
-
-        def mark(_: torch.Tensor) -> None:
-            if tracing():  # compiled autograd: what follows would break its graph
-                touched.append(slot)
-                return
-            # Keyed by the graph task: after a backward that raised, its callback never ran.
-            if task[0] != current():
-                arm()
-            touched.append(slot)
-
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(mark)
-        self._marked_as[slot] = contents(param), handle.id
-        return handle
-
-    def _arming(self) -> Callable[[], None]:
-        owner = weakref.ref(self)  # a strong reference would tie parameter -> hook -> Capture -> parameter
-
-        def arm() -> None:
-            capture = owner()
-            if capture is not None:
-                capture._arm()
-
-        return arm
+    # -- backwards ---------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         try:
@@ -336,7 +299,8 @@ class Capture:
     def arm(self) -> None:
         """Have the end of the running backward heard, whether or not a mark speaks in it."""
         for lane in self.lanes:
-            lane.let_go()
+            if lane.begins():
+                self.cleared(lane)
         self._ends.arm()
 
     def _abandon(self) -> None:
@@ -383,7 +347,8 @@ class Capture:
         for lane in self.lanes:
             mine = counts[lane.slots]
             if mine.any():
-                lane.arrived(mine)
+                known = (lane.position[slot] for slot in reversed(touched) if slot in lane.position)
+                lane.arrived(mine, next(known, None))
 
     def drain(self) -> None:
         """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
@@ -401,8 +366,8 @@ class Capture:
         keep = {int(lane.slots[k]) for k in lane.sentinels()}
         shared = {int(slot) for other in self.lanes if other is not lane for slot in other.slots}
         for slot in map(int, lane.slots):
-            if slot not in keep and slot not in shared and slot in self._handles:
-                self._handles.pop(slot).remove()
+            if slot not in keep and slot not in shared:
+                self._marks.remove(slot)
         lane.thinned = True
 
     def restore(self, lane: Lane) -> None:
@@ -411,5 +376,11 @@ class Capture:
         self.remark(lane)
 
 
-def _nothing() -> None:
+def _arm(owner: weakref.ref[Capture]) -> None:
+    capture = owner()
+    if capture is not None:
+        capture._arm()
+
+
+def _nothing(*_: object) -> None:
     pass

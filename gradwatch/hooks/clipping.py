@@ -2,15 +2,19 @@
 
 A loop that accumulates is read once, at the end of the backward it has learned to be the last; the shorter
 window at the end of an epoch would then be seen only at the step boundary, after `clip_grad_norm_`. So the
-clip itself asks for the read. `clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_` all sort their
-gradients with one function that they look up in their module at every call: that one is wrapped, so it does
-not matter how, or how early, a script imported them.
+clip itself asks for the read, and says by which factor it multiplies (`gradwatch.hooks.multiplied`).
+`clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_` all sort their gradients with one function that
+they look up in their module at every call: that one is wrapped, so it does not matter how, or how early, a
+script imported them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,20 +22,25 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.device import capturing
+from gradwatch.hooks.device import capturing, on_host
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.multiplied import Announced, announced
 
 SORTER = "_group_tensors_by_device_and_dtype"
+MULTIPLIER = "_clip_grads_with_norm_"
 
-_listeners: list[Callable[[], None]] = []
+Listener = Callable[[Announced | None], None]
+
+_listeners: list[Listener] = []
 _wrapped: list[tuple[Any, Any]] = []  # (original, wrapper) while anybody listens
 
 
-def listen(about_to_clip: Callable[[], None]) -> Callable[[], None]:
+def listen(about_to_clip: Listener) -> Callable[[], None]:
     """Call `about_to_clip` before torch clips any gradient; the returned call ends that.
 
-    It must not raise. Silent under a torch without that function, and in code compiled by `torch.compile`.
-    The last listener out puts the module back as found.
+    It is given what torch is about to multiply by, where torch's own code says so, else None. It must not raise.
+    Silent under a torch without that function, and in code compiled by `torch.compile`. The last listener out
+    puts the module back as found.
     """
     _listeners.append(about_to_clip)
     if not _wrapped and hasattr(clip_grad, SORTER):
@@ -68,11 +77,14 @@ class BeforeClip:
         self._failed = failed
         self.close = listen(self.read)
 
-    def read(self) -> None:
-        """Read what is unread; raises only if `failed` does."""
+    def read(self, clip: Announced | None = None) -> None:
+        """Read what is unread, and tell every lane of the clip; raises only if `failed` does."""
         try:
             if not self._resting() and not capturing():
                 self._read()
+                if clip is not None:
+                    for lane in self._capture.lanes:
+                        lane.announced.append(clip)
         except Exception as error:
             self._failed("capture", error)
 
@@ -86,11 +98,15 @@ class BeforeClip:
 
 
 def _wrap(original: Callable[..., Any]) -> None:
+    multiplies = inspect.unwrap(getattr(clip_grad, MULTIPLIER, _wrap)).__code__
+
     @functools.wraps(original)
     def noticed(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
+            frame = sys._getframe(1)
+            clip = _announced(frame) if frame.f_code is multiplies else None
             for listener in tuple(_listeners):
-                listener()
+                listener(clip)
         return original(*args, **kwargs)
 
     _wrapped.append((original, noticed))
@@ -102,3 +118,15 @@ def _put_back() -> None:
         original, noticed = _wrapped.pop()
         if getattr(clip_grad, SORTER) is noticed:  # else somebody wrapped it again since
             setattr(clip_grad, SORTER, original)
+
+
+def _announced(clip: FrameType) -> Announced | None:
+    """What torch's `clip_grads_with_norm_` is about to do, by its own arguments; None where they differ."""
+    found = clip.f_locals
+    grads, max_norm, total = found.get("grads"), found.get("max_norm"), found.get("total_norm")
+    if not (isinstance(grads, list) and isinstance(max_norm, float) and isinstance(total, torch.Tensor)):
+        return None
+    if not on_host(total) or total.numel() != 1:
+        return None
+    with torch.no_grad():
+        return announced(grads, float(torch.clamp(max_norm / (total + 1e-6), max=1.0)))

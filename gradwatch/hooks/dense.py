@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,36 @@ def local(grad: Tensor) -> Tensor:
         return grad
     shard: Tensor | None = getattr(grad, "_local_tensor", None)  # the same object every time, unlike a view
     return to_local() if shard is None else shard
+
+
+def part(grad: Tensor, param: Any) -> Tensor:
+    """This rank's part of a gradient, cut as the parameter is.
+
+    Autograd leaves some DTensor gradients whole on every rank although the parameter is sharded (that of an
+    embedding under `RowwiseParallel`); to cut those costs no communication.
+    """
+    if grad.layout is torch.strided and not alike(grad, param) and addable(grad, param):
+        return local(grad.redistribute(placements=param.placements))  # type: ignore[attr-defined]
+    return local(grad)
+
+
+def alike(grad: Any, param: Any) -> bool:
+    """Whether a gradient is laid out over the ranks as its parameter is."""
+    return bool(getattr(grad, "placements", None) == getattr(param, "placements", None))
+
+
+def addable(grad: Any, param: Any) -> bool:
+    """Whether the norm of the whole gradient follows from the norms of the ranks' parts.
+
+    Not where it is still a sum that nobody has taken (`Partial`, as `SequenceParallel` leaves it), nor where it
+    is sharded another way than the parameter.
+    """
+    if alike(grad, param):
+        return True
+    ours, its = getattr(grad, "placements", ()), getattr(param, "placements", ())
+    if len(ours) != len(its):
+        return False
+    return all(one == other or one.is_replicate() for one, other in zip(ours, its, strict=True))
 
 
 def flat(grad: Tensor) -> Tensor:

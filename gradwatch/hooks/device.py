@@ -118,9 +118,6 @@ class DeviceReading:
         """No second looks: they would make the host wait."""
         return {}
 
-    def doubtful(self) -> None:
-        """Nothing was put off: these norms are float64 sums."""
-
     def divided(self, scale: Number) -> DeviceReading:
         """The same reading without a factor that was in the gradients when they were read."""
         return DeviceReading(self._norms, self._arriving, (*self._scales, scale))

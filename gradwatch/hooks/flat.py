@@ -1,9 +1,10 @@
-"""FSDP1: where the end of backward is heard although no parameter is.
+"""FSDP1, and FSDP2 that offloads: where the end of backward is heard although no parameter is.
 
-FSDP1 accumulates into flat parameters of its own, so a mark on an original (`use_orig_params`) stays silent
-and the gradients would be read only at the step, after the user's clipping. A tensor hook on what the wrapped
-module returns runs when its backward begins and queues the same nested callback that a mark does; that one
-runs after FSDP's own has put the sharded gradients in their places.
+FSDP1 accumulates into flat parameters of its own, so a mark on an original (`use_orig_params`) stays silent,
+and one on a parameter that FSDP2 offloads would make it wait for every copy to the host. The gradients would
+be read only at the step, after the user's clipping. A tensor hook on what the wrapped module returns runs when
+its backward begins and queues the same nested callback that a mark does; that one runs after FSDP's own has
+put the sharded gradients in their places.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.modules import Tap
+from gradwatch.hooks.shards import offloaded
 
 
 class FlatTaps:
-    """Forward hooks on the outermost FSDP1 modules; `heard` is called as their backward begins."""
+    """Forward hooks on the outermost modules of those; `heard` is called as their backward begins."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class FlatTaps:
 
     def _begin(self, module: nn.Module) -> None:
         try:
-            self._heard(list(flattened(module)))
+            self._heard([*flattened(module), *offloaded([module]).values()])
         except Exception as error:
             self._failed("capture", error)
 
@@ -68,8 +70,9 @@ def flattened(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """The FSDP1 modules that are not inside another one."""
-    if getattr(model, "_handle", None) is not None and hasattr(model, "_fsdp_wrapped_module"):
+    """The FSDP1 modules, and FSDP2 modules that offload, that are not inside another one."""
+    first = getattr(model, "_handle", None) is not None and hasattr(model, "_fsdp_wrapped_module")
+    if first or (hasattr(model, "_get_fsdp_state") and offloaded([model])):
         yield model
         return
     for child in model.children():

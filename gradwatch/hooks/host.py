@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.norms import Detail, RowNorms, inspect, suspicious
+from gradwatch.policies.norm import EPSILON
 
 NEAR = 2.0
 """A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
+
+CLOSE = 1.001
+"""Ten times what a glance at the total may be off: beyond that the exact total tells what the glance does."""
 
 
 class HostReading:
@@ -51,9 +55,18 @@ class HostReading:
             other._norms = _divided(self._norms, scale)
         return other
 
-    def near(self, usual: float) -> bool:
-        """Whether the total is about `usual`; one operation."""
-        return usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
+    def as_usual(self, usual: float, grads: Sequence[Tensor | None]) -> bool:
+        """Whether a glance is enough: the total is about `usual`, and no gradient is so small as to need a look.
+
+        A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
+        """
+        near = usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
+        return near and not self._rows.faint(grads, self._floor)
+
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""
+        total = self._rows.total() / (self._scale or math.nan)
+        return (total + float(EPSILON)) * CLOSE <= max_norm
 
     def finite(self) -> bool:
         """Whether every norm is; one operation."""
@@ -71,13 +84,6 @@ class HostReading:
                 self.details[k] = detail = inspect(grad)
                 norms[k] = detail.norm
         self._norms = _divided(norms, self._scale)
-
-    def doubtful(self) -> NDArray[np.bool_] | None:
-        """bool[K]: the norms a second look was due for and not taken; None when they all are as they should."""
-        if self._norms is not None:
-            return None
-        doubtful: NDArray[np.bool_] = self._rows.squares() < self._floor
-        return doubtful if doubtful.any() else None
 
     def ready(self) -> bool:
         """Nothing has to arrive."""

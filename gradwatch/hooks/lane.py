@@ -1,15 +1,12 @@
 """One optimizer's gradients between two of its steps: what arrived, what was read, what changed since.
 
-K parameters of one optimizer. A lane learns how many backwards make a step (N) so that later steps are read
-once, at the end of the last backward; until N has been equal for three steps, and for a hundred after it
-varied, every backward is read, because the last (partial) window of an epoch would otherwise be seen only
-after the user's clipping.
+K parameters of one optimizer. A lane learns how many backwards make a step (`Habit`), so that later steps are
+read once, at the end of the last backward.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,20 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.hooks import device
-from gradwatch.hooks.dense import local
+from gradwatch.hooks.arrivals import Arrivals
+from gradwatch.hooks.dense import addable, part
 from gradwatch.hooks.device import DeviceReading, Number, arrived
+from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, signature, versions_of
 from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
 from gradwatch.snapshot import Sites
 
-LEARNED = 3  # equal counts of backwards before a loop is believed
-VARIED = 100  # steps after a change of that count during which every backward is read
-STEADY = 5  # identical steps before marks are thinned
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
-BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 GONE = -2  # in place of an id
 NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
@@ -64,6 +60,7 @@ class Lane:
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.announced: list[Announced] = []  # clips since the read, by the one who clips
         self.standing: StandingClips | None = None
         self._reader = CpuReader()
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
@@ -78,21 +75,13 @@ class Lane:
         self.heard: Callable[[Sequence[Tensor | None]], Mapping[int, float]] | None = None
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
-        self._backwards = 0
-        self._calls: NDArray[np.int32] | None = None  # marks heard in bulk
-        self._heard = [0] * len(params)  # marks heard one by one
+        self._arrivals = Arrivals(params)
+        self._habit = Habit()
         self._told: tuple[list[int], int, NDArray[np.int32]] | None = None
         self._told_heard: tuple[list[int], NDArray[np.int32]] | None = None
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: tuple[list[int], list[int], Reading] | None = None
-        self._expected: int | None = None
-        self._equal = 0
-        self._varied = -VARIED
-        self._pattern: list[int] = []
-        self._pattern_backwards = 0
-        self._steady = 0
-        self._blocked_until = 0
         self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
         self.born = True  # made in the middle of a window, until a window has been closed
 
@@ -101,46 +90,50 @@ class Lane:
 
     @property
     def backwards(self) -> int:
-        """Backwards heard since the last step."""
-        return self._backwards
+        """Backwards heard since the last step, whatever became of their gradients."""
+        return self._arrivals.count
 
     @property
     def unread(self) -> bool:
         """Whether a backward was heard whose gradients have not been read."""
-        return self._read_at != self._backwards
+        return self._read_at != self.backwards
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
         grads: list[Tensor | None] = [param.grad for param in self.params]
+        if not self.distributed:
+            return grads
         # In place on a DTensor bumps only the version of the shard behind it.
-        return [grad if grad is None else local(grad) for grad in grads] if self.distributed else grads
+        pairs = zip(grads, self.params, strict=True)
+        return [grad if grad is None else part(grad, param) for grad, param in pairs]
+
+    def partial(self) -> list[int]:
+        """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
+        if not self.distributed:
+            return []
+        pairs = [(param.grad, param) for param in self.params]
+        return [k for k, (grad, param) in enumerate(pairs) if grad is not None and not addable(grad, param)]
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def arrived(self, counts: NDArray[np.int32]) -> None:
-        """One backward has ended that touched this lane: `counts[K]` marks heard."""
-        self._backwards += 1
-        self._calls = counts if self._calls is None else self._calls + counts
+    def arrived(self, counts: NDArray[np.int32], last: int | None = None) -> None:
+        """One backward has ended that touched this lane: `counts[K]` marks heard, the last at position `last`."""
+        self._arrivals.add(counts, last)
 
     def hear(self, touched: list[int]) -> None:
-        """As `arrived`, from the slots of a handful of marks; numpy would cost more than it saves."""
-        position, heard = self.position, self._heard
-        before = self._backwards
-        for slot in touched:
-            k = position.get(slot)
-            if k is not None:
-                heard[k] += 1
-                self._backwards = before + 1
+        """As `arrived`, from the slots of a handful of marks."""
+        self._arrivals.hear(touched, self.position)
 
-    def let_go(self) -> None:
-        """Hold no gradient any longer: a new backward may need the memory."""
+    def begins(self) -> bool:
+        """A backward begins, which may need the memory of what is held here, and tells whether the gradients of
+        the ones before it have been cleared: then those count for nothing.
+        """
         self._kept = None
+        return self._arrivals.begins()
 
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
-        if self._expected is None or self._equal < LEARNED or self.step - self._varied < VARIED:
-            return True
-        return self._backwards >= self._expected
+        return self._habit.may_end(self.step, self.backwards)
 
     def read(self) -> None:
         """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
@@ -152,7 +145,8 @@ class Lane:
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
-        self._read_at = self._backwards
+        self._read_at = self.backwards
+        self.announced.clear()
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
@@ -171,7 +165,7 @@ class Lane:
         for k, (held, grad) in enumerate(zip(self._held, grads, strict=False)):
             if held is not None and grad is not None and held() is not grad:
                 self._ids[k] = GONE  # another gradient, which may have the id of the one that is gone
-        unread = self._norms is None or self._read_at != self._backwards
+        unread = self._norms is None or self.unread
         if unread:
             self._ids, self._versions, self._assumed = ids, versions, False
             self._norms = self._take(grads, scale)
@@ -182,20 +176,24 @@ class Lane:
         after = raw
         # A clip of DTensors bumps no version, so theirs are always read again.
         if ids != self._ids or versions != self._versions or (self.distributed and not unread):
-            after = self._changed(grads, ids, versions, raw, scale)
+            after = self._clipped(ids, versions, raw) or self._changed(grads, ids, versions, raw, scale)
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
         # A loop whose marks never speak is read here by design; any other unread window ended early.
-        early = unread and not (self._expected == 0 and self._backwards == 0)
+        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
         window = Window(
             self.sites,
             self.step,
             raw,
             after,
             calls,
-            self._backwards,
-            early or self.tainted or not trusted or (self.late and max(versions, default=0) > UNTOUCHED),
+            self._arrivals.current,
+            early
+            or self.tainted
+            or not trusted
+            or (self.late and max(versions, default=0) > UNTOUCHED)
+            or bool(self.partial()),
             trusted,
             scale,
             calm and trusted,
@@ -205,8 +203,8 @@ class Lane:
         self._last = (ids, versions, raw)
         self._after = after
         self._kept = None
-        self._left_alone = after is raw
-        self.settled = self._backwards
+        self._left_alone = after is raw and not self.announced
+        self.settled = self.backwards
         return window
 
     def advance(self) -> None:
@@ -215,12 +213,26 @@ class Lane:
         self.settled = -1
         self.tainted = self.late = False
         self.reduced_total = None
-        self._backwards = 0
+        self._arrivals.restart()
         self._read_at = 0
-        self._calls = None
-        self._heard = [0] * len(self.params)
         self._norms = self._kept = None
         self._held = []
+        self.announced.clear()
+
+    def resume(self) -> None:
+        """The step whose window was closed last has raised: what came after it is another step.
+
+        Where its gradients were not cleared the next window holds those of both, and nothing is learned from it.
+        """
+        self.step += 1
+        over, self.settled = max(self.settled, 0), -1
+        if self._arrivals.cleared < over:
+            self.tainted = True
+        else:
+            self._arrivals.shift(over)
+            if over:  # the weights have not moved: equal norms are no sign of an old gradient
+                self._last = None
+            self._read_at -= over
 
     def discard(self) -> None:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
@@ -241,9 +253,13 @@ class Lane:
         norms = self._after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
+        return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
+
     def total_read(self) -> float:
         """Root sum of squares of what this window's last backward left, read now where it is unread."""
-        if self._norms is None or self._read_at != self._backwards:
+        if self._norms is None or self.unread:
             self.read()
         assert self._norms is not None
         norms = self._norms.norms()
@@ -276,19 +292,18 @@ class Lane:
 
     def thinnable(self) -> bool:
         """Whether a few sentinels would tell the same as a mark on every parameter."""
-        return not self.thinned and self._steady >= STEADY and self.step >= self._blocked_until
+        return not self.thinned and self._habit.steady(self.step)
 
     def sentinels(self, count: int = 4) -> list[int]:
         """Positions of a few parameters, spread over the lane, that received a gradient in the last step."""
-        present = [k for k, version in enumerate(self._pattern) if version >= 0]
+        present = self._habit.present()
         stride = max(1, len(present) // count)
         return sorted({*present[::stride], *present[-1:]})
 
     def block(self) -> None:
         """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
         self.thinned = False
-        self._steady = 0
-        self._blocked_until = sys.maxsize if self.ambiguous else self.step + BACKOFF
+        self._habit.block(self.step, self.ambiguous)
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
@@ -300,7 +315,7 @@ class Lane:
     def _take(
         self, grads: Sequence[Tensor | None], scale: Number, known: Mapping[int, float] = NOTHING
     ) -> Reading:
-        """Read these gradients but for norms that are known; on the host, look twice unless their total is as usual."""
+        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
         if known:
@@ -311,9 +326,18 @@ class Lane:
             whole.details = partly.details
             return whole
         reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
-        if self.usual is None or not reading.near(self.usual):
+        if self.usual is None or not reading.as_usual(self.usual, grads):
             reading.look(grads)
         return reading
+
+    def _clipped(self, ids: list[int], versions: list[int], raw: Reading) -> Reading | None:
+        """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
+        if not self.announced or self.distributed or not isinstance(raw, HostReading) or raw.details:
+            return None
+        factor = factor_since(self.announced, (ids, versions), (self._ids, self._versions))
+        if factor is None:
+            return None
+        return raw if factor == 1.0 else raw.divided(1.0 / factor)
 
     def _changed(
         self,
@@ -352,15 +376,12 @@ class Lane:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
             told = versions if self._assumed else self._versions
-            trusted = self._backwards > 0 and grown_alike(self._usual(), told, self._assumed)
+            trusted = self._arrivals.current > 0 and grown_alike(self._usual(), told, self._assumed)
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())
                 trusted = not self.ambiguous
-            return self._calls_of(self._pattern if trusted else told), trusted
-        if self._calls is not None:
-            self._heard = (self._calls + self._heard).tolist()  # sync: numpy
-            self._calls = None
-        heard = self._heard
+            return self._calls_of(self._habit.pattern if trusted else told), trusted
+        heard = self._arrivals.heard()
         if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
             heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
@@ -368,24 +389,20 @@ class Lane:
                 if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
                     heard[k], self.silent = 1, True
         if self._told_heard is None or self._told_heard[0] != heard:
-            self._told_heard = heard, np.array(heard, np.int32)
+            self._told_heard = heard.copy(), np.array(heard, np.int32)
         return self._told_heard[1], True
 
     def _usual(self) -> list[int]:
-        """The versions that this many backwards give: each but the first adds into the gradient in place."""
-        short = self._pattern_backwards - self._backwards
-        return (
-            [version - short if version >= 0 else -1 for version in self._pattern] if short else self._pattern
-        )
+        return self._habit.versions(self._arrivals.current)
 
     def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that these versions stand for; the same array while nothing changes."""
-        told = self._told
-        if told is not None and told[0] is versions and told[1] == self._backwards:
+        told, backwards = self._told, self._arrivals.current
+        if told is not None and told[0] is versions and told[1] == backwards:
             return told[2]
         here = np.array(versions) >= 0
-        calls: NDArray[np.int32] = np.where(here, max(1, self._backwards), 0).astype(np.int32)
-        self._told = (versions, self._backwards, calls)
+        calls: NDArray[np.int32] = np.where(here, max(1, backwards), 0).astype(np.int32)
+        self._told = (versions, backwards, calls)
         return calls
 
     def _repeats(self, ids: list[int]) -> Repeats | None:
@@ -408,26 +425,17 @@ class Lane:
         return bool(raw.norms()[k] != last.norms()[k])
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
-        if self.born:  # made in the middle of this window: what it heard is not the whole of it
+        if self.born or self.tainted:  # what was heard is not the whole of one step, or that of two
             self.born = False
             return
-        if self._backwards == self._expected:
-            self._equal += 1
-        else:
-            if self._expected is not None:
-                self._varied = self.step
-            self._expected, self._equal = self._backwards, 1
-        if self.thinned:
-            return
-        # Equal versions step after step mean that every gradient starts fresh (set_to_none), so that "there
-        # is a gradient" tells the same as a mark.
-        complete = all(
-            count == self._backwards if version >= 0 else count == 0
-            for count, version in zip(calls.tolist(), self._versions, strict=True)  # sync: numpy
-        )
-        steady = complete and self._backwards > 0 and self._versions == self._pattern
-        self._steady = self._steady + 1 if steady else 0
-        self._pattern, self._pattern_backwards = self._versions, self._backwards
+        self._habit.count(self.step, self.backwards)
+        if not self.thinned:
+            backwards = self._arrivals.current
+            complete = all(
+                count == backwards if version >= 0 else count == 0
+                for count, version in zip(calls.tolist(), self._versions, strict=True)  # sync: numpy
+            )
+            self._habit.note(self._versions, complete, backwards)
 
 
 def _without(reading: Reading, scale: Number) -> Reading:

@@ -181,12 +181,9 @@ class Turn:
         """What the hooks look at: the narrowest interval at each parameter."""
         if self._bounds:
             with np.errstate(invalid="ignore", over="ignore"):
-                self.low[:] = np.maximum.reduce(
-                    [one.low * self.scale for one in self._bounds]
-                ).tolist()  # sync: numpy
-                self.high[:] = np.minimum.reduce(
-                    [one.high * self.scale for one in self._bounds]
-                ).tolist()  # sync: numpy
+                low = np.maximum.reduce([one.low * self.scale for one in self._bounds])
+                high = np.minimum.reduce([one.high * self.scale for one in self._bounds])
+            self.low[:], self.high[:] = low.tolist(), high.tolist()  # sync: numpy
         # Elementwise policies want to see every gradient.
         for k in () if self._elementwise is None else self._elementwise.at:
             self.low[k], self.high[k] = math.inf, -math.inf

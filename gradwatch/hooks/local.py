@@ -79,6 +79,10 @@ class LocalNorms:
         self._running.arriving.clear()
         self._running.task = graph_task.IDLE
 
+    def cleared(self) -> None:
+        """The gradients of the backwards that have ended are gone; the running one counts."""
+        self._heard.clear()
+
     def forget(self) -> None:
         """What was heard belongs to no step, as when a GradScaler rejects one."""
         self._heard.clear()

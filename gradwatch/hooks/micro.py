@@ -53,7 +53,8 @@ class MicroDrop:
         self._poison: dict[int, Detail] = {}
         self.off = ""
         self._handles = [_listen(k, param, self) for k, param in enumerate(lane.params)]
-        self._unlisten = clipping.listen(self._guard(self.correct))
+        before_clip = self._guard(self.correct)
+        self._unlisten = clipping.listen(lambda _: before_clip())
 
     def close(self) -> None:
         """Remove the hooks, with every gradient where it belongs."""

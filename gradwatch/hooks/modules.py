@@ -27,6 +27,7 @@ from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
+from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
 
 TapKind = Literal["output", "full_backward"]
@@ -70,7 +71,9 @@ class Tap:
 
     def __call__(self, *args: Any) -> Any:
         # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
-        return None if torch.compiler.is_dynamo_compiling() else self._call(*args)
+        # In a step that is replayed nothing is to be heard twice.
+        quiet = torch.compiler.is_dynamo_compiling() or is_silent()
+        return None if quiet else self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__

@@ -83,7 +83,7 @@ class _Single(NamedTuple):
 class _Sheet:
     """Where the row norms of one read land: its parts for each bucket and single, all of it as `host[R]`."""
 
-    __slots__ = ("_rows", "_total", "buckets", "host", "singles")
+    __slots__ = ("_rows", "_scalar", "buckets", "host", "singles")
 
     def __init__(self, plan: _Plan) -> None:
         rows = torch.zeros(plan.size, **_HERE)
@@ -91,11 +91,17 @@ class _Sheet:
         self.buckets = [(bucket, next(parts)) for bucket in plan.buckets]
         self.singles = [(*single, next(parts)) for single in plan.singles]
         self.host: NDArray[np.float32] = rows.numpy()  # sync: CPU tensor
-        self._rows, self._total = rows.unsqueeze(0), torch.zeros(1, **_HERE)
+        self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **_HERE)
 
     def total(self) -> float:
         """Root sum of squares of all rows, by the very operation whose code is in the caches by now."""
-        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._total))  # sync: CPU tensor
+        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
+
+    def least(self) -> float:
+        """The smallest row norm, by the same operation; infinite without rows."""
+        if not self._rows.numel():
+            return math.inf
+        return float(torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar))  # sync: CPU tensor
 
 
 class _Plan:
@@ -110,6 +116,10 @@ class _Plan:
         self.sizes = [len(bucket.indices) for bucket in self.buckets]
         self.sizes += [single.shape[0] for single in self.singles]
         self.size = sum(self.sizes)
+        lengths_of_rows = [bucket.rows.shape[1] for bucket in self.buckets]
+        lengths_of_rows += [single.shape[1] for single in self.singles]
+        # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
+        self.faint = math.sqrt(max(lengths_of_rows, default=0) * UNDERFLOW) * (1 + 1e-6)
         order = [k for bucket in self.buckets for k in bucket.indices]
         lengths = [1] * len(order) + [single.shape[0] for single in self.singles]
         self.order = np.array(order + [single.place for single in self.singles], np.intp)
@@ -155,6 +165,15 @@ class RowNorms:
         if self._squares is None:
             self._squares = self._added()
         return self._squares
+
+    def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+        """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
+
+        One operation says that none is; sums are taken only where some part of a gradient is that small.
+        """
+        if self._sheet is not None and not self._missed and self._sheet.least() > self._plan.faint:
+            return any(value < floor[k] and grads[k] is not None for k, value in self._apart.items())
+        return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
 
     def _added(self) -> Squares:
         plan, sheet = self._plan, self._sheet

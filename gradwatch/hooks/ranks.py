@@ -29,6 +29,11 @@ from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites
 
 Report = Callable[[str, BaseException], None]
+PARTIAL = (
+    "some gradients are sums over ranks that nobody has taken yet (SequenceParallel leaves DTensors so), or lie "
+    "otherwise than their parameters: these norms and the total are provisional, and no rule learns them; call "
+    "`param.grad = param.grad.redistribute(placements=param.placements)` before the step to have them right"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,9 @@ class Ranks:
         heard = all(card["heard"] for card in met.cards)
         seat.ranked = wants.ranked and not apart and (heard or not pooled)
         seat.replicas = all(one["ddp"] for one in met.cards)
+        if partial := lane.partial():
+            names = [lane.sites.names[k] for k in partial]
+            self._report("ranks", AloneError(f"{PARTIAL}: {', '.join(names[:5])}"))
         if pooled or any(one["facts"] for one in met.cards):
             seat.layout = self._laid_out(met, digest, held, lane, pooled)
             seat.sites = seat.layout.sites

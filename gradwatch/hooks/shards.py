@@ -51,6 +51,13 @@ def holdings(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> lis
     return [flats.get(id(param)) or _holding(param) for param in params]
 
 
+def torn(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[int]:
+    """The positions of the parameters of which this rank holds only a part."""
+    if not any(map(is_shard, params)):
+        return []
+    return [k for k, held in enumerate(holdings(params, models)) if held.sharded]
+
+
 def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Tensor | None]:
     """The tensors whose hooks see this rank's own gradient of each of K parameters; None where nobody does.
 
@@ -63,6 +70,24 @@ def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> l
     return [twins.get(id(param)) if _unheard(param) else param for param in params]
 
 
+def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Parameters, by id, whose shards FSDP2 keeps on the host (`CPUOffloadPolicy`).
+
+    A post-accumulate hook on one of them makes FSDP2 wait for its gradient to be copied.
+    """
+    return {
+        id(one.sharded_param): one.sharded_param
+        for module in (module for model in models for module in model.modules())
+        for one in _fsdp_params(module)
+        if one.offload_to_cpu
+    }
+
+
+def _fsdp_params(module: Any) -> Iterable[Any]:
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    return getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ())
+
+
 def _unheard(param: Tensor) -> bool:
     slice_of_flat = getattr(param, "_fsdp_flattened", False) and not hasattr(param, "_fqns")
     return hasattr(param, "to_local") or slice_of_flat
@@ -71,9 +96,7 @@ def _unheard(param: Tensor) -> bool:
 def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
     """(id of a DTensor parameter, its unsharded twin) for all of FSDP2's that have one already."""
     for module in (module for model in models for module in model.modules()):
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        group = getattr(state, "_fsdp_param_group", None)
-        for one in getattr(group, "fsdp_params", ()):
+        for one in _fsdp_params(module):
             twin = getattr(one, "_unsharded_param", None)
             if twin is not None:
                 yield id(one.sharded_param), twin

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradwatch.hooks.device import DeviceReading, clip_factor
 from gradwatch.hooks.elementwise import Elementwise, Scale, norms_of
@@ -132,6 +133,12 @@ def multiply(factors: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> N
 def _put(grad: Tensor | None, values: Tensor) -> None:
     if grad is not None:
         grad.copy_(values)
+
+
+def carried_scale(optimizer: Optimizer | None) -> Scale:
+    """What a fused optimizer will divide its gradients by: a loss scale, a clip of the user's own, or both."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return scale if isinstance(scale, Tensor) else 1.0
 
 
 def factors_of(decision: Decision, total: float, count: int) -> NDArray[np.float32]:

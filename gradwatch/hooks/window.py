@@ -26,7 +26,8 @@ class Window:
     gradients at the boundary (fused optimizers). `calm`: nothing looked unusual, so `resolve` may wait a few
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
-    0, None without a scaler. `empty`: every micro-batch of it was dropped, so there is nothing to step by.
+    0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
+    `empty`: every micro-batch of it was dropped, so there is nothing to step by.
     """
 
     sites: Sites
@@ -42,6 +43,7 @@ class Window:
     repeats: Repeats | None = None
     loss_scale: Number | None = None
     skipped: Number | None = None
+    at_hand: bool = False
     empty: bool = False
 
     @property
@@ -70,9 +72,6 @@ class Window:
         Only then `provisional` and `trusted` are final, where the window was calm.
         """
         raw = self.raw.norms()
-        doubtful = self.raw.doubtful()
-        if doubtful is not None and bool((doubtful & (self.calls > 0)).any()):
-            self.provisional = True  # a second look was due, and the gradient is gone
         if self.repeats is not None and self.repeats.any(raw):
             self.trusted, self.provisional = False, True
         return raw, raw if self.after is self.raw else self.after.norms()

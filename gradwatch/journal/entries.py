@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from gradwatch.finding import Finding
 from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload, number
 from gradwatch.journal.steps import StepsEntry, decode_steps
 from gradwatch.snapshot import Column, Event, RunInfo, Sites
@@ -193,7 +194,7 @@ def _decode_norms(payload: Payload) -> NormsEntry:
 
 @dataclass(frozen=True, slots=True)
 class EventsEntry:
-    """The rule transitions of one step. `number` counts these entries over the whole journal.
+    """The rule transitions of one step and the causes found. `number` counts these entries over the whole journal.
 
     A number may appear twice, in two files, where a disk failed between write and fsync: the same entry.
     """
@@ -203,6 +204,7 @@ class EventsEntry:
     step: int
     wall_time: float
     events: tuple[Event, ...]
+    findings: tuple[Finding, ...] = ()
 
     def encode(self) -> bytes:
         """The payload of this entry."""
@@ -212,6 +214,7 @@ class EventsEntry:
             "step": self.step,
             "wall_time": number(self.wall_time),
             "events": [_event_document(event) for event in self.events],
+            "findings": [finding.to_dict() for finding in self.findings],
         }
         return encode_payload("events", head, {})
 

@@ -9,11 +9,12 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwatch.finding import Finding
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entry
 from gradwatch.journal.frames import Damage, FrameScanner
 from gradwatch.journal.replay import RecordedStep, join_records
@@ -85,7 +86,7 @@ class JournalReader:
         """Who wrote this journal; None where no file says so any more."""
         return next((entry for entry in self.entries() if isinstance(entry, RunEntry)), None)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Generator[Entry, None, None]:
         """Every readable entry, in the order written."""
         self._begin()
         for path in self.files:
@@ -102,6 +103,14 @@ class JournalReader:
             if isinstance(entry, EventsEntry) and entry.number not in seen:
                 seen.add(entry.number)
                 yield from entry.events
+
+    def findings(self) -> Iterator[Finding]:
+        """Every cause that was found, or why none was, in the order written."""
+        seen: set[int] = set()
+        for entry in self.entries():
+            if isinstance(entry, EventsEntry) and entry.number not in seen:
+                seen.add(entry.number)
+                yield from entry.findings
 
     def records(self) -> Iterator[RecordedStep]:
         """The run as the sinks saw it, step by step, in bounded memory."""

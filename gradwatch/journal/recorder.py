@@ -16,6 +16,7 @@ import numpy as np
 from gradwatch.journal.cadence import FIRST, Cadence, Chosen
 from gradwatch.journal.entries import EndEntry, EventsEntry, LostEntry, NormsEntry, RunEntry, encode_sites
 from gradwatch.journal.files import JournalFiles
+from gradwatch.journal.health_tag import HealthTag
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import GroupNorms, StepRow, StepsEntry, step_row
 from gradwatch.snapshot import Event, Record, RunInfo, Sites, Snapshot
@@ -98,6 +99,7 @@ class Recorder:
         self._acknowledge = acknowledge
         self._pause = pause
         self._columns = {rule.id: rule.of for rule in run.rules}
+        self._tag = HealthTag(run.rank)
         self._tracks: dict[int, _Track] = {}
         self._waiting: deque[_Waiting] = deque()
         self._lost = LostEntry()
@@ -108,6 +110,7 @@ class Recorder:
 
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
+        self._tag.hear(batch)
         for record in batch:
             self._guarded(self._add_events, record)
         if self._urgent:
@@ -143,7 +146,18 @@ class Recorder:
         if durable or self._urgent or now - self._synced_at >= _SYNC_SECONDS:
             self._settle_events()
         self._keep_within_cap()
+        self._write_tag(last=durable)
         return not self._waiting and self.failures == failures
+
+    def _write_tag(self, last: bool) -> None:
+        """The checkpoint tag follows what has been recorded; a disk that refuses it is asked again."""
+        if self.files.path is None or not self._backoff.ready():
+            return
+        try:
+            self._tag.write(self.files.directory, last)
+        except OSError as error:
+            self._failed(error)
+            self._backoff.failed()
 
     def close(self) -> None:
         """Write everything, say that this is the end, cut the reserve off."""
@@ -156,12 +170,13 @@ class Recorder:
 
     def _add_events(self, record: Record) -> None:
         snapshot, events = record.snapshot, record.verdict.events
-        if not events:
+        if not (events or record.findings):
             return
-        entry = EventsEntry(self._numbers, snapshot.optimizer, snapshot.step, record.wall_time, events)
+        at = snapshot.optimizer, snapshot.step, record.wall_time
+        entry = EventsEntry(self._numbers, *at, events, record.findings)
         self._numbers += 1
         self._waiting.append(_Waiting(entry.encode(), events))
-        self._urgent |= any(event.kind != "pending" for event in events)
+        self._urgent |= bool(record.findings) or any(event.kind != "pending" for event in events)
         if len(self._waiting) > _MOST_WAITING:  # a dead disk: the first and the last are worth most
             given_up = self._waiting[_MOST_WAITING // 2]
             del self._waiting[_MOST_WAITING // 2]

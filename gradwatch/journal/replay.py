@@ -15,7 +15,7 @@ import numpy as np
 
 from gradwatch.journal.entries import Entry, EventsEntry, NormsEntry, RunEntry, SitesEntry
 from gradwatch.journal.steps import StepRow, StepsEntry
-from gradwatch.snapshot import Event, Record, Sites, Snapshot, Verdict
+from gradwatch.snapshot import Record, Sites, Snapshot, Verdict
 
 HORIZON = 1024
 _KEPT = 4 * HORIZON
@@ -46,7 +46,7 @@ class _Join:
     sites: dict[int, Sites] = field(default_factory=dict)
     waiting: deque[tuple[int, Sites, StepRow]] = field(default_factory=deque)
     norms: OrderedDict[Key, NormsEntry] = field(default_factory=OrderedDict)
-    events: OrderedDict[Key, tuple[Event, ...]] = field(default_factory=OrderedDict)
+    events: OrderedDict[Key, EventsEntry] = field(default_factory=OrderedDict)
 
     def add(self, entry: Entry) -> None:
         if isinstance(entry, RunEntry):
@@ -56,7 +56,7 @@ class _Join:
         elif isinstance(entry, NormsEntry):
             _keep(self.norms, (entry.optimizer, entry.step), entry)
         elif isinstance(entry, EventsEntry):
-            _keep(self.events, (entry.optimizer, entry.step), entry.events)
+            _keep(self.events, (entry.optimizer, entry.step), entry)
         elif isinstance(entry, StepsEntry) and entry.sites_id in self.sites:
             sites = self.sites[entry.sites_id]
             self.waiting.extend((entry.optimizer, sites, row) for row in entry.rows)
@@ -68,7 +68,7 @@ class _Join:
             norms = self.norms.pop(key, None)
             if norms is not None and len(norms.norm) != len(sites):
                 norms = None  # the sites it was measured on are not the ones at hand
-            yield _recorded(optimizer, sites, row, norms, self.events.pop(key, ()))
+            yield _recorded(optimizer, sites, row, norms, self.events.pop(key, None))
 
 
 def join_records(entries: Iterable[Entry]) -> Iterator[RecordedStep]:
@@ -88,7 +88,7 @@ def _keep(window: OrderedDict[Key, T], key: Key, value: T) -> None:
 
 
 def _recorded(
-    optimizer: int, sites: Sites, row: StepRow, norms: NormsEntry | None, events: tuple[Event, ...]
+    optimizer: int, sites: Sites, row: StepRow, norms: NormsEntry | None, told: EventsEntry | None
 ) -> RecordedStep:
     size = len(sites)
     snapshot = Snapshot(
@@ -107,6 +107,8 @@ def _recorded(
         provisional=row.provisional,
         coverage=row.coverage,
     )
-    verdict = Verdict(firing=norms.firing if norms else {}, events=events)
-    record = Record(snapshot, verdict, row.decision, row.overhead_seconds, row.step_seconds, row.wall_time)
+    verdict = Verdict(firing=norms.firing if norms else {}, events=told.events if told else ())
+    spent = row.overhead_seconds, row.step_seconds, row.wall_time
+    findings = told.findings if told else ()
+    record = Record(snapshot, verdict, row.decision, *spent, findings=findings)
     return RecordedStep(record, row.groups, norms)

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.journal.payload import Array, Payload, encode_payload
+from gradwatch.journal.payload import Array, Payload, encode_payload, number
 from gradwatch.snapshot import Decision, Order, Record, Sites
 
 _PROVISIONAL, _SKIP, _STOP = 1, 2, 4
 _FLOATS = ("wall_time", "overhead_seconds", "total_norm", "total_norm_applied", "coverage")
+_LONGEST_SITE = 500
+"""Characters of a parameter's name with an order, at every step that has one; events hold the whole of it."""
 _OPTIONAL = ("step_seconds", "loss_scale", "max_norm")
 
 
@@ -139,8 +141,17 @@ def _optional(name: str, values: Sequence[float | None]) -> dict[str, Array]:
     return column if present.all() else column | {f"{name}?": present}
 
 
-def _orders(decision: Decision) -> list[tuple[str, str, bool]]:
-    return sorted((order.rule, order.action, order.shadow) for order in decision.orders)
+def _orders(decision: Decision) -> list[list[object]]:
+    """Rule, action, shadow, site, count, before, after, coefficient of each, by rule and action."""
+    ordered = sorted(decision.orders, key=lambda order: (order.rule, order.action, order.shadow, order.site))
+    return [
+        [
+            *(order.rule, order.action, order.shadow, order.site[:_LONGEST_SITE], order.count),
+            *(None if value is None else number(value) for value in (order.before, order.after)),
+            None if order.coefficient is None else number(order.coefficient),
+        ]
+        for order in ordered
+    ]
 
 
 def decode_steps(payload: Payload) -> StepsEntry:
@@ -198,5 +209,15 @@ def _by_row(
 
 
 def _decision(flags: int, max_norm: float | None, orders: Iterable[Sequence[object]]) -> Decision:
-    found = frozenset(Order(str(rule), str(action), bool(shadow)) for rule, action, shadow in orders)
+    found = frozenset(map(_order, orders))
     return Decision(bool(flags & _SKIP), bool(flags & _STOP), max_norm, found)
+
+
+def _order(told: Sequence[object]) -> Order:
+    """The inverse of `_orders`; what was written before orders had numbers holds the first three only."""
+    rule, action, shadow, *more = told
+    if not more:
+        return Order(str(rule), str(action), bool(shadow))
+    site, count, before, after, coefficient = more
+    numbers = [None if value is None else float(str(value)) for value in (before, after, coefficient)]
+    return Order(str(rule), str(action), bool(shadow), str(site), int(str(count)), *numbers)

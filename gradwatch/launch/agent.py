@@ -58,7 +58,7 @@ class FirstClip:
         self._tries = 4  # two clips: a look at all objects costs up to 0.2 s, and this may be no training
         self._ignore = clipping.listen(self.about_to_clip)
 
-    def about_to_clip(self) -> None:
+    def about_to_clip(self, clip: object = None) -> None:
         """Attach, and have the gradients read before they are clipped; raises only with `--strict`."""
         from gradwatch.launch.discovery import stepping
 

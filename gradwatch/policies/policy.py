@@ -93,6 +93,8 @@ P = TypeVar("P", bound=type[AnyPolicy])
 
 def register_policy(cls: P) -> P:
     """Make `cls.method` usable in `clip:`; a second class of the same method raises `GradwatchError`."""
+    if not isinstance(getattr(cls, "method", None), str):
+        raise GradwatchError(f"{cls!r} lacks the name of its clip method: `method: ClassVar[str] = ...`")
     if POLICIES.get(cls.method, cls) is not cls:
         raise GradwatchError(f"clip method {cls.method!r} is registered already, by {POLICIES[cls.method]!r}")
     POLICIES[cls.method] = cls

@@ -12,6 +12,9 @@ from gradwatch.rules import SINK_KINDS, SINKS_NOT_BUILT, Action, SinkSpec
 
 SINK_GROUP = "gradwatch.sinks"
 
+REPEATED = frozenset({"escalate"})
+"""Actions that may be listed more than once: each is a rung of one ladder."""
+
 
 def named_items(node: Node | None, what: str, problems: Problems) -> Iterator[tuple[str, Mark, Map]]:
     """The items of a list of names and one-key maps, as (name, place of the name, parameters)."""
@@ -21,7 +24,7 @@ def named_items(node: Node | None, what: str, problems: Problems) -> Iterator[tu
         if found is None:
             continue
         name, mark, _ = found
-        if name in seen:
+        if name in seen and name not in REPEATED:
             problems.add(mark, "GW209", f"{what} {quoted(name)} is there twice", "keep one of them")
         seen.add(name)
         yield found

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from gradwatch.detectors.detector import Detector
 from gradwatch.policies import AnyPolicy, Policy
-from gradwatch.rules import ClipAt, Mode, OnError, Scope, Tap
-from gradwatch.snapshot import Severity
+from gradwatch.rules import ClipAt, Mode, Scope, Tap
+from gradwatch.snapshot import OnError, Severity
 
 MOST_FILES = 16
 MOST_OVERRIDES = 32
@@ -179,8 +179,16 @@ class Rescale(Model):
 class Localise(Model):
     """Find the operation that made the first NaN or Inf."""
 
-    by: Literal["replay", "record"] = Field("replay", description="Replay the step, or record the next ones.")
-    else_record_steps: Steps = Field(2, description="Steps to record where a replay is impossible.")
+    by: Literal["replay", "record", "detect_anomaly"] = Field(
+        "replay",
+        description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
+    )
+    else_record_steps: Steps = Field(
+        2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
+    )
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Held per model for a replay, beyond the batch at hand."
+    )
 
 
 class SnapshotTo(Model):
@@ -191,10 +199,10 @@ class SnapshotTo(Model):
 
 
 class Escalate(Model):
-    """Do more when it keeps happening."""
+    """Do more when it keeps happening; each such item is a rung of one ladder."""
 
-    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5} in [1-9][0-9]{0,5}$")] = Field(
-        description="k in n steps."
+    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
+        description="k in n steps: acted on k of the last n optimizer steps."
     )
     to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
 
@@ -253,6 +261,10 @@ class PrometheusOptions(Model):
     top_k: Count = unset("How many, for params: worst.")
     max_series: Count = unset("At most so many parameter series.")
     match: Globs = unset("Globs on parameter names, for params: match.")
+    file_sd: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+        "Folder of Prometheus' file_sd_configs: every process puts itself on the list of targets."
+    )
+    stall_seconds: Positive = unset("The least time without a step after which the run counts as stalled.")
 
 
 class JournalOptions(Model):
@@ -273,7 +285,41 @@ class LogOptions(Model):
     format: Literal["console", "json"] = unset("For people, or for machines.")
 
 
+Url = Annotated[str, Field(pattern=r"^https?://[^\s@]{1,1000}$")]
+
+
+class AlertmanagerOptions(Model):
+    """Alerts posted straight to Alertmanager, without a Prometheus."""
+
+    url: Url = unset("Base URL of Alertmanager, e.g. http://127.0.0.1:9093.")
+    hold_seconds: NotNegative = unset("An alert lasts at least so long, or nobody would be told.")
+    renew_seconds: Annotated[float, Field(ge=1)] = unset("How often a firing alert is sent again.")
+    labels: Words = unset("Further labels of every alert.")
+    runbooks: Url = unset("Where runbooks are; the name of the alert is appended.")
+    dashboard: Url = unset("The dashboard of a run; ?var-run_id= is appended.")
+    token_file: Annotated[str, Field(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
+
+
+class TextfileOptions(Model):
+    """A file for node_exporter's textfile collector."""
+
+    dir: Annotated[str, Field(min_length=1, max_length=1_000)] = Field(
+        description="The collector's directory."
+    )
+    every_seconds: Annotated[float, Field(ge=1)] = unset("How often the file is written.")
+
+
+class PushgatewayOptions(Model):
+    """The outcome of the run, pushed once when it ends."""
+
+    url: Url = unset("Base URL of the Pushgateway, e.g. http://127.0.0.1:9091.")
+    job: Annotated[str, Field(min_length=1, max_length=100)] = unset("The job label; gradwatch.")
+
+
 SINKS: Mapping[str, type[Model]] = {
+    "alertmanager": AlertmanagerOptions,
+    "textfile": TextfileOptions,
+    "pushgateway": PushgatewayOptions,
     "prometheus": PrometheusOptions,
     "journal": JournalOptions,
     "log": LogOptions,

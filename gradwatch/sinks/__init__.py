@@ -50,9 +50,12 @@ class Sink(Protocol):
 SinkFactory = Callable[..., Sink]
 
 _REGISTERED: dict[str, SinkFactory | str] = {
+    "alertmanager": "gradwatch.sinks.alertmanager:AlertmanagerSink",
     "journal": "gradwatch.sinks.journal:JournalSink",
     "log": "gradwatch.sinks.log:LogSink",
     "prometheus": "gradwatch.sinks.prometheus:PrometheusSink",
+    "pushgateway": "gradwatch.sinks.pushgateway:PushgatewaySink",
+    "textfile": "gradwatch.sinks.textfile:TextfileSink",
 }
 
 

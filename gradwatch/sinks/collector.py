@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.metrics_core import Metric as ClientMetric
 from prometheus_client.registry import Collector
 
-from gradwatch.sinks.exposition import Family, Series
 from gradwatch.sinks.families import View, families
 from gradwatch.sinks.metrics import METRICS, Metric
 
@@ -24,32 +23,20 @@ class RecordCollector(Collector):
 
     def describe(self) -> Iterable[ClientMetric]:
         """All families without samples, so that a clash of names is found when registering."""
-        return [_client_metric(metric) for metric in METRICS]
+        return [client_metric(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[ClientMetric]:
         """Every family that has something to show at this moment."""
         for family in families(self._view()):
             if family:
-                client_metric = _client_metric(family.metric)
-                for suffix, labels, value in _series(family):
-                    client_metric.add_sample(_base(family.metric, suffix), dict(labels), value)
-                yield client_metric
+                shown = client_metric(family.metric)
+                for suffix, labels, value in family.every():
+                    shown.add_sample(family.metric.name + suffix, dict(labels), value)
+                yield shown
 
 
-def _client_metric(metric: Metric) -> ClientMetric:
+def client_metric(metric: Metric) -> ClientMetric:
+    """An empty family of prometheus_client for a row of the catalogue."""
     # prometheus_client keeps the name of a counter without _total and writes it back itself.
     name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
     return ClientMetric(name, metric.help, metric.kind)
-
-
-def _base(metric: Metric, suffix: str) -> str:
-    return metric.name + suffix
-
-
-def _series(family: Family) -> Iterator[Series]:
-    yield from family.series
-    for block in family.blocks:
-        rows = zip(block.lines.labels, block.values.tolist(), block.present.tolist(), strict=True)
-        for labels, value, present in rows:
-            if present:
-                yield Series("", labels, value)

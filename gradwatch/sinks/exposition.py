@@ -9,7 +9,7 @@ N series, W characters of a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +79,13 @@ class Family:
     metric: Metric
     series: list[Series] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+
+    def every(self) -> Iterator[Series]:
+        """One by one, those of the blocks too: for readers that are in no hurry."""
+        yield from self.series
+        for block in self.blocks:
+            rows = zip(block.lines.labels, block.values.tolist(), block.present.tolist(), strict=True)
+            yield from (Series("", labels, value) for labels, value, present in rows if present)
 
     def __bool__(self) -> bool:
         return bool(self.series) or any(block.present.any() for block in self.blocks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,14 +72,26 @@ class OptimizerView:
     layout: Layout | None = None
 
 
+Outcome = Literal["finished", "stopped", "died"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a process of a run ended, and when (Unix seconds)."""
+
+    outcome: Outcome
+    time: float
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything a scrape shows, copied at one moment."""
+    """Everything a scrape shows, copied at one moment; `end` None while the process runs."""
 
     run: RunInfo
     optimizers: tuple[OptimizerView, ...]
     errors: Mapping[str, int] = field(default_factory=dict)
     up: Mapping[str, bool] = field(default_factory=dict)
+    end: RunEnd | None = None
 
 
 def families(view: View) -> Iterator[Family]:
@@ -176,6 +189,10 @@ def _build_info(view: View) -> Iterable[Value]:
     return [(tuple(versions.get(name, "") for name in ("gradwatch", "python", "torch")), 1)]
 
 
+def _by_rule(counts: Mapping[str, int]) -> Iterable[Value]:
+    return [((rule,), count) for rule, count in counts.items()]
+
+
 def _by_component(values: Mapping[str, float]) -> Iterable[Value]:
     return [((component,), value) for component, value in values.items()]
 
@@ -184,6 +201,8 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
     "gradwatch_build_info": _build_info,
     "gradwatch_run_info": _run_info,
     "gradwatch_run_start_timestamp_seconds": lambda view: _one(view.run.start_time),
+    "gradwatch_run_end_timestamp_seconds": lambda view: _one(view.end.time) if view.end else [],
+    "gradwatch_run_outcome": lambda view: [((view.end.outcome,), 1)] if view.end else [],
     # Every component that ever said whether it is up has an error counter, at 0 before its first fault.
     "gradwatch_internal_errors_total": lambda view: _by_component(
         {**dict.fromkeys(view.up, 0), **view.errors}
@@ -212,6 +231,14 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_rule_active": _active,
     "gradwatch_actions_total": lambda view: view.tally.actions.items(),
     "gradwatch_shadow_actions_total": lambda view: view.tally.shadow_actions.items(),
+    "gradwatch_action_failures_total": lambda view: _by_rule(view.tally.action_failures),
+    "gradwatch_escalations_total": lambda view: _by_rule(view.tally.escalations),
+    "gradwatch_checkpoint_healthy": _latest(
+        lambda record: None if record.checkpoint is None else float(record.checkpoint.healthy)
+    ),
+    "gradwatch_last_healthy_step": _latest(
+        lambda record: None if record.checkpoint is None else record.checkpoint.last_healthy_step
+    ),
     "gradwatch_clipped_steps_total": lambda view: _one(view.tally.clipped_steps),
     "gradwatch_skipped_steps_total": lambda view: _one(view.tally.skipped_steps),
     "gradwatch_provisional_steps_total": lambda view: _one(view.tally.provisional_steps),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwatch.journal.files import make_directory
+from gradwatch.sinks.processes import start_ticks
 from gradwatch.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
@@ -87,7 +88,9 @@ def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
         "url": url,
         "host": address.host,
         "port": address.port,
+        "node": run.host,
         "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),
         "run_id": run.run_id,
         "rank": run.rank,
         "local_rank": run.local_rank,

@@ -13,9 +13,11 @@ from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
+from gradwatch import explanation
+from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.sinks.printable import one_line, printable
-from gradwatch.snapshot import Event, Record, RunInfo
+from gradwatch.snapshot import Event, Order, Record, RunInfo
 
 LogFormat = Literal["console", "json"]
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
@@ -26,8 +28,10 @@ QUIET_SECONDS = 60.0
 LONGEST_TEXT = 2000
 """Characters of a summary or description; a 100 kB parameter name may be part of it."""
 
-_LOGGED = ("firing", "resolved", "repeat")
-_PROSE = ("event", "summary", "description", "error")
+_LOGGED = ("firing", "resolved", "repeat", "escalated", "failed")
+_WORDS = {"failed": "action failed"}
+_LATER = {"rescale": "rescale (from the next step on)"}
+_PROSE = ("event", "summary", "description", "error", "cause", "source", "why", "mend", "note")
 _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
@@ -38,6 +42,7 @@ class _Said:
     at: float
     suppressed: int = 0
     latest: Event | None = None
+    orders: tuple[Order, ...] = ()
 
 
 class LogSink:
@@ -65,6 +70,7 @@ class LogSink:
         self._logger = make_logger(format, stream)
         self._clock = clock
         self._said: dict[str, _Said] = {}
+        self._caused: dict[str, float] = {}
         self._next_due = math.inf
         self._silent = False
 
@@ -74,12 +80,15 @@ class LogSink:
 
     def write(self, record: Record) -> None:
         """Log the transitions of this step, and sum up what was kept back a minute ago."""
-        if self._silent or (not record.verdict.events and self._clock() < self._next_due):
+        told = record.verdict.events or record.findings
+        if self._silent or (not told and self._clock() < self._next_due):
             return
         now = self._clock()
         for event in record.verdict.events:
             if event.kind in _LOGGED:
-                self._transition(event, now)
+                self._transition(event, _orders_of(event, record), now)
+        for finding in record.findings:
+            self._cause(finding, now)
         if now >= self._next_due:
             self._sum_up(now)
 
@@ -101,16 +110,22 @@ class LogSink:
         self._said.clear()
         self._next_due = math.inf
 
-    def _transition(self, event: Event, now: float) -> None:
+    def _transition(self, event: Event, orders: tuple[Order, ...], now: float) -> None:
         said = self._said.get(event.rule)
         if said is not None and now < said.at + QUIET_SECONDS:
             said.suppressed += 1
-            said.latest = event
+            said.latest, said.orders = event, orders
             self._next_due = min(self._next_due, said.at + QUIET_SECONDS)
             return
         suppressed = said.suppressed if said is not None else 0
         self._said[event.rule] = _Said(now)
-        self._log(event, suppressed)
+        self._log(event, orders, suppressed)
+
+    def _cause(self, finding: Finding, now: float) -> None:
+        """One line a minute for the causes of one rule: the rest is in the journal."""
+        if now >= self._caused.get(finding.rule, -math.inf) + QUIET_SECONDS:
+            self._caused[finding.rule] = now
+            self._logger.warning("gradwatch cause", **dict(explanation.fields(finding)))
 
     def _sum_up(self, now: float) -> None:
         for rule, said in list(self._said.items()):
@@ -120,16 +135,16 @@ class LogSink:
                 del self._said[rule]
                 continue
             self._said[rule] = _Said(now)
-            self._log(said.latest, said.suppressed - 1)
+            self._log(said.latest, said.orders, said.suppressed - 1)
         due = (said.at + QUIET_SECONDS for said in self._said.values() if said.suppressed)
         self._next_due = min(due, default=math.inf)
 
-    def _log(self, event: Event, suppressed: int) -> None:
+    def _log(self, event: Event, orders: tuple[Order, ...], suppressed: int) -> None:
         level = "info" if event.kind == "resolved" else _LEVELS.get(event.severity, "warning")
-        fields = dict(_fields(event))
+        fields = dict(_fields(event, orders))
         if suppressed > 0:
             fields["suppressed"] = suppressed
-        getattr(self._logger, level)(f"gradwatch {event.kind}", **fields)
+        getattr(self._logger, level)(f"gradwatch {_WORDS.get(event.kind, event.kind)}", **fields)
 
 
 def make_logger(format: LogFormat = "console", stream: TextIO | None = None) -> Any:
@@ -172,7 +187,15 @@ class _Lines:
     debug = info = warning = error = critical = msg
 
 
-def _fields(event: Event) -> Iterator[tuple[str, Any]]:
+def _orders_of(event: Event, record: Record) -> tuple[Order, ...]:
+    """What the rule of an Event ordered on that step, told by action."""
+    if event.kind == "resolved":
+        return ()
+    orders = (order for order in record.decision.orders if order.rule == event.rule)
+    return tuple(sorted(orders, key=lambda order: order.action))
+
+
+def _fields(event: Event, orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]]:
     yield "rule", event.rule
     yield "severity", event.severity
     yield "step", event.step
@@ -186,9 +209,23 @@ def _fields(event: Event) -> Iterator[tuple[str, Any]]:
         yield "first_cause", event.first_cause
     if event.kind != "resolved":
         if event.actions:
-            yield "actions", ",".join(event.actions)
+            yield "actions", ",".join(_LATER.get(action, action) for action in event.actions)
+        yield from _done(orders)
         yield from ((key, text) for key, text in _texts(event) if text)
     yield "incident", event.incident
+
+
+def _done(orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]]:
+    """What shadow mode withheld, and by how much the gradient was multiplied where the smallest factor was."""
+    shadow = [order.action for order in orders if order.shadow]
+    if shadow:
+        yield "would", ",".join(shadow)
+    factors = [order for order in orders if order.coefficient is not None]
+    if factors:
+        least = min(factors, key=lambda order: order.coefficient or 0.0)
+        yield "coefficient", least.coefficient
+        yield "norm_before", least.before
+        yield "norm_after", least.after
 
 
 def _texts(event: Event) -> Iterator[tuple[str, str]]:

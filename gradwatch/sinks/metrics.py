@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,21 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         "Unix time at which this attempt of the run was attached.",
         "RunInfo.start_time",
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_run_end_timestamp_seconds",
+        "gauge",
+        "Unix time at which the process ended, or was last heard of; absent while it runs.",
+        "RunEnd.time",
+        per_optimizer=False,
+    ),
+    Metric(
+        "gradwatch_run_outcome",
+        "gauge",
+        "How the process ended: finished, stopped (by a rule) or died; the value is always 1.",
+        "RunEnd.outcome",
+        ("outcome",),
         per_optimizer=False,
     ),
     Metric(
@@ -139,6 +155,32 @@ METRICS: tuple[Metric, ...] = (
         ("rule", "action"),
     ),
     Metric(
+        "gradwatch_action_failures_total",
+        "counter",
+        "Times the actions of a rule could not be carried out; what its on_error says was done instead.",
+        "Verdict.events of kind failed",
+        ("rule",),
+    ),
+    Metric(
+        "gradwatch_escalations_total",
+        "counter",
+        "Times a rung of the ladder of a rule was reached.",
+        "Verdict.events of kind escalated",
+        ("rule",),
+    ),
+    Metric(
+        "gradwatch_checkpoint_healthy",
+        "gauge",
+        "Whether a checkpoint saved after the last step is one to go back to (1) or not (0).",
+        "Record.checkpoint",
+    ),
+    Metric(
+        "gradwatch_last_healthy_step",
+        "gauge",
+        "The last optimizer step after which a checkpoint was one to go back to; absent before the first.",
+        "Record.checkpoint",
+    ),
+    Metric(
         "gradwatch_clipped_steps_total",
         "counter",
         "Steps at which the gradients got smaller between backward and optimizer, whoever clipped them.",
@@ -191,7 +233,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_stall_threshold_seconds",
         "gauge",
-        "Time without a step after which the run counts as stalled: 20 average steps, at least 300.",
+        "Time without a step after which the run counts as stalled: 20 average steps, at least stall_seconds.",
         "Record.step_seconds",
     ),
     Metric(
@@ -252,11 +294,46 @@ METRICS: tuple[Metric, ...] = (
 
 BY_NAME = {metric.name: metric for metric in METRICS}
 
+SERVE_METRICS: tuple[Metric, ...] = (
+    Metric(
+        "gradwatch_serve_processes",
+        "gauge",
+        "Training processes found in the run folders, by what has become of them.",
+        "Fleet.members",
+        ("state",),
+    ),
+    Metric(
+        "gradwatch_serve_targets",
+        "gauge",
+        "Processes that Prometheus is told to scrape.",
+        "Fleet.targets",
+    ),
+    Metric(
+        "gradwatch_serve_last_scan_timestamp_seconds",
+        "gauge",
+        "Unix time of the last look at the run folders.",
+        "Fleet.scanned_at",
+    ),
+    Metric(
+        "gradwatch_serve_scan_duration_seconds",
+        "gauge",
+        "Time the last look at the run folders took.",
+        "Fleet.scan_seconds",
+    ),
+    Metric(
+        "gradwatch_serve_errors_total",
+        "counter",
+        "Run folders that could not be read, and faults of the server itself.",
+        "Fleet.errors",
+    ),
+)
+"""What `gradwatch serve` says of itself, beside the last counters of runs that have ended."""
 
-def documentation() -> str:
-    """The catalogue as a Markdown table, for the manual."""
+
+def documentation(metrics: Iterable[Metric] = METRICS) -> str:
+    """A catalogue as a Markdown table, for the manual."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for metric in METRICS:
+    for metric in metrics:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
         rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(rows) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -24,7 +25,8 @@ from gradwatch.sinks.listen import (
 from gradwatch.sinks.page import status_page
 from gradwatch.sinks.selection import MODES, ParamsMode, Selection, SeriesBudget
 from gradwatch.sinks.server import Endpoint, Limits
-from gradwatch.sinks.tally import Tally
+from gradwatch.sinks.tally import STALL_FLOOR_SECONDS, Tally
+from gradwatch.sinks.targets import remove_target, write_target
 from gradwatch.snapshot import Record, RunInfo
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class PrometheusSink:
     `listen` is "HOST:PORT" with a numeric host; LOCAL_RANK is added to the port, and a port in use gives way
     to a free one. None: no endpoint, only `collector()`. `params` says which parameters get a series of their
     own: off, worst (`top_k` seats, sticky), match (globs of `match`) or all, at most `max_series` in total.
+    `file_sd` names a folder in which Prometheus finds its targets: this process puts itself there, and takes
+    itself away at a clean exit. `stall_seconds`: the least time without a step that counts as a stall.
 
     `open` raises OSError where nothing can listen on that host at all; `url` is None then.
     """
@@ -62,6 +66,8 @@ class PrometheusSink:
         top_k: int = 20,
         max_series: int = 200,
         match: Sequence[str] = (),
+        file_sd: str | None = None,
+        stall_seconds: float = STALL_FLOOR_SECONDS,
         *,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -70,12 +76,15 @@ class PrometheusSink:
             raise ValueError(f"params: {params!r} is not one of {', '.join(MODES)}")
         if top_k < 0 or max_series < 0:
             raise ValueError("top_k and max_series cannot be negative")
+        if not 0 < stall_seconds < math.inf:
+            raise ValueError(f"stall_seconds: {stall_seconds} is not a positive number of seconds")
         if params == "match" and not match:
             raise ValueError("params: match needs globs in `match`")
         self.listen = parse_listen(listen) if listen is not None else None
         self.url: str | None = None
         self._params, self._top_k, self._match = params, top_k, tuple(match)
         self._limits, self._clock = limits, clock
+        self._file_sd, self._stall_seconds = file_sd, stall_seconds
         self._budget = SeriesBudget(max_series)
         self._lock = threading.Lock()
         self._optimizers: dict[int, _Optimizer] = {}
@@ -84,6 +93,7 @@ class PrometheusSink:
         self._health = Health()
         self._endpoint: Endpoint | None = None
         self._endpoint_file: str | None = None
+        self._target_file: str | None = None
         self._body: tuple[object, float, Content] | None = None
         _SINKS.add(self)
 
@@ -103,6 +113,12 @@ class PrometheusSink:
             self._endpoint_file = write_endpoint(run, address, self.url)
         except OSError as error:
             self._failed(error)  # the endpoint works all the same; only discovery by file does not
+        if self._file_sd is None:
+            return
+        try:
+            self._target_file = write_target(self._file_sd, run, address)
+        except OSError as error:
+            self._failed(error)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
@@ -120,6 +136,10 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Stop serving, free the port, take `endpoint-rank{rank}.json` away."""
+        # Off the list first: a scrape that finds nobody at home would look like a death.
+        target, self._target_file = self._target_file, None
+        if target is not None:
+            remove_target(target)
         endpoint, self._endpoint, self.url = self._endpoint, None, None
         if endpoint is not None and not endpoint.close():
             self._failed(TimeoutError("the endpoint's thread did not end in time"))
@@ -151,7 +171,7 @@ class PrometheusSink:
                 layout = optimizer.layout = (label, Layout.of(chosen, label))
             optimizers.append(OptimizerView(label, tally, layout[1] if layout else None))
         if not optimizers:
-            optimizers.append(OptimizerView("", Tally.of(self._run.rules)))
+            optimizers.append(OptimizerView("", Tally.of(self._run.rules, self._stall_seconds)))
         return View(self._run, tuple(optimizers), self._health.errors(), self._health.up())
 
     def render(self) -> bytes:
@@ -163,7 +183,7 @@ class PrometheusSink:
             stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].tally))
             self._budget.left += self._optimizers.pop(stalest).selection.admitted
         selection = Selection(self._params, self._top_k, self._match, self._budget)
-        self._optimizers[index] = _Optimizer(Tally.of(self._run.rules), selection)
+        self._optimizers[index] = _Optimizer(Tally.of(self._run.rules, self._stall_seconds), selection)
         return self._optimizers[index]
 
     def _metrics(self, hurried: bool) -> Content:

@@ -94,20 +94,25 @@ class Tally:
     firings: dict[tuple[str, str, str], int] = field(default_factory=dict)
     actions: dict[tuple[str, str], int] = field(default_factory=dict)
     shadow_actions: dict[tuple[str, str], int] = field(default_factory=dict)
+    action_failures: dict[str, int] = field(default_factory=dict)
+    escalations: dict[str, int] = field(default_factory=dict)
     grad_norm: Histogram = field(default_factory=lambda: Histogram(NORM_BUCKETS))
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     observe_seconds: Histogram = field(default_factory=lambda: Histogram(OBSERVE_BUCKETS))
     recent_max: RecentMax = field(default_factory=RecentMax)
+    stall_floor_seconds: float = STALL_FLOOR_SECONDS
     mean_step_seconds: float = 0.0
     recent_step_seconds: float = 0.0
     recent_overhead_seconds: float = 0.0
 
     @classmethod
-    def of(cls, rules: Iterable[RuleInfo]) -> Tally:
+    def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> Tally:
         """A tally in which every counter of every rule exists at 0, so that its first increase is seen."""
-        tally = cls()
+        tally = cls(stall_floor_seconds=stall_floor_seconds)
         for rule in rules:
             tally.firings[rule.id, rule.kind, rule.severity] = 0
+            if rule.actions:
+                tally.action_failures[rule.id] = tally.escalations[rule.id] = 0
             for action in rule.actions:
                 tally.actions[rule.id, action] = 0
                 tally.shadow_actions[rule.id, action] = 0
@@ -137,6 +142,7 @@ class Tally:
         twin = copy.copy(self)
         twin.firings, twin.actions = dict(self.firings), dict(self.actions)
         twin.shadow_actions = dict(self.shadow_actions)
+        twin.action_failures, twin.escalations = dict(self.action_failures), dict(self.escalations)
         twin.grad_norm, twin.step_seconds = self.grad_norm.copy(), self.step_seconds.copy()
         twin.observe_seconds, twin.recent_max = self.observe_seconds.copy(), self.recent_max.copy()
         return twin
@@ -144,7 +150,7 @@ class Tally:
     @property
     def stall_threshold_seconds(self) -> float:
         """Time without a step after which the run counts as stalled."""
-        return max(STALL_FLOOR_SECONDS, STALL_STEPS * self.mean_step_seconds)
+        return max(self.stall_floor_seconds, STALL_STEPS * self.mean_step_seconds)
 
     @property
     def overhead_ratio(self) -> float:
@@ -165,6 +171,10 @@ class Tally:
             if event.kind == "firing":
                 key = (event.rule, event.detector, event.severity)
                 self.firings[key] = self.firings.get(key, 0) + 1
+            elif event.kind == "failed":
+                self.action_failures[event.rule] = self.action_failures.get(event.rule, 0) + 1
+            elif event.kind == "escalated":
+                self.escalations[event.rule] = self.escalations.get(event.rule, 0) + 1
         for order in record.decision.orders:
             counts = self.shadow_actions if order.shadow else self.actions
             counts[order.rule, order.action] = counts.get((order.rule, order.action), 0) + 1

@@ -139,6 +139,21 @@ def added_ratio(
     return Interval(float(np.median(top) / np.median(bottom)), float(low), float(high))
 
 
+def step_ratio(
+    seconds: Mapping[str, Seconds], above: str, below: str, step_ms: float, baseline: str = "bare"
+) -> Interval:
+    """(the step with `above`) / (the step with `below`), from what each adds to a bare step of `step_ms`.
+
+    Whole steps compared directly vary by more than either adds.
+    """
+    top, bottom = (_added(seconds[name], seconds[baseline]) for name in (above, below))
+    step = step_ms * 1e3
+    picks = _resamples(len(top))
+    ratios = (step + np.median(top[picks], 1)) / (step + np.median(bottom[picks], 1))
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return Interval(float((step + np.median(top)) / (step + np.median(bottom))), float(low), float(high))
+
+
 def _added(mine: Seconds, reference: Seconds) -> Seconds:
     """µs[N]: in each round, the median step of one less the median step of the other."""
     added: Seconds = (np.median(mine, 1) - np.median(reference, 1)) * 1e6

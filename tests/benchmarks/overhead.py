@@ -11,7 +11,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,11 +20,20 @@ from typing import Literal
 
 import torch
 
-from tests.benchmarks.interleave import Comparison, Sample, Timings, Turns, compare, interleave, timed
+from tests.benchmarks.interleave import (
+    Comparison,
+    Sample,
+    Seconds,
+    Timings,
+    Turns,
+    compare,
+    interleave,
+    timed,
+)
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import CONTENDERS, Contender, present
 from tests.benchmarks.tables import machine, report
-from tests.benchmarks.targets import Target, targets
+from tests.benchmarks.targets import Target, step_targets, targets
 from tests.benchmarks.workloads import WORKLOADS, Task, Workload
 
 Loop = Literal["handover", "steps"]
@@ -63,7 +72,11 @@ def panels(found: list[Contender], rounds: int) -> list[Panel]:
     for few of the others, since the handover tells more.
     """
     quick = [c.name for c in found if c.handover]
-    whole = [name for name in ("bare", "bare-again", "gradwatch") if name in quick]
+    whole = [
+        name
+        for name in ("bare", "bare-again", "gradwatch", "clip_grad_norm", "gradwatch-clip")
+        if name in quick
+    ]
     slow = ["bare", *(c.name for c in found if c.slow)]
     planned = [
         Panel("handover", Turns(rounds, settle=0, steps=STEPS), WARMUP, quick),
@@ -129,6 +142,7 @@ def run_workload(workload: Workload, names: list[str], rounds: int, clock: str) 
     """Both measurements of one workload."""
     result = Result(workload.name)
     found, result.absent = present(names)
+    handed: Mapping[str, Seconds] = {}
     for panel in panels(found, rounds):
         contenders = [CONTENDERS[name]() for name in panel.members]
         timings, complaints = measure(workload, contenders, panel.loop, panel.turns, panel.warmup)
@@ -137,7 +151,10 @@ def run_workload(workload: Workload, names: list[str], rounds: int, clock: str) 
         into.update({name: c for name, c in compare(seconds).items() if name not in into})
         if panel.loop == "handover":
             result.targets += targets(workload, seconds)
+            handed = seconds
         result.complaints |= complaints
+    if "bare" in result.steps:
+        result.targets += step_targets(workload, handed, result.steps["bare"].median_ms)
     return result
 
 

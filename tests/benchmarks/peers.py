@@ -273,7 +273,7 @@ class Gradwatch(Contender):
     name = "gradwatch"
     title = "gradwatch, default"
     package = "gradwatch"
-    rules: ClassVar[str] = "default"
+    rules: Any = "default"
 
     def missing(self) -> str:
         try:
@@ -361,6 +361,29 @@ class GradwatchUserClip(Gradwatch):
         torch.nn.utils.clip_grad_norm_(task.parameters, NEVER_CLIPS)
 
 
+class GradwatchClip(Gradwatch):
+    """The default watch clips the total norm, at a bound nothing reaches; compare `ClipGradNorm`."""
+
+    name = "gradwatch-clip"
+    title = "gradwatch clips (clip.total), bound not reached"
+    max_norm: ClassVar[float] = NEVER_CLIPS
+
+    def attach(self, task: Task) -> None:
+        from gradwatch.rulefile import parse_rules
+
+        clip = f"{{total: {{method: norm, max_norm: {self.max_norm}}}}}"
+        self.rules = parse_rules(f"version: 1\nextends: [{Gradwatch.rules}]\nclip: {clip}\n")
+        super().attach(task)
+
+
+class GradwatchClipBites(GradwatchClip):
+    """The same at a bound that every step exceeds; torch multiplies whether it is reached or not."""
+
+    name = "gradwatch-clip-bites"
+    title = "gradwatch clips (clip.total), bound exceeded"
+    max_norm = 1e-3
+
+
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
@@ -370,6 +393,8 @@ CONTENDERS: dict[str, type[Contender]] = {
         Gradwatch,
         GradwatchObserve,
         GradwatchUserClip,
+        GradwatchClip,
+        GradwatchClipBites,
         TotalNorm,
         ClipGradNorm,
         ItemHooks,

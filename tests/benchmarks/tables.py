@@ -83,7 +83,7 @@ def _ratios(results: Sequence[Result]) -> Rows:
             f"{CONTENDERS[name].title}, whole steps compared",
             *(_direct(result.steps.get(name)) for result in results),
         ]
-        for name in ("gradwatch", "bare-again")
+        for name in ("gradwatch", "clip_grad_norm", "gradwatch-clip", "bare-again")
         if any(name in result.steps for result in results)
     ]
     steps = ["bare step, ms", *(_bare_ms(result) for result in results)]

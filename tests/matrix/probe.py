@@ -63,6 +63,9 @@ class Probe:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward()`; what it added to a gradient is what a tensor hook sees."""
         before = {name: None if p.grad is None else wide(p.grad).clone() for name, p in self.named().items()}
+        for name, old in before.items():
+            if old is None or not old.any():  # what earlier backwards left has been cleared
+                self._local.pop(name, None)
         loss.backward(**options)
         for name, param in self.named().items():
             if param.grad is None or not param.requires_grad or not param.numel():

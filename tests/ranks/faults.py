@@ -124,7 +124,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
     "decide": (BoundEngine, "decide"),
-    "clipped": (judging, "clipped"),
+    "clipped": (judging, "reshaped"),
 }
 
 

@@ -23,13 +23,13 @@ WORLD = 2
 SECONDS = 240
 
 
-def launch(module: str, chosen: str = "") -> dict[str, list[Any]]:
-    """Run every situation of a module on all ranks: its results by name, one per rank.
+def launch(module: str, chosen: str = "", world: int = WORLD) -> dict[str, list[Any]]:
+    """Run every situation of a module on `world` ranks: its results by name, one per rank.
 
     Fails with the ranks' output when one of them did not come home.
     """
     with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
-        command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen]
+        command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen, str(world)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         ranks = [
             subprocess.Popen(
@@ -39,7 +39,7 @@ def launch(module: str, chosen: str = "") -> dict[str, list[Any]]:
                 text=True,
                 env=environ,
             )
-            for rank in range(WORLD)
+            for rank in range(world)
         ]
         try:
             said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
@@ -47,21 +47,21 @@ def launch(module: str, chosen: str = "") -> dict[str, list[Any]]:
             for rank in ranks:
                 rank.kill()
         codes = [rank.returncode for rank in ranks]
-        assert codes == [0] * WORLD, f"exit codes {codes}\n" + "\n".join(said)
-        homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
+        assert codes == [0] * world, f"exit codes {codes}\n" + "\n".join(said)
+        homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     return {name: [home[name] for home in homes] for name in homes[0]}
 
 
-def main(module: str, folder: str, chosen: str, rank: int) -> None:
+def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
     """One rank: every situation in turn, a barrier between them; a situation that raises says so."""
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD)
+    store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
     )
     results: dict[str, Any] = {}
     for name, situation in importlib.import_module(module).SITUATIONS.items():
@@ -88,4 +88,4 @@ def fingerprint(tensors: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:6]))

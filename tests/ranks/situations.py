@@ -84,15 +84,16 @@ def expected(model: nn.Module, step: int, micros: int, batch: Batch = batch) -> 
     model = copy.deepcopy(model).double()
     for param in model.parameters():
         param.grad = None
-    for rank in range(WORLD):
+    world = dist.get_world_size()
+    for rank in range(world):
         for micro in range(micros):
-            (loss_of(model, batch(step, micro, rank).double().requires_grad_(True)) / WORLD).backward()
+            (loss_of(model, batch(step, micro, rank).double().requires_grad_(True)) / world).backward()
     return {
         name: float(param.grad.norm()) for name, param in model.named_parameters() if param.grad is not None
     }
 
 
-def local(model: nn.Module, step: int, rank: int) -> float:
+def local(model: nn.Module, step: int, rank: int, batch: Batch = batch) -> float:
     """The norm of all of one rank's own gradients, in float64."""
     model = copy.deepcopy(model).double()
     for param in model.parameters():
@@ -105,12 +106,12 @@ def local(model: nn.Module, step: int, rank: int) -> float:
 
 @contextlib.contextmanager
 def watching(
-    model: nn.Module, optimizer: Any, rules: str | RuleSet = "default"
+    model: nn.Module, optimizer: Any, rules: str | RuleSet = "default", strict: bool = True
 ) -> Iterator[tuple[Any, Collector]]:
     """A strict watch: a fault of ours fails the situation."""
     collector = Collector()
     with tempfile.TemporaryDirectory() as folder:
-        gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=True)
+        gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=strict)
         try:
             yield gw, collector
         finally:
@@ -149,7 +150,7 @@ def trained(
     net: Callable[[], nn.Module] = Net,
     micros: int = 1,
     clip: Callable[[nn.Module], None] | None = None,
-    truth: Callable[[nn.Module, nn.Module], nn.Module] | None = None,
+    batch: Batch = batch,
 ) -> dict[str, Any]:
     """Train a wrapped model for a few steps under a watch, and a plain twin of it beside it."""
     twin = net()  # plain: takes the same steps by hand, in float64
@@ -159,7 +160,7 @@ def trained(
     told = []
     with watching(model, optimizer) as (gw, collector):
         for step in range(STEPS):
-            wanted = expected(twin64, step, micros)
+            wanted = expected(twin64, step, micros, batch)
             optimizer.zero_grad()
             for micro in range(micros):
                 last = micro == micros - 1
@@ -174,21 +175,22 @@ def trained(
             optimizer.step()
             total = sum(norm * norm for norm in wanted.values()) ** 0.5
             factor = min(1.0, CLIP / total) if clip is not None else 1.0
-            own = [local(twin64, step, each) for each in range(WORLD)]
+            own = [local(twin64, step, each, batch) for each in range(dist.get_world_size())]
             told.append({"expected": wanted, "factor": factor, "local": own})
-            _follow(twin64, step, micros, factor)
+            _follow(twin64, step, micros, factor, batch)
         found = [numbers(record) for record in collector.records]
         columns = [ranks_of(record, "rank_norm") for record in collector.records]
         return {"told": told, "found": found, "rank_norm": columns, "errors": gw.health.errors()}
 
 
-def _follow(model: nn.Module, step: int, micros: int, factor: float) -> None:
+def _follow(model: nn.Module, step: int, micros: int, factor: float, batch: Batch) -> None:
     """The step that SGD takes, by hand, in float64."""
     for param in model.parameters():
         param.grad = None
-    for rank in range(WORLD):
+    world = dist.get_world_size()
+    for rank in range(world):
         for micro in range(micros):
-            (loss_of(model, batch(step, micro, rank).double().requires_grad_(True)) / WORLD).backward()
+            (loss_of(model, batch(step, micro, rank).double().requires_grad_(True)) / world).backward()
     with torch.no_grad():
         for param in model.parameters():
             if param.grad is not None:

@@ -1,0 +1,146 @@
+"""What was done to a training, read from its journal: how often, by which rule, how hard.
+
+Counts are of the steps that the journal still holds: where a long run was thinned to stay within its cap they are lower
+bounds, and `thinned` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
+from gradwatch.snapshot import Event, Order
+
+STANDING = "clip:"
+"""Stands for the policies of the file's `clip:` section, which belong to no rule."""
+_CLIPPED = 1 - 1e-6
+_MOST_SITES = 5
+
+
+@dataclass(slots=True)
+class Line:
+    """One rule and action: `times` it was carried out (or, in shadow mode, would have been).
+
+    `coefficients` are those of every time there was one, in order; `sites` how often each was the worst; `hardest`
+    the step of the smallest coefficient, with the norms before and after it.
+    """
+
+    rule: str
+    action: str
+    shadow: bool = False
+    times: int = 0
+    first_step: int = -1
+    last_step: int = -1
+    coefficients: list[float] = field(default_factory=list)
+    sites: dict[str, int] = field(default_factory=dict)
+    hardest: tuple[int, float | None, float | None] | None = None
+
+    def add(self, step: int, order: Order) -> None:
+        """Count one order."""
+        self.times += 1
+        self.first_step = step if self.first_step < 0 else min(self.first_step, step)
+        self.last_step = max(self.last_step, step)
+        if order.site:
+            self.sites[order.site] = self.sites.get(order.site, 0) + 1
+        if order.coefficient is not None:
+            if order.coefficient < min(self.coefficients, default=math.inf):
+                self.hardest = (step, order.before, order.after)
+            self.coefficients.append(order.coefficient)
+
+    def to_dict(self, steps: int) -> dict[str, object]:
+        """JSON-safe; `steps` is what the share is of."""
+        found = sorted(self.sites.items(), key=lambda item: (-item[1], item[0]))
+        hardest = None
+        if self.hardest is not None:
+            hardest = dict(zip(("step", "norm_before", "norm_after"), self.hardest, strict=True))
+        return {
+            "rule": self.rule,
+            "action": self.action,
+            "shadow": self.shadow,
+            "times": self.times,
+            "share_of_steps": self.times / steps if steps else 0.0,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "coefficient_min": min(self.coefficients, default=None),
+            "coefficient_median": median(self.coefficients) if self.coefficients else None,
+            "hardest": hardest,
+            "worst_sites": dict(found[:_MOST_SITES]),
+        }
+
+
+@dataclass(slots=True)
+class Audit:
+    """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
+    whose gradients got smaller though nothing of ours was due: the script's own clipping.
+    """
+
+    steps: int = 0
+    thinned: bool = False
+    skipped: int = 0
+    clipped_by_others: int = 0
+    lines: dict[tuple[str, str, bool], Line] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    escalated: dict[str, int] = field(default_factory=dict)
+
+    def sorted(self) -> list[Line]:
+        """The lines, most frequent first; shadow last."""
+        return sorted(
+            self.lines.values(), key=lambda line: (line.shadow, -line.times, line.rule, line.action)
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-safe."""
+        return {
+            "steps": self.steps,
+            "thinned": self.thinned,
+            "skipped_steps": self.skipped,
+            "clipped_by_others": self.clipped_by_others,
+            "actions": [line.to_dict(self.steps) for line in self.sorted()],
+            "failed": self.failed,
+            "escalated": self.escalated,
+        }
+
+    def take_steps(self, entry: StepsEntry) -> None:
+        """Count some steps."""
+        self.thinned |= entry.every > 1
+        for row in entry.rows:
+            self.steps += 1
+            self.skipped += row.decision.skip
+            orders = row.decision.orders
+            for order in orders:
+                self._line(order).add(row.step, order)
+            if row.decision.skip or not row.total_norm_applied < row.total_norm * _CLIPPED:
+                continue
+            if row.decision.max_norm is not None and not any(order.coefficient for order in orders):
+                ratio = row.total_norm_applied / row.total_norm
+                order = Order(STANDING, "clip", False, "", 0, row.total_norm, row.total_norm_applied, ratio)
+                self._line(order).add(row.step, order)
+            elif not any(order.coefficient is not None and not order.shadow for order in orders):
+                self.clipped_by_others += 1
+
+    def take_events(self, events: Iterable[Event]) -> None:
+        """Count what failed and what escalated."""
+        for event in events:
+            if event.kind == "failed":
+                self.failed[event.rule] = self.failed.get(event.rule, 0) + 1
+            elif event.kind == "escalated":
+                self.escalated[event.rule] = self.escalated.get(event.rule, 0) + 1
+
+    def _line(self, order: Order) -> Line:
+        key = (order.rule, order.action, order.shadow)
+        return self.lines.setdefault(key, Line(*key))
+
+
+def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
+    """Add one journal to an audit; yields the number of steps so far, for whoever shows progress."""
+    seen: set[int] = set()
+    for entry in journal.entries():
+        if isinstance(entry, StepsEntry):
+            audit.take_steps(entry)
+            yield audit.steps
+        elif isinstance(entry, EventsEntry) and entry.number not in seen:
+            seen.add(entry.number)
+            audit.take_events(entry.events)

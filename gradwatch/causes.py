@@ -1,0 +1,103 @@
+"""Orders to `localise`, carried out: which rule of a verdict asks, and what was found for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.finding import Finding
+from gradwatch.localise.localiser import Ask, Localiser
+from gradwatch.rules import Action, RuleSet
+from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
+
+LOCALISE = "localise"
+
+
+class Causes:
+    """The causes of a watch's incidents; holds the steps of `models` so that they can be run again.
+
+    `owns` says whether an optimizer is watched; `failed` counts a fault of ours.
+    """
+
+    def __init__(
+        self,
+        ruleset: RuleSet,
+        models: Iterable[nn.Module],
+        owns: Callable[[Optimizer], bool],
+        failed: Callable[[str, BaseException], None],
+        rank: int,
+    ) -> None:
+        self._asked = localising(ruleset)
+        actions = list(self._asked.values())
+        self._localiser = Localiser(
+            models,
+            owns,
+            failed,
+            max_bytes=max(int(action.params["max_bytes"]) for action in actions),
+            hold=any(action.params["by"] == "replay" for action in actions),
+            rank=rank,
+        )
+
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Hold the steps of further models too."""
+        self._localiser.add(models)
+
+    def forget(self) -> None:
+        """What has been held belongs to no step: an evaluation of a closure that another one follows."""
+        self._localiser.forget()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._localiser.close()
+
+    def of(self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool) -> tuple[Finding, ...]:
+        """What is known of the causes of this step's incidents; `late`: the step has been taken already."""
+        found = []
+        for rule in sorted(
+            {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
+        ):
+            event = _incident(verdict, rule)
+            if event is not None and rule in self._asked and self._localiser.due(event.incident):
+                ask = _ask(self._asked[rule], event, snapshot)
+                found.append(self._localiser.localise(ask, late))
+        return (*found, *self._localiser.recorded())
+
+
+def localising(ruleset: RuleSet) -> dict[str, Action]:
+    """The `localise` of every rule that may order it, by rule id."""
+    found: dict[str, Action] = {}
+    for rule in ruleset.rules:
+        if rule.enabled and rule.mode == "act":
+            for action in filter(None, map(_localise, rule.do)):
+                found.setdefault(rule.id, action)
+    return found
+
+
+def _localise(action: Action) -> Action | None:
+    if action.name == LOCALISE:
+        return action
+    if action.name == "escalate" and action.params["to"] == LOCALISE:
+        return Action(LOCALISE, DEFAULTS)
+    return None
+
+
+DEFAULTS = {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20}
+"""As a rule file that says nothing gets them (`gradwatch.rulefile.schema.Localise`)."""
+
+
+def _incident(verdict: Verdict, rule: str) -> Event | None:
+    events = (event for event in verdict.events if event.rule == rule and event.incident)
+    return next((event for event in events if event.kind != "resolved"), None)
+
+
+def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
+    return Ask(
+        way=action.params["by"],
+        record_steps=int(action.params["else_record_steps"]),
+        rule=event.rule,
+        incident=event.incident,
+        step=snapshot.step,
+        first_parameter=event.first_cause,
+    )

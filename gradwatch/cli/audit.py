@@ -1,0 +1,162 @@
+"""`gradwatch audit [RUN]`: what gradwatch did to a training, how often, by which rule, how hard."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwatch.cli.terminal import paint, table
+from gradwatch.errors import GradwatchError
+
+if TYPE_CHECKING:
+    from gradwatch.audit import Audit, Line
+    from gradwatch.journal import JournalReader
+
+DESCRIPTION = """What was done to a training: every clip, rescale, skip and stop, by rule, from its journal.
+
+RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks act alike, so one rank's
+journal is enough (--rank). Exit 1 where an action failed."""
+_PATIENCE = 1.0
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe `gradwatch audit` to argparse."""
+    parser = commands.add_parser(
+        "audit",
+        help="what was done to a training: how often, by which rule, how hard",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
+    parser.add_argument(
+        "--dir", default="gradwatch-runs", metavar="DIR", help="where runs are (default: %(default)s)"
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose journal (default: 0)")
+    parser.add_argument("--json", action="store_true", help="for a machine")
+    parser.set_defaults(handler=handle)
+
+
+def handle(arguments: argparse.Namespace) -> int:
+    """Print the audit; 1 where an action failed."""
+    from gradwatch.audit import Audit
+
+    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir))
+    audit = Audit()
+    for journal in journals(where, arguments.rank):
+        follow(journal, audit)
+    if arguments.json:
+        print(json.dumps({"run": str(where), "rank": arguments.rank, **audit.to_dict()}, indent=2))
+    else:
+        print(report(audit, where))
+    return int(bool(audit.failed))
+
+
+def newest(directory: Path) -> Path:
+    """The run written to last."""
+    try:
+        runs = [path for path in directory.iterdir() if path.is_dir() and any(path.glob("*.gwj"))]
+    except OSError as error:
+        raise GradwatchError(f"no runs in {directory}: {error.strerror}; name the folder of a run") from None
+    if not runs:
+        raise GradwatchError(f"no runs in {directory}; name the folder of a run, or give --dir")
+    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.gwj")))
+
+
+def journals(where: Path, rank: int) -> list[JournalReader]:
+    """The journals of one rank, one per attempt; a file named by itself is taken whatever its rank."""
+    from gradwatch.journal import read_journal
+
+    try:
+        found = read_journal(where)
+    except OSError as error:
+        raise GradwatchError(str(error)) from None
+    chosen = [one for one in found if one.rank == rank or not where.is_dir()]
+    if not chosen:
+        ranks = ", ".join(str(one) for one in sorted({one.rank for one in found}))
+        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {ranks}")
+    return chosen
+
+
+def follow(journal: JournalReader, audit: Audit) -> None:
+    """Read a journal; after a second a terminal is told how far."""
+    from gradwatch.audit import read
+
+    shown, began = False, time.monotonic()
+    for steps in read(journal, audit):
+        if sys.stderr.isatty() and time.monotonic() - began > _PATIENCE:
+            began, shown = time.monotonic(), True
+            print(f"\r{steps:,} steps read", end="", file=sys.stderr, flush=True)
+    if shown:
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def report(audit: Audit, where: Path) -> str:
+    """The audit for a person."""
+    bound = " (thinned to stay within its cap: counts are lower bounds)" if audit.thinned else ""
+    parts = [f"{where}: {audit.steps:,} steps recorded{bound}"]
+    lines = audit.sorted()
+    if lines:
+        header = (
+            "rule",
+            "action",
+            "times",
+            "of steps",
+            "first",
+            "last",
+            "coefficient",
+            "hardest",
+            "mostly at",
+        )
+        parts.append(table(header, [row(line, audit.steps) for line in lines], indent="  "))
+    else:
+        parts.append("  nothing was done to the gradients, and no step was skipped")
+    parts += [
+        f"  {paint('failed', 'red')}: the actions of rule {rule} could not be carried out {count} times"
+        for rule, count in sorted(audit.failed.items())
+    ]
+    parts += [
+        f"  {paint('escalated', 'yellow')}: rule {rule} climbed its ladder {count} times"
+        for rule, count in sorted(audit.escalated.items())
+    ]
+    if audit.clipped_by_others:
+        parts.append(f"  the script's own clipping: {audit.clipped_by_others:,} steps")
+    return "\n".join(parts)
+
+
+def row(line: Line, steps: int) -> tuple[str, ...]:
+    """One rule and action as cells."""
+    from gradwatch.sinks.printable import printable
+
+    found = line.to_dict(steps)
+    name = f"{line.action} (shadow)" if line.shadow else line.action
+    hardest = ""
+    if line.hardest is not None:
+        step, before, after = line.hardest
+        hardest = f"{shown(before)} → {shown(after)} at {step}"
+    sites: Iterable[str] = found["worst_sites"]  # type: ignore[assignment]
+    return (
+        line.rule,
+        name,
+        f"{line.times:,}",
+        f"{line.times / steps:.2%}" if steps else "",
+        str(line.first_step),
+        str(line.last_step),
+        coefficients(found["coefficient_min"], found["coefficient_median"]),
+        hardest,
+        printable(next(iter(sites), "the total")),
+    )
+
+
+def coefficients(least: object, middle: object) -> str:
+    """The smallest and the median multiplier."""
+    return "" if least is None else f"min {least:.3g}, median {middle:.3g}"
+
+
+def shown(value: float | None) -> str:
+    """A norm, or that there is none."""
+    return "not finite" if value is None else f"{value:.4g}"

@@ -1,0 +1,251 @@
+"""From a verdict to orders: what each rule that is due does to the gradients of this step, and what it says of it.
+
+Factors are taken from the gradients as found at the boundary, after the user's own clip; what triggers a rule is
+`norm`, before it. Per parameter the smallest factor holds. A factor above 1 (`rescale` may have one) gives way to any
+clip in force.
+
+Axes: S sites, K series of one rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.engine.ladder import due_actions
+from gradwatch.engine.plan import Plan, RulePlan
+from gradwatch.engine.series import MODULE_COLUMNS
+from gradwatch.policies.norm import EPSILON, clip_coefficient
+from gradwatch.rules import Action
+from gradwatch.snapshot import RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
+
+Array32 = NDArray[np.float32]
+NO_ORDER = np.float32(np.inf)
+"""The factor of a site for which nobody ordered any: of two factors the smaller holds."""
+
+ESCALATED_CLIP = Action("clip", {"to": "baseline", "at": "step", "local": False})
+"""What `escalate: {to: clip}` clips to."""
+
+
+def orders(one: RulePlan, due: Due, acted: int, snapshot: Snapshot, plan: Plan) -> Decision:
+    """What one rule orders having acted on `acted` steps in a row; in shadow mode it only says so."""
+    decision = Decision()
+    for name in due_actions(one, acted, due.climbed):
+        if name == "clip":
+            decision |= _clip(one, one.action("clip") or ESCALATED_CLIP, due, snapshot, plan)
+        elif name == "zero_nonfinite":
+            decision |= _zero(one, due, snapshot)
+        elif name != "rescale":  # due from the next step on
+            said = frozenset({_plain(one, name, due, snapshot)})
+            decision |= Decision(skip=name == "skip_step", stop=name == "stop", orders=said)
+    decision = replace(decision, on_error=one.rule.on_error)
+    return decision.withheld() if one.rule.mode == "shadow" else decision
+
+
+def standing(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision:
+    """The standing factor of a rule that was firing before this step: `rescale` acts one step late, and says so."""
+    action = one.action("rescale")
+    assert action is not None  # only such rules have one
+    factor = np.float32(action.params["factor"])
+    found = _owned(one, np.full(len(firing_K), factor), members(one, firing_K, snapshot), snapshot)
+    decision = _multiplied(one, "rescale", found, snapshot)
+    return decision.withheld() if one.rule.mode == "shadow" else decision
+
+
+OVERRIDDEN = frozenset({"clip", "rescale", "zero_nonfinite"})
+"""Actions on gradients that a skipped or stopped step never uses: stop over skip over these."""
+
+
+def settled(decision: Decision) -> Decision:
+    """The decision as it will be carried out: 1 where nobody ordered a factor, no word of what is overridden."""
+    if decision.skip or decision.stop:
+        kept = (order for order in decision.orders if order.shadow or order.action not in OVERRIDDEN)
+        decision = replace(decision, orders=frozenset(kept))
+    if decision.coef is None:
+        return decision
+    coef = np.where(np.isfinite(decision.coef), decision.coef, np.float32(1)).astype(np.float32)
+    return replace(decision, coef=None if (coef == 1).all() else coef)
+
+
+# -- clip ------------------------------------------------------------------------------------------------
+
+
+def _clip(one: RulePlan, action: Action, due: Due, snapshot: Snapshot, plan: Plan) -> Decision:
+    """A bound on the total where the rule judges a scalar, else a factor for each site of a breaching series."""
+    to = action.params.get("to", "baseline")
+    if action.params.get("at", "step") == "backward" and one.rule.mode == "act":
+        return _done_by_hook(one, due, snapshot)
+    if one.series.scope == "scalar":
+        target = float(due.usual[0]) if to == "baseline" and due.usual is not None else math.inf
+        return _bound_total(one, target if to == "baseline" else float(to), snapshot)
+    here = members(one, due.breach, snapshot)
+    applied_K, elements_K = _applied(one, here, snapshot)
+    if to != "baseline":
+        target_K: Any = np.full(len(applied_K), float(to))
+    elif due.usual is None:
+        return Decision()
+    else:
+        target_K = due.usual * np.sqrt(elements_K) if one.series.column == "rms" else due.usual
+    return _multiplied(one, "clip", _owned(one, _bounded(applied_K, target_K), here, snapshot), snapshot)
+
+
+def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
+    """The tensor hook has clipped it already, in its own backward; what it did is in `coef`."""
+    here = members(one, due.breach, snapshot)
+    if not here.any():
+        return Decision()
+    k = int(np.flatnonzero(here)[np.argmin(snapshot.coef[here])])
+    norm, coef = float(snapshot.norm[k]), float(snapshot.coef[k])
+    told = Order(
+        one.rule.id,
+        "clip",
+        site=snapshot.sites.names[k],
+        count=int(here.sum()),
+        before=_finite(norm),
+        after=_finite(norm * coef),
+        coefficient=coef,
+    )
+    return Decision(orders=frozenset({told}))
+
+
+def _bound_total(one: RulePlan, target: float, snapshot: Snapshot) -> Decision:
+    """The total norm is kept at or below `target`, as `torch.nn.utils.clip_grad_norm_` does."""
+    if not math.isfinite(target):
+        return Decision()  # warming up
+    before = snapshot.total_norm_applied
+    coefficient = float(clip_coefficient(before, target))
+    if coefficient == 1:
+        return Decision()  # the user's own clip has done it, or the norm is not finite
+    told = Order(
+        one.rule.id,
+        "clip",
+        count=int((snapshot.calls > 0).sum()),
+        before=_finite(before),
+        after=_finite(before * coefficient),
+        coefficient=coefficient,
+    )
+    return Decision(max_norm=target, orders=frozenset({told}))
+
+
+def _bounded(applied_K: NDArray[np.float64], target_K: NDArray[np.float64]) -> Array32:
+    """float32[K] min(1, target / (norm + 1e-6)), as torch computes it; 1 where the norm is not finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm, target = applied_K.astype(np.float32), target_K.astype(np.float32)
+        coef = np.minimum(np.float32(1), np.float32(1) / (norm + EPSILON) * target)
+    return np.where(np.isfinite(norm) & np.isfinite(target), coef, np.float32(1)).astype(np.float32)
+
+
+def _applied(
+    one: RulePlan, here: BoolArray, snapshot: Snapshot
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """float64[K] each: the norm of what the optimizer is about to get of each series, and its elements."""
+    index, owners = _places(one, snapshot)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.square(snapshot.norm.astype(np.float64) * snapshot.coef)
+    parts = np.where(here, squares, 0.0)[index]
+    numels = np.where(here, np.maximum(snapshot.sites.numels, 1), 0).astype(np.float64)[index]
+    size = len(one.shown)
+    total: NDArray[np.float64] = np.bincount(owners, parts, size).astype(np.float64, copy=False)
+    return np.sqrt(total), np.bincount(owners, numels, size).astype(np.float64, copy=False)
+
+
+# -- where -----------------------------------------------------------------------------------------------
+
+
+def _places(one: RulePlan, snapshot: Snapshot) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The sites a rule is about (`index[I]`), and the series that each belongs to (`owners[I]`)."""
+    series = one.series
+    if series.scope == "scalar":
+        index = np.flatnonzero(np.array([kind == "param" for kind in snapshot.sites.kinds]))
+    else:
+        index = np.arange(len(snapshot.sites)) if series.index is None else series.index
+    if series.scope == "param" and not one.detector.in_depth_order:
+        return index, np.arange(len(index))
+    return index, np.zeros(len(index), np.intp) if series.owners is None else series.owners
+
+
+def members(one: RulePlan, chosen_K: BoolArray, snapshot: Snapshot) -> BoolArray:
+    """bool[S]: the gradients of this step behind the chosen series; those of a scalar are all of them."""
+    mask = np.zeros(len(snapshot.sites), np.bool_)
+    if one.series.column in MODULE_COLUMNS or one.series.column in RANK_COLUMNS:
+        return mask
+    index, owners = _places(one, snapshot)
+    mask[index[chosen_K[owners]]] = True
+    return mask & (snapshot.calls > 0)
+
+
+def _owned(one: RulePlan, coef_K: Array32, here: BoolArray, snapshot: Snapshot) -> Array32:
+    """float32[S]: each site's factor is that of its series; inf where it has no part in this."""
+    index, owners = _places(one, snapshot)
+    out = np.full(len(snapshot.sites), NO_ORDER, np.float32)
+    out[index] = coef_K[owners]
+    return np.where(here, out, NO_ORDER).astype(np.float32)
+
+
+# -- what is said ----------------------------------------------------------------------------------------
+
+
+def _multiplied(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
+    """A Decision to multiply, told by the site that changes most; none where nothing changes."""
+    ordered = np.flatnonzero(np.isfinite(coef_S) & (coef_S != 1))
+    if not len(ordered):
+        return Decision()
+    k = int(ordered[np.argmax(np.abs(np.log(np.maximum(coef_S[ordered], 1e-45))))])
+    coefficient, total = float(coef_S[k]), one.series.scope != "param"
+    before = float(snapshot.norm[k] * snapshot.coef[k])
+    if total:  # one factor for a group or a total: its norm says more than that of any of its parameters
+        group = np.flatnonzero(coef_S == coef_S[k])
+        with np.errstate(over="ignore", invalid="ignore"):
+            norms = snapshot.norm[group].astype(np.float64) * snapshot.coef[group]
+            before = float(np.sqrt(np.dot(norms, norms)))
+    told = Order(
+        one.rule.id,
+        name,
+        site=_site(one, k, snapshot),
+        count=len(ordered),
+        before=_finite(before),
+        after=_finite(before * coefficient),
+        coefficient=coefficient,
+    )
+    return Decision(coef=coef_S, orders=frozenset({told}))
+
+
+def _site(one: RulePlan, k: int, snapshot: Snapshot) -> str:
+    """What the series of site k is called: the parameter, the group, or "" for a total."""
+    index, owners = _places(one, snapshot)
+    found = np.flatnonzero(index == k)
+    return one.shown.names[int(owners[found[0]])] if len(found) else ""
+
+
+def _zero(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
+    """The non-finite elements of the breaching gradients become 0."""
+    zero = members(one, due.breach, snapshot) & snapshot.nonfinite()
+    if not zero.any():
+        return Decision()
+    told = Order(one.rule.id, "zero_nonfinite", site=_worst(one, due), count=int(zero.sum()))
+    return Decision(zero=zero, orders=frozenset({told}))
+
+
+def _plain(one: RulePlan, name: str, due: Due, snapshot: Snapshot) -> Order:
+    """An action on the whole step."""
+    site, count = _worst(one, due), int(due.breach.sum())
+    before = _finite(snapshot.total_norm_applied)
+    return Order(one.rule.id, name, site=site, count=count if site else 0, before=before)
+
+
+def _worst(one: RulePlan, due: Due) -> str:
+    return one.shown.names[due.worst] if due.worst < len(one.shown) else ""
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def by_rule(plan: Plan, wanted: Any) -> Iterator[tuple[int, RulePlan]]:
+    """The rules named in `wanted`, with their numbers."""
+    return ((number, one) for number, one in enumerate(plan.rules) if one.rule.id in wanted)

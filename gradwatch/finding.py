@@ -1,0 +1,163 @@
+"""What a localisation found: which operation, of which module, on which line, made the first NaN or Inf.
+
+No torch here: a Finding is plain data, so sinks, the journal and `gradwatch explain` handle it without tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+Phase = Literal["forward", "backward", "loss", "input", "parameter", "buffer", "unknown"]
+"""Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs;
+in the batch, a weight or a buffer that was not finite before the step; or nobody knows (`note` says why)."""
+
+By = Literal["replay", "record", "closure"]
+"""How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
+
+PHASES: tuple[str, ...] = get_args(Phase)
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "\\site-packages\\")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of Python on the way to the operation; `source` is its text, "" where it cannot be read."""
+
+    file: str
+    line: int
+    function: str = ""
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """`file:line`."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def is_library(self) -> bool:
+        """Whether the file was installed rather than written for this job."""
+        return any(part in self.file for part in LIBRARIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What one tensor held: `smallest` and `largest` over its finite elements, NaN where it has none.
+
+    `name` says what it was to the operation ("input 0", "result", "gradient in", "saved self"); `dtype` as torch
+    spells it ("float32"); counts are elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    numel: int
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    smallest: float = math.nan
+    largest: float = math.nan
+
+    def __str__(self) -> str:
+        """`input 0: float32[16, 1], 2 of 16 zero, -1.2 … 3`."""
+        odd = [f"{count} {word}" for count, word in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+        odd += [f"{self.zeros} zero"] if self.zeros else []
+        shape = ", ".join(map(str, self.shape))
+        parts = [f"{self.name}: {self.dtype}[{shape}]"]
+        if odd:
+            parts.append(f"{', '.join(odd)} of {self.numel}")
+        if math.isfinite(self.smallest):
+            parts.append(f"{self.smallest:.4g} … {self.largest:.4g}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The cause of one incident, as far as it is known.
+
+    `module` is the innermost torch FQN ("" = outside the model) and `module_type` its class; `op` the operation
+    as torch's functions are named ("sqrt", "div", "softmax"); `node` its autograd node where it was found in
+    backward ("SqrtBackward0"). `frames` are the Python lines that led there, innermost first, torch's own left
+    out. `operands` and `result` describe the tensors, on this rank. `call` is the index of the model's forward
+    call among those of the step (micro-batch), `others` how many further operations did the same, and
+    `first_parameter` the first parameter in backward order whose gradient was not finite. `note` says what else
+    is to be said, or why nothing was found.
+    """
+
+    phase: Phase
+    by: By
+    step: int = 0
+    rank: int = 0
+    module: str = ""
+    module_type: str = ""
+    op: str = ""
+    node: str = ""
+    frames: tuple[Frame, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    result: Operand | None = None
+    call: int = 0
+    others: int = 0
+    first_parameter: str = ""
+    rule: str = ""
+    incident: str = ""
+    note: str = ""
+
+    @property
+    def found(self) -> bool:
+        """Whether a cause is known."""
+        return self.phase != "unknown"
+
+    @property
+    def frame(self) -> Frame | None:
+        """The line that called the operation: the innermost of the user's own, a library's where there is none."""
+        own = (frame for frame in self.frames if not frame.is_library)
+        return next(own, self.frames[0] if self.frames else None)
+
+    @property
+    def where(self) -> str:
+        """`file:line` of `frame`, "" where no line is known."""
+        return "" if self.frame is None else self.frame.where
+
+    def told(self, **changes: Any) -> Finding:
+        """The same finding with some fields set."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe; NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
+        document: dict[str, Any] = _json(asdict(self))
+        return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Finding:
+        """What `to_dict` gave; unknown keys are ignored. Raises ValueError for what is no Finding."""
+        try:
+            known = {each.name for each in fields(cls)}
+            given = {key: value for key, value in document.items() if key in known}
+            given["frames"] = tuple(Frame(**frame) for frame in given.get("frames", ()))
+            given["operands"] = tuple(map(_operand, given.get("operands", ())))
+            result = given.get("result")
+            given["result"] = None if result is None else _operand(result)
+            if given["phase"] not in PHASES:
+                raise ValueError(f"phase {given['phase']!r} is none of {', '.join(PHASES)}")
+            return cls(**given)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a Finding: {error}") from error
+
+
+def _operand(document: Mapping[str, Any]) -> Operand:
+    given = dict(document)
+    given["shape"] = tuple(given["shape"])
+    for bound in ("smallest", "largest"):
+        given[bound] = float(given[bound])  # "NaN" and "Infinity" are words float knows
+    return Operand(**given)
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,75 @@
+"""What a training loop does step after step: how many backwards make a step, and how gradients look then.
+
+Until the number of backwards (N) has been equal for three steps, and for a hundred after it varied, every
+backward is read, because the last (partial) window of an epoch would otherwise be seen only after the user's
+clipping. Equal versions step after step mean that every gradient starts fresh (`set_to_none`), so that "there
+is a gradient" tells the same as a mark, and most marks can go.
+"""
+
+from __future__ import annotations
+
+import sys
+
+LEARNED = 3  # equal counts of backwards before a loop is believed
+VARIED = 100  # steps after a change of that count during which every backward is read
+STEADY = 5  # identical steps before marks are thinned
+BACKOFF = 200  # steps before thinning is tried again after it had to be undone
+
+
+class Habit:
+    """What one optimizer's steps have in common; `expected` backwards a step (None = no step seen yet)."""
+
+    def __init__(self) -> None:
+        self.expected: int | None = None
+        self._equal = 0
+        self._varied = -VARIED
+        self._pattern: list[int] = []
+        self._pattern_backwards = 0
+        self._steady = 0
+        self._blocked_until = 0
+
+    def may_end(self, step: int, backwards: int) -> bool:
+        """Whether a step may follow after so many backwards."""
+        if self.expected is None or self._equal < LEARNED or step - self._varied < VARIED:
+            return True
+        return backwards >= self.expected
+
+    def count(self, step: int, backwards: int) -> None:
+        """A step came after so many backwards."""
+        if backwards == self.expected:
+            self._equal += 1
+            return
+        if self.expected is not None:
+            self._varied = step
+        self.expected, self._equal = backwards, 1
+
+    def note(self, versions: list[int], complete: bool, backwards: int) -> None:
+        """The versions of K gradients (-1 = none) at a step; `complete`: each arrived in every backward, or in none."""
+        steady = complete and backwards > 0 and versions == self._pattern
+        self._steady = self._steady + 1 if steady else 0
+        self._pattern, self._pattern_backwards = versions, backwards
+
+    def versions(self, backwards: int) -> list[int]:
+        """The versions that so many backwards give: each but the first adds into the gradient in place."""
+        short = self._pattern_backwards - backwards
+        if not short:
+            return self._pattern
+        return [version - short if version >= 0 else -1 for version in self._pattern]
+
+    @property
+    def pattern(self) -> list[int]:
+        """The versions noted last; the same list while they are the same steps."""
+        return self._pattern
+
+    def steady(self, step: int) -> bool:
+        """Whether a few sentinels would tell the same as a mark on every parameter."""
+        return self._steady >= STEADY and step >= self._blocked_until
+
+    def present(self) -> list[int]:
+        """Positions of the parameters that received a gradient in the last step."""
+        return [k for k, version in enumerate(self._pattern) if version >= 0]
+
+    def block(self, step: int, for_good: bool) -> None:
+        """Sentinels did not do: leave the marks alone for a while, or for good."""
+        self._steady = 0
+        self._blocked_until = sys.maxsize if for_good else step + BACKOFF

@@ -1,0 +1,79 @@
+"""The marks: one post-accumulate hook on a parameter, which notes its slot and has the end of the backward heard.
+
+A mark keeps no gradient alive (that would defeat autograd's buffer stealing), and reaches neither a parameter
+nor what holds one: torch never collects a cycle through a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.hooks.swapped import contents, revive
+
+
+class Marks:
+    """At most one mark a slot. `touched` takes the slots heard, `task[0]` is the graph task last armed.
+
+    `arm` is called by the first mark of every graph task; it must not raise.
+    """
+
+    def __init__(self, touched: list[int], task: list[int], arm: Callable[[], None]) -> None:
+        self._touched = touched
+        self._task = task
+        self._arm = arm
+        self.spared: set[int] = set()  # ids of parameters that must not be marked
+        self._handles: dict[int, RemovableHandle] = {}
+        self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def put(self, slot: int, param: nn.Parameter) -> None:
+        """Mark a parameter that has no mark, if it wants a gradient."""
+        if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
+            self._handles[slot] = self._mark(slot, param)
+
+    def heal(self, slot: int, param: nn.Parameter) -> bool:
+        """Mark a parameter again if its contents were swapped, which silences hooks. True if they were."""
+        if self._marked_as.get(slot, (0, 0))[0] == contents(param) or not param.requires_grad:
+            return False
+        if id(param) in self.spared:
+            return False
+        self.remove(slot)
+        self.put(slot, param)
+        return True
+
+    def remove(self, slot: int) -> None:
+        """Take the mark of a slot away, if there is one."""
+        handle = self._handles.pop(slot, None)
+        if handle is not None:
+            handle.remove()
+
+    def close(self) -> None:
+        """Take every mark away."""
+        for slot in list(self._handles):
+            self.remove(slot)
+
+    def _mark(self, slot: int, param: nn.Parameter) -> RemovableHandle:
+        stands_for, last = self._marked_as.get(slot, (contents(param), 0))
+        if stands_for != contents(param):
+            revive(param, "_post_accumulate_grad_hooks", last)
+        touched, task, arm = self._touched, self._task, self._arm
+        current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
+
+        def mark(_: torch.Tensor) -> None:
+            if tracing():  # compiled autograd: what follows would break its graph
+                touched.append(slot)
+                return
+            # Keyed by the graph task: after a backward that raised, its callback never ran.
+            if task[0] != current():
+                arm()
+            touched.append(slot)
+
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(mark)
+        self._marked_as[slot] = contents(param), handle.id
+        return handle

@@ -1,0 +1,42 @@
+"""The checkpoint tag of one rank, kept up to date by the journal's thread: training never waits for its disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from gradwatch.checkpoint import joined, write_tag
+from gradwatch.snapshot import CheckpointHealth, Record
+
+SECONDS = 1.0
+"""While nothing but the step changes, the file is written no more often than this."""
+
+
+class HealthTag:
+    """What the Records of all optimizers say of a checkpoint, and when the file has to follow."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._found: dict[int, CheckpointHealth] = {}
+        self._step = -1
+        self._written: CheckpointHealth | None = None
+        self._next = 0.0
+
+    def hear(self, batch: Iterable[Record]) -> None:
+        """Take in the Records of some steps."""
+        for record in batch:
+            if record.checkpoint is not None:
+                self._found[record.snapshot.optimizer] = record.checkpoint
+                self._step = max(self._step, record.snapshot.step)
+
+    def write(self, directory: Path, last: bool = False) -> None:
+        """Write the file if it is due; raises `OSError`, and is due again then."""
+        if not self._found:
+            return
+        health, written, now = joined(self._found.values()), self._written, time.monotonic()
+        changed = written is None or (health.healthy, health.reasons) != (written.healthy, written.reasons)
+        if changed or (health != written and (last or now >= self._next)):
+            self._next = now + SECONDS
+            write_tag(directory, self._rank, self._step, health)
+            self._written = health

@@ -1,0 +1,60 @@
+"""Buffers as they were before a forward: copies of those that forwards change, nothing for the rest."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
+from torch.nn.modules.batchnorm import _BatchNorm
+
+NORMS = (_BatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
+"""Layers whose running statistics are written in training and read in evaluation only: no forward hangs on them."""
+
+LEARNING = 3  # first calls, in which every small buffer is copied
+SMALL = 1 << 16  # elements
+
+
+class Buffers:
+    """Which buffers of a model its forwards change, learned by looking at identity and version.
+
+    A buffer that changes for the first time after the first calls, or a large one in its first call, is not
+    held as it was: `held` then gives it as it is, which is what it has been at every step but that one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, module, name)
+            for prefix, module in model.named_modules()
+            if not isinstance(module, NORMS)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._calls = 0
+        self._changing: set[str] = set()
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def held(self, first: bool) -> dict[str, Tensor]:
+        """Copies of what the coming forward may change; only for the first call of a step, the rest follow."""
+        if not self._places or not first:
+            return {}
+        learning = self._calls < LEARNING
+        self._calls += 1
+        found: dict[str, Tensor] = {}
+        for full, module, name in self._places:
+            buffer = module._buffers.get(name)
+            if buffer is None:
+                continue
+            if full in self._changing or (learning and buffer.numel() <= SMALL):
+                found[full] = buffer.detach().clone()
+            if learning:
+                self._seen[full] = (id(buffer), buffer._version)
+        return found
+
+    def learn(self) -> None:
+        """Look at what the forward that has just ended did to them."""
+        if not self._seen:
+            return
+        for full, module, name in self._places:
+            buffer = module._buffers.get(name)
+            if buffer is not None and self._seen.get(full) != (id(buffer), buffer._version):
+                self._changing.add(full)
+        self._seen.clear()

@@ -1,0 +1,85 @@
+"""Python lines that led to an operation: from the stack as it is, or from what anomaly mode wrote down.
+
+Left out: torch's own lines and gradwatch's. The walk ends at the first line of gradwatch that stands outside
+what is recorded: during a replay everything further out is `optimizer.step()`, not the forward.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType
+
+import torch
+
+from gradwatch.finding import Frame
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+MOST = 12  # frames kept
+LONGEST_SOURCE = 300  # characters of a line; generated code has long ones
+_LINE = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
+
+
+def of_stack() -> tuple[Frame, ...]:
+    """The lines under way in this thread, innermost first."""
+    return _chosen(_walked(sys._getframe(1)))
+
+
+def of_traceback(entries: Iterable[str]) -> tuple[Frame, ...]:
+    """The same, out of the entries of `traceback.format_stack()`, which anomaly mode keeps per node."""
+    return _chosen(_parsed(list(entries)))
+
+
+def calling() -> tuple[CodeType, int] | None:
+    """The line that called a model, cheaply: what `frame_of` makes a Frame of when it is wanted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, OURS)):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def frame_of(called: tuple[CodeType, int] | None) -> tuple[Frame, ...]:
+    """The Frame of what `calling` gave, () for None."""
+    if called is None:
+        return ()
+    code, line = called
+    return (_frame(code.co_filename, line, code.co_name),)
+
+
+def _walked(start: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    frame = start
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _parsed(entries: list[str]) -> Iterator[tuple[str, int, str]]:
+    for entry in reversed(entries):
+        match = _LINE.match(entry.splitlines()[0]) if entry else None
+        if match is not None:
+            yield match["file"], int(match["line"]), match["function"]
+
+
+def _chosen(lines: Iterator[tuple[str, int, str]]) -> tuple[Frame, ...]:
+    found: list[Frame] = []
+    outside = False  # of our own innermost lines, which look on
+    for file, line, function in lines:
+        if file.startswith(OURS):
+            if outside:
+                break
+            continue
+        outside = True
+        if not file.startswith(TORCH) and len(found) < MOST:
+            found.append(_frame(file, line, function))
+    return tuple(found)
+
+
+def _frame(file: str, line: int, function: str) -> Frame:
+    return Frame(file, line, function, linecache.getline(file, line).strip()[:LONGEST_SOURCE])

@@ -1,0 +1,270 @@
+"""What a step was made of, held by reference until the step is taken, so that it can be run again.
+
+Per forward call of a watched model: its arguments, the generators and buffers before it, autocast, and the
+gradient that reached its outputs. Nothing is copied but buffers that forwards change (running statistics);
+what is held beyond the latest call is capped by size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.hooks.dense import alias
+from gradwatch.hooks.device import capturing
+from gradwatch.hooks.modules import Tap
+from gradwatch.localise.buffers import Buffers
+from gradwatch.localise.frames import calling
+from gradwatch.localise.randomness import Generators, Held
+from gradwatch.localise.values import tensors
+
+MAX_BYTES = 64 << 20
+"""Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
+
+MAX_CALLS = 256
+CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+_orders = itertools.count()  # of calls, over all models of the process
+LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
+
+    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
+    those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it can); `caller` is
+    the line that made the call.
+    """
+
+    order: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    generators: Generators
+    buffers: dict[str, Tensor]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    training: bool
+    caller: tuple[CodeType, int] | None
+    nbytes: int = 0
+    outputs: int = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    reason: str = ""
+
+    def release(self, reason: str) -> None:
+        """Let go of every tensor; the call can no longer be run again."""
+        self.args, self.kwargs, self.versions = (), {}, []
+        self.buffers, self.gradients, self.reason = {}, {}, reason
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Autocast and grad mode as they were."""
+        with contextlib.ExitStack() as stack:
+            for device, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class Holding:
+    """Holds the calls of one model between two steps; `close` removes its hooks. Never raises into the forward.
+
+    `max_bytes` caps what is held (see `MAX_BYTES`).
+    """
+
+    def __init__(
+        self, model: nn.Module, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.calls: deque[Call] = deque()
+        self.dropped = 0
+        self.steps = 0  # that optimizers have taken; whoever owns this sets it
+        self.refused = ""
+        self._failed = failed
+        self._max_bytes = max_bytes
+        self._generators = Held()
+        self._buffers = Buffers(inner(model))
+        self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._open: Call | None = None
+        self._seen = 0
+        self._before_params: list[int] | None = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(Tap(self._guarded(self._begins)), with_kwargs=True),
+            model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and let go of everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self.calls.clear()
+        self.dropped = 0
+        self._open = None
+
+    def taken(self, optimizer: Optimizer, before: int) -> None:
+        """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
+
+        What is left are calls of other models whose backward is still to come (a generator's, at the step of its
+        critic), unless they were made before the step numbered `before`.
+        """
+        if not self.calls:
+            return
+        if self._moves(optimizer):
+            self.drop()
+            return
+        kept = [call for call in self.calls if not call.gradients and call.step > before]
+        self.calls.clear()
+        self.calls.extend(kept)
+
+    def _moves(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._movers.get(optimizer)
+        if known is None or known[0] != count:
+            model = self.model()
+            own = set() if model is None else set(map(id, model.parameters()))
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            self._movers[optimizer] = known = (count, any(id(param) in own for param in params))
+        return known[1]
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*args: Any) -> None:
+            try:
+                if torch.is_grad_enabled() and not capturing():
+                    call(*args)
+            except Exception as error:
+                self._open = None
+                self._failed("localise", error)
+
+        return guarded
+
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held, given = _held(args, kwargs)
+        self._open = Call(
+            next(_orders),
+            self.steps,
+            *held,
+            versions=[tensor._version for tensor in given],
+            generators=self._generators.before(),
+            buffers=self._buffers.held(first=not self.calls),
+            autocast=_autocasts(),
+            training=module.training,
+            caller=calling(),
+            nbytes=sum(map(_nbytes, given)),
+        )
+        if self._seen < LOOKED_AT:
+            self._before_params = _versions(module)
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call, self._open = self._open, None
+        if call is None:
+            return
+        self._generators.after()
+        if self._seen < LOOKED_AT:
+            self._seen += 1
+            if self._before_params is not None and self._before_params != _versions(module):
+                self.refused = "its forward writes into its own parameters"
+            self._before_params = None
+        outputs = [output] if isinstance(output, Tensor) else tensors(output)
+        call.outputs = len(outputs)
+        self._buffers.learn()
+        for position, tensor in enumerate(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._hears(call, position))
+        self.calls.append(call)
+        self._make_room()
+
+    def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
+        def hear(grad: Tensor) -> None:
+            try:
+                self._hear(call, position, grad)
+            except Exception as error:
+                self._failed("localise", error)
+
+        return hear
+
+    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        if grad is None or call.reason or torch.compiler.is_dynamo_compiling():
+            return
+        kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
+        if kept is None:
+            return
+        before = call.gradients.get(position)
+        call.gradients[position] = kept if before is None else before + kept
+        call.nbytes += 0 if before is not None else _nbytes(kept)
+        if sum(map(_nbytes, call.gradients.values())) > self._max_bytes:
+            size = sum(map(_nbytes, call.gradients.values())) >> 20
+            call.release(f"the gradient at its outputs takes {size} MiB, more than max_bytes allows")
+
+    def _make_room(self) -> None:
+        """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
+        while len(self.calls) > 1:
+            earlier = sum(call.nbytes for call in self.calls) - self.calls[-1].nbytes
+            if earlier <= self._max_bytes and len(self.calls) <= MAX_CALLS:
+                return
+            self.calls.popleft()
+            self.dropped += 1
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The module whose forward computes, inside what DDP and torch.compile wrap around it."""
+    while True:
+        wrapped = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            wrapped = model.module
+        if not isinstance(wrapped, nn.Module):
+            return model
+        model = wrapped
+
+
+def _held(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Tensor]]:
+    """The arguments and the tensors in them; what is computed from others is held without the graph behind it."""
+    if not kwargs and all(isinstance(value, Tensor) for value in args):
+        given = [_alias(value) for value in args]  # nearly every model; a walk through containers takes 10 us
+        return (tuple(given), {}), given
+    held = pytree.tree_map_only(Tensor, _alias, (args, kwargs))
+    return held, tensors(held)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
+    """Of every device that may compute here."""
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)
+    }
+
+
+def _versions(module: nn.Module) -> list[int]:
+    params: Iterable[Tensor] = module.parameters()
+    return [param._version for param in params]

@@ -1,0 +1,238 @@
+"""From an order to a Finding: replay if the step can be run again, else the next steps recorded.
+
+The composition root makes one of these where a rule may order `localise`, asks `localise` at the boundary,
+before the optimizer steps, and takes what recording came to from `recorded`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.finding import Finding
+from gradwatch.hooks import step_hooks
+from gradwatch.localise.diagnose import diagnose
+from gradwatch.localise.held import Call, Holding, inner
+from gradwatch.localise.live import Live
+from gradwatch.localise.raising import Raising
+from gradwatch.localise.replay import Refused, replay
+
+Way = Literal["replay", "record", "detect_anomaly"]
+TRIES = 3  # localisations of one incident that found nothing, before it is left alone
+OLD = 8  # optimizer steps after which a forward without a backward is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a rule orders: the `way`, and how many steps to record where a replay is refused or finds nothing."""
+
+    way: Way = "replay"
+    record_steps: int = 2
+    rule: str = ""
+    incident: str = ""
+    step: int = 0
+    first_parameter: str = ""
+
+
+class Localiser:
+    """Holds the calls of `models` from step to step, and localises when asked.
+
+    `owns` says whether an optimizer is watched, `failed` counts a fault of ours, `max_bytes` caps what is held
+    per model. `hold` False: no rule replays, so nothing is held.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        owns: Callable[[Optimizer], bool],
+        failed: Callable[[str, BaseException], None],
+        *,
+        max_bytes: int,
+        hold: bool = True,
+        rank: int = 0,
+    ) -> None:
+        self._owns = owns
+        self._failed = failed
+        self._max_bytes = max_bytes
+        self._hold = hold
+        self._rank = rank
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._holdings: list[Holding] = []
+        self._steps = 0
+        self._live: Live | Raising | None = None
+        self._ask = Ask()
+        self._recorded: list[Finding] = []
+        self._last: tuple[int, Finding] | None = None
+        self._incidents: dict[str, int] = {}
+        self.add(models)
+        self._remove = step_hooks.listen(self)
+
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Hold the calls of further models."""
+        for model in models:
+            self._models.append(weakref.ref(model))
+            if self._hold:
+                self._holdings.append(Holding(model, self._failed, self._max_bytes))
+
+    def close(self) -> None:
+        """Remove every hook; stop recording."""
+        self._remove()
+        for holding in self._holdings:
+            holding.close()
+        self._holdings.clear()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def forget(self) -> None:
+        """Let go of the calls that were held: they belong to no step."""
+        for holding in self._holdings:
+            holding.drop()
+
+    # -- asked by the composition root -------------------------------------------------------------------
+
+    def due(self, incident: str) -> bool:
+        """Whether an incident is to be localised: until its cause is known, and not for ever."""
+        return self._incidents.get(incident, 0) < TRIES
+
+    def localise(self, ask: Ask, late: bool = False) -> Finding:
+        """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises."""
+        try:
+            finding = self._localised(ask, late)
+        except Exception as error:
+            self._failed("localise", error)
+            finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
+        self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
+        while len(self._incidents) > 1024:
+            self._incidents.pop(next(iter(self._incidents)))
+        return self._signed(finding, ask)
+
+    def recorded(self) -> tuple[Finding, ...]:
+        """What recording came to since this was last asked."""
+        found, self._recorded = tuple(self._recorded), []
+        return found
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _localised(self, ask: Ask, late: bool) -> Finding:
+        if self._recorded and ask.way != "detect_anomaly":
+            return self._recorded.pop()  # the step under judgement is one that was recorded
+        if ask.way != "replay":
+            return self._later(ask, "")
+        started = time.perf_counter()
+        held = self._held()
+        newest = held[-1][1].order if held else -1
+        if self._last is not None and self._last[0] == newest and held:
+            return self._last[1]  # two optimizers, one backward
+        try:
+            if late:
+                raise Refused("its numbers arrived from the device after it was taken")
+            self._check(held)
+            finding = diagnose(replay(held, self._alive(), self._fault))
+        except Refused as refusal:
+            return self._later(ask, f"no replay: {refusal}")
+        except Exception as error:
+            return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
+        if not finding.found or finding.phase == "loss":
+            dropped = sum(holding.dropped for holding in self._holdings)
+            more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
+            return self._later(ask, more, finding)
+        self._last = (newest, finding)
+        spent = time.perf_counter() - started
+        return finding.told(note=_joined(finding.note, f"the step was run again in {spent:.2f} s"))
+
+    def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
+        """Record the next steps, and say so."""
+        found = (
+            Finding("unknown", "record" if ask.way == "record" else "replay") if finding is None else finding
+        )
+        if ask.record_steps and self._live is None:
+            self._ask = ask
+            if ask.way == "detect_anomaly":
+                self._live = Raising(ask.record_steps)
+            else:
+                self._live = Live(self._alive(), ask.record_steps, self._fault)
+            why = _joined(why, f"the next {ask.record_steps} steps are recorded")
+        return found.told(note=_joined(found.note, why))
+
+    def _held(self) -> list[tuple[nn.Module, Call]]:
+        held = []
+        for holding in self._holdings:
+            model = holding.model()
+            if model is not None:
+                held += [(model, call) for call in holding.calls if call.gradients or call.reason]
+        return sorted(held, key=lambda pair: pair[1].order)
+
+    def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
+        for holding in self._holdings:
+            if holding.refused:
+                raise Refused(holding.refused)
+        if not held:
+            raise Refused(
+                "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
+            )
+
+    def _alive(self) -> list[nn.Module]:
+        return [inner(model) for ref in self._models if (model := ref()) is not None]
+
+    def _signed(self, finding: Finding, ask: Ask) -> Finding:
+        return finding.told(
+            rule=ask.rule,
+            incident=ask.incident,
+            step=ask.step,
+            rank=self._rank,
+            first_parameter=ask.first_parameter,
+        )
+
+    def _fault(self, error: BaseException) -> None:
+        self._failed("localise", error)
+
+    # -- around every step -------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The recording of this step ends."""
+        try:
+            if self._live is not None and self._owns(optimizer):
+                self._ends(self._live)
+        except Exception as error:
+            self._failed("localise", error)
+
+    def _ends(self, live: Live | Raising) -> None:
+        trace = live.end()
+        if trace is not None and trace.blamed:
+            finding = diagnose([trace], by="record")
+            taken = f"found in a recorded step, which took {live.seconds:.2f} s"
+            self._recorded.append(self._signed(finding.told(note=_joined(finding.note, taken)), self._ask))
+            self._incidents[self._ask.incident] = TRIES
+            live.left = 0
+        if live.left <= 0:
+            self._live = None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """What led to this step cannot be run again; the recording of the next one begins."""
+        try:
+            if not self._owns(optimizer):
+                return
+            self._steps += 1
+            for holding in self._holdings:
+                holding.taken(optimizer, self._steps - OLD)
+                holding.steps = self._steps
+            if self._live is not None:
+                self._live.begin()
+        except Refused as refusal:
+            self._live = None
+            finding = Finding("unknown", "record", note=f"not recorded: {refusal}")
+            self._recorded.append(self._signed(finding, self._ask))
+        except Exception as error:
+            self._live = None
+            self._failed("localise", error)
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)

@@ -1,0 +1,11 @@
+"""`gradwatch serve`: one address for many runs. Needs no torch.
+
+It reads run folders (`discover`: endpoint files, journals), tells Prometheus whom to scrape (`/sd`), keeps the last
+counters of runs that have ended (`/metrics`, from `summary`), and shows people a page of all runs (`page`). Everything
+it knows is in the folders: it can be killed and started at any time, and never writes into them.
+"""
+
+from gradwatch.serve.fleet import Fleet
+from gradwatch.serve.server import Server
+
+__all__ = ["Fleet", "Server"]

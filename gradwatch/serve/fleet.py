@@ -1,0 +1,174 @@
+"""All runs at one moment: scanned from the folders again and again, never changed once made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gradwatch.journal.entries import RunEntry
+from gradwatch.journal.reader import JournalReader
+from gradwatch.serve.discover import Process, processes, run_folders
+from gradwatch.serve.summary import Summaries, Summary
+from gradwatch.sinks.listen import Address
+from gradwatch.sinks.targets import MOURNING_SECONDS
+from gradwatch.snapshot import RunInfo
+
+_QUIET_SECONDS = 60.0
+
+RunState = Literal["running", "finished", "stopped", "died", "silent", "unreadable"]
+STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "died", "silent", "unreadable")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the fleet. `address` is where it serves metrics, None where it does not (any more).
+
+    `mourned`: it was killed less than 15 minutes ago, so that Prometheus is to find it down.
+    """
+
+    run_id: str
+    rank: int
+    state: RunState
+    folder: Path
+    sign_of_life: float
+    node: str = ""
+    script: str = ""
+    address: Address | None = None
+    mourned: bool = False
+    summary: Summary | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it apart in Prometheus."""
+        return self.run_id, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Every process found, the one that last gave a sign of life first; one per run and rank."""
+
+    members: tuple[Member, ...]
+    scanned_at: float
+    scan_seconds: float
+    errors: int = 0
+
+    def ended_since(self, moment: float, most: int) -> list[Member]:
+        """Those with a summary that ended after `moment` (Unix time), the latest first."""
+        ended = [member for member in self.members if member.summary and member.summary.end.time >= moment]
+        return ended[:most]
+
+    def targets(self) -> list[Member]:
+        """Whom Prometheus is to scrape, by run and rank."""
+        return sorted(
+            (each for each in self.members if each.address and (each.state == "running" or each.mourned)),
+            key=lambda member: member.key,
+        )
+
+    def count(self, state: RunState) -> int:
+        """How many processes are in a state."""
+        return sum(member.state == state for member in self.members)
+
+
+@dataclass(slots=True)
+class Scanner:
+    """Looks at run folders; a folder in which everything has ended is not read again until it changes."""
+
+    roots: Sequence[Path]
+    summaries: Summaries
+    progress: Callable[[int, int], None] = lambda done, all: None
+    errors: int = 0
+    _settled: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
+    _owners: dict[Path, RunInfo] = field(default_factory=dict)
+
+    def scan(self) -> Fleet:
+        """Everything there is at this moment; what cannot be read is counted and passed over."""
+        began = time.perf_counter()
+        now = time.time()
+        folders = [found for root in self.roots for found in run_folders(root)]
+        members: list[Member] = []
+        for number, (folder, changed) in enumerate(folders, 1):
+            settled = self._settled.get(folder)
+            if settled is not None and settled[0] == changed:
+                members.extend(settled[1])
+                continue
+            try:
+                found = [self._member(process, now) for process in processes(folder)]
+            except (OSError, ValueError, LookupError):
+                self.errors += 1
+                continue
+            members.extend(found)
+            if all(member.summary and not member.mourned for member in found):
+                self._settled[folder] = (changed, tuple(found))
+            self.progress(number, len(folders))
+        self._forget({folder for folder, _ in folders})
+        return Fleet(_newest_of_each(members), now, time.perf_counter() - began, self.errors)
+
+    def _member(self, process: Process, now: float) -> Member:
+        owner = self._owner(process)
+        endpoint = process.endpoint
+        run_id = endpoint.run_id if endpoint else owner.run_id if owner else process.folder.name
+        alive = process.state(now, owner)
+        over = alive == "ended" or (alive == "running" and self._is_closed(process, now))
+        summary = self.summaries.get(process) if over else None
+        state: RunState = "running" if alive == "running" and summary is None else "silent"
+        if summary is not None:
+            state = summary.end.outcome
+        elif alive == "ended":
+            state = "died" if endpoint else "unreadable"
+        return Member(
+            run_id=run_id,
+            rank=process.rank,
+            state=state,
+            folder=process.folder,
+            sign_of_life=process.sign_of_life,
+            node=endpoint.node if endpoint else owner.host if owner else "",
+            script=owner.script if owner else "",
+            address=endpoint.address if endpoint else None,
+            mourned=state == "died" and now - process.sign_of_life < MOURNING_SECONDS,
+            summary=summary,
+        )
+
+    def _is_closed(self, process: Process, now: float) -> bool:
+        """Whether a process that cannot be seen has closed its journal: of another machine, its endpoint file gone.
+
+        Asked only after a minute without a write: to read a journal whenever it grows would be dear.
+        """
+        if process.endpoint is not None or now - process.sign_of_life < _QUIET_SECONDS:
+            return False
+        summary = self.summaries.get(process)
+        return summary is not None and summary.complete
+
+    def _owner(self, process: Process) -> RunInfo | None:
+        """Who wrote the journal: the first entry of its head."""
+        journal = process.journal
+        if journal is None:
+            return None
+        if journal not in self._owners:
+            try:
+                with closing(JournalReader(journal).entries()) as entries:
+                    entry = next(entries, None)
+            except OSError:
+                return None
+            if not isinstance(entry, RunEntry):
+                return None  # not written yet, or damaged
+            self._owners[journal] = entry.run
+        return self._owners[journal]
+
+    def _forget(self, folders: set[Path]) -> None:
+        for folder in self._settled.keys() - folders:
+            del self._settled[folder]
+        for journal in [each for each in self._owners if each.parent not in folders]:
+            del self._owners[journal]
+        self.summaries.forget(set(self._owners))
+
+
+def _newest_of_each(members: Iterable[Member]) -> tuple[Member, ...]:
+    """One per run and rank (a copied folder must not void a scrape), the latest sign of life first."""
+    found: dict[tuple[str, int], Member] = {}
+    for member in sorted(members, key=lambda each: each.sign_of_life, reverse=True):
+        found.setdefault(member.key, member)
+    return tuple(found.values())

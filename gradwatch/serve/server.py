@@ -1,0 +1,129 @@
+"""The aggregator at work: one thread looks at the folders, another answers from what it last saw."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gradwatch.errors import GradwatchError
+from gradwatch.serve.answers import metrics, runs, sd
+from gradwatch.serve.fleet import Fleet, Scanner
+from gradwatch.serve.page import fleet_page, runbook_index, runbook_page
+from gradwatch.sinks.http import Content, RequestError, plain
+from gradwatch.sinks.listen import Address, listening_socket
+from gradwatch.sinks.server import Endpoint, Limits, Route
+from gradwatch.stack.export import stack_directory
+
+DEFAULT_LISTEN = "127.0.0.1:29439"
+LIMITS = Limits(connections=256, deadline_seconds=15.0, cpu_share=0.5, cpu_burst_seconds=2.0)
+"""It has a process of its own: more of everything than an endpoint inside a training job."""
+_LATE_SECONDS = 60.0
+
+
+class Server:
+    """Scans every `every_seconds` and serves `/`, `/metrics`, `/sd`, `/runs.json`, `/healthz`, `/runbooks/NAME`.
+
+    Raises GradwatchError where the port is taken: Prometheus is told one address, another would be found by nobody.
+    A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503 when that
+    is a minute and three intervals ago.
+    """
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        address: Address,
+        every_seconds: float = 5.0,
+        ended_for: float = 3600.0,
+        reach: str = "",
+        on_error: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.scanner, self._every, self._ended_for, self._reach = scanner, every_seconds, ended_for, reach
+        self._on_error = on_error
+        self._stop = threading.Event()
+        self._fleet = Fleet((), 0.0, 0.0)
+        self._answers: Mapping[str, Content] = {}
+        listener = listening_socket(address)
+        bound = Address(*listener.getsockname()[:2])
+        if address.port and bound.port != address.port:
+            listener.close()
+            raise GradwatchError(f"port {address.port} of {address.host} is taken; say another one: --listen")
+        self._endpoint = Endpoint(listener, self._routes(), self._failed, LIMITS)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return self._endpoint.address
+
+    def serve(self) -> None:
+        """Scan and answer until `stop`; the first answers are there after the first scan."""
+        self._look()
+        self._endpoint.start()
+        try:
+            while not self._stop.wait(self._every):
+                self._look()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give the port back; `serve` does so itself. Idempotent."""
+        self._endpoint.close()
+
+    def stop(self) -> None:
+        """Let `serve` return; may be called from a signal handler."""
+        self._stop.set()
+
+    def _look(self) -> None:
+        try:
+            self._fleet = fleet = self.scanner.scan()
+            self._answers = {
+                "/": fleet_page(fleet, time.time()),
+                "/metrics": metrics(fleet, self._ended_for),
+                "/sd": sd(fleet, self._reach),
+                "/runs.json": runs(fleet),
+            }
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self.scanner.errors += 1
+        self._on_error(error)
+
+    def _routes(self) -> dict[str, Route]:
+        books = {path.stem: path for path in sorted((stack_directory() / "runbooks").glob("*.md"))}
+        pages = {
+            f"/runbooks/{name}": runbook_page(name, path.read_text(encoding="utf-8"))
+            for name, path in books.items()
+        }
+        pages["/runbooks"] = runbook_index(books)
+        return {
+            **{path: _always(content) for path, content in pages.items()},
+            **{path: self._latest(path) for path in ("/", "/metrics", "/sd", "/runs.json")},
+            "/healthz": self._health,
+        }
+
+    def _latest(self, path: str) -> Route:
+        def answer(hurried: bool) -> Content:
+            found = self._answers.get(path)
+            if found is None:
+                raise RequestError(503, "The run folders could not be read yet.")
+            return found
+
+        return answer
+
+    def _health(self, hurried: bool) -> Content:
+        late = time.time() - self._fleet.scanned_at
+        if late > _LATE_SECONDS + 3 * self._every:
+            raise RequestError(503, f"The run folders were last looked at {late:.0f} s ago.")
+        return plain("ok")
+
+
+def _always(content: Content) -> Route:
+    return lambda hurried: content
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where summaries of ended runs are kept by default; https://specifications.freedesktop.org/basedir-spec."""
+    base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME", "/")) / ".cache")
+    return Path(base) / "gradwatch" / "serve"

@@ -1,0 +1,222 @@
+"""What is left of a process when it has ended: who it was, its final counters, how and when it ended.
+
+Worked out from its journal, once, and kept in a folder of our own: thousands of journals cannot be read again at every
+start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gradwatch.journal.reader import JournalReader
+from gradwatch.serve.discover import Process
+from gradwatch.sinks.families import OptimizerView, RunEnd, View
+from gradwatch.sinks.tally import Histogram, Tally
+from gradwatch.snapshot import Event, RunInfo
+
+_NEWEST = 5
+_FORMAT = 1
+_HISTOGRAMS = ("grad_norm", "step_seconds", "observe_seconds")
+_COUNTS = (
+    "steps",
+    "provisional_steps",
+    "nonfinite_steps",
+    "nonfinite_elements",
+    "clipped_steps",
+    "skipped_steps",
+    "scaler_skips",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A process that has ended. `recent` are its last firings, oldest first; `complete`: it closed its journal."""
+
+    run: RunInfo
+    end: RunEnd
+    tallies: dict[int, Tally]
+    recent: tuple[str, ...] = ()
+    complete: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all optimizers."""
+        return sum(tally.steps for tally in self.tallies.values())
+
+    @property
+    def firings(self) -> int:
+        """Times any rule fired."""
+        return sum(sum(tally.firings.values()) for tally in self.tallies.values())
+
+    def view(self) -> View:
+        """For the families that outlive a process (`gradwatch.sinks.lasting`)."""
+        several = len(self.tallies) > 1
+        optimizers = [
+            OptimizerView(str(index) if several else "", tally) for index, tally in self.tallies.items()
+        ]
+        return View(
+            self.run, tuple(optimizers) or (OptimizerView("", Tally.of(self.run.rules)),), end=self.end
+        )
+
+
+def summarise(process: Process) -> Summary | None:
+    """Read a journal to its end, damaged or not; None where it does not even say whose it is.
+
+    The counters are those the process would have shown in a last scrape, but for elements that are not finite at
+    steps of which no norms were recorded (one each).
+    """
+    if process.journal is None:
+        return None
+    reader = JournalReader(process.journal)
+    found = reader.run()
+    if found is None:
+        return None
+    tallies: dict[int, Tally] = {}
+    recent: deque[str] = deque(maxlen=_NEWEST)
+    stopped, last = False, found.run.start_time
+    for step in reader.records():
+        record = step.record
+        tally = tallies.setdefault(record.snapshot.optimizer, Tally.of(found.run.rules))
+        tally.observe(record, record.wall_time)
+        tally.record = None  # a run of many parameters would be kept alive by its last step
+        stopped |= record.decision.stop
+        last = max(last, record.wall_time)
+        recent.extend(_told(event) for event in record.verdict.events if event.kind == "firing")
+    outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
+    end = RunEnd(outcome, max(last, process.sign_of_life))
+    return Summary(found.run, end, tallies, tuple(recent), reader.complete)
+
+
+def _told(event: Event) -> str:
+    return f"step {event.step}: {event.rule} ({event.severity})"
+
+
+# -- kept on disk ----------------------------------------------------------------------------------------------
+
+
+class _Kept(BaseModel):
+    """A Summary as JSON; anything else in its place is read as nothing."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    format: int
+    journal: str
+    stamp: list[tuple[str, int, int]]
+    run: RunInfo
+    end: RunEnd
+    tallies: dict[int, dict[str, Any]]
+    recent: list[str]
+    complete: bool
+
+
+@dataclass(slots=True)
+class Summaries:
+    """Summaries by journal, kept in `folder` ("" = only in memory) for the next start.
+
+    A file of ours that is half-written, of another version or of a journal that has changed since is as good as none.
+    """
+
+    folder: str
+    _known: dict[Path, tuple[tuple[tuple[str, int, int], ...], Summary | None]] = field(default_factory=dict)
+
+    def get(self, process: Process) -> Summary | None:
+        """The summary of a process that has ended; read from its journal where it is not known yet."""
+        journal = process.journal
+        if journal is None:
+            return None
+        known = self._known.get(journal)
+        if known is not None and known[0] == process.stamp:
+            return known[1]
+        summary = self._load(process)
+        if summary is None:
+            try:
+                summary = summarise(process)
+            except OSError:
+                return None  # gone meanwhile, or not ours to read: looked at again next time
+            if summary is not None:
+                self._save(process, summary)
+        self._known[journal] = (process.stamp, summary)
+        return summary
+
+    def forget(self, journals: set[Path]) -> None:
+        """Keep only these in memory; what is on disk of folders that were deleted is small and harmless."""
+        for journal in self._known.keys() - journals:
+            del self._known[journal]
+
+    def _path(self, process: Process) -> Path:
+        name = hashlib.sha256(os.fsencode(str(process.journal))).hexdigest()[:32]
+        return Path(self.folder) / f"{name}.json"
+
+    def _load(self, process: Process) -> Summary | None:
+        if not self.folder:
+            return None
+        try:
+            kept = _Kept.model_validate_json(self._path(process).read_bytes())
+            same = (kept.format, kept.journal) == (_FORMAT, str(process.journal))
+            if not same or tuple(map(tuple, kept.stamp)) != process.stamp:
+                return None
+            tallies = {index: _tally(fields) for index, fields in kept.tallies.items()}
+        except (OSError, ValidationError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+        return Summary(kept.run, kept.end, tallies, tuple(kept.recent), kept.complete)
+
+    def _save(self, process: Process, summary: Summary) -> None:
+        if not self.folder:
+            return
+        kept = _Kept(
+            format=_FORMAT,
+            journal=str(process.journal),
+            stamp=list(process.stamp),
+            run=summary.run,
+            end=summary.end,
+            tallies={index: _fields(tally) for index, tally in summary.tallies.items()},
+            recent=list(summary.recent),
+            complete=summary.complete,
+        )
+        path = self._path(process)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        with suppress(
+            OSError, UnicodeEncodeError
+        ):  # the next start reads the journal again: slower, not wrong
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            try:
+                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(kept.model_dump_json().encode())
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _fields(tally: Tally) -> dict[str, Any]:
+    return {
+        **{name: getattr(tally, name) for name in _COUNTS},
+        "firings": [[*key, count] for key, count in tally.firings.items()],
+        "actions": [[*key, count] for key, count in tally.actions.items()],
+        "shadow_actions": [[*key, count] for key, count in tally.shadow_actions.items()],
+        **{name: [getattr(tally, name).counts, getattr(tally, name).sum] for name in _HISTOGRAMS},
+    }
+
+
+def _tally(fields: dict[str, Any]) -> Tally:
+    tally = Tally()
+    for name in _COUNTS:
+        setattr(tally, name, int(fields[name]))
+    tally.firings = {(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]}
+    tally.actions = {(rule, action): int(n) for rule, action, n in fields["actions"]}
+    tally.shadow_actions = {(rule, action): int(n) for rule, action, n in fields["shadow_actions"]}
+    for name in _HISTOGRAMS:
+        histogram: Histogram = getattr(tally, name)
+        counts, total = fields[name]
+        if len(counts) != len(histogram.counts):
+            raise ValueError("other buckets")
+        histogram.counts, histogram.sum = [int(count) for count in counts], float(total)
+    return tally

@@ -1,0 +1,52 @@
+"""What an alert is called: one name per kind of trouble, the same from Prometheus and sent directly.
+
+A rule file may hold any number of rules; people route, silence and look up runbooks by a handful of names. The
+rule that fired is the label `rule`.
+"""
+
+from __future__ import annotations
+
+FALLBACK = "GradwatchRuleFiring"
+"""For kinds of third parties, and for thresholds on quantities that mean nothing in particular to us."""
+
+_BY_KIND = {
+    "nonfinite": "GradwatchNonFiniteGradients",
+    "norm_overflow": "GradwatchNonFiniteGradients",
+    "loss_nonfinite": "GradwatchLossAbnormal",
+    "loss_spike": "GradwatchLossAbnormal",
+    "scale_collapse": "GradwatchLossScale",
+    "spike": "GradwatchExplodingGradients",
+    "drift": "GradwatchExplodingGradients",
+    "update_ratio": "GradwatchUpdateTooLarge",
+    "below": "GradwatchVanishingGradients",
+    "depth_ratio": "GradwatchVanishingGradients",
+    "drop": "GradwatchVanishingGradients",
+    "dead": "GradwatchDeadParameters",
+    "all_zero": "GradwatchDeadParameters",
+    "stale": "GradwatchDeadParameters",
+    "never": "GradwatchDeadParameters",
+    "stuck": "GradwatchDeadParameters",
+    "rank_outlier": "GradwatchRanksDiverge",
+    "rank_mismatch": "GradwatchRanksDiverge",
+}
+_BY_COLUMN = {
+    "loss": "GradwatchLossAbnormal",
+    "scaler_skip": "GradwatchLossScale",
+    "loss_scale": "GradwatchLossScale",
+    "update_ratio": "GradwatchUpdateTooLarge",
+}
+_NORMS = ("norm", "rms", "total_norm", "norm_local")
+
+RULE_ALERTS = tuple(sorted({FALLBACK, *_BY_KIND.values(), *_BY_COLUMN.values()}))
+"""Every name `alert_name` can give: each has a runbook."""
+
+
+def alert_name(kind: str, of: str = "") -> str:
+    """The name of the alert of a rule whose detector is `kind` and reads the column `of` ("" = not known)."""
+    if kind in ("above", "below", "spike", "drift"):
+        if of in _BY_COLUMN:
+            return _BY_COLUMN[of]
+        if of not in ("", *_NORMS):
+            return FALLBACK
+        return "GradwatchVanishingGradients" if kind == "below" else "GradwatchExplodingGradients"
+    return _BY_KIND.get(kind, FALLBACK)

@@ -1,0 +1,40 @@
+"""One HTTP request to a server that somebody named in the rule file: bounded in time."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+TIMEOUT_SECONDS = 5.0
+
+
+def checked_url(text: str) -> str:
+    """A base URL without its last slash; ValueError where it is none, or holds a password."""
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url: {text!r} is not a URL; write for example http://127.0.0.1:9093")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("url: no user or password in a URL, it ends in logs; use token_file")
+    return text.rstrip("/")
+
+
+def post_json(url: str, document: Any, token_file: str | None = None) -> None:
+    """POST `document`; OSError (of which HTTPError and URLError are kinds) unless the answer is 2xx.
+
+    `token_file` holds a bearer token and is read every time: tokens are changed while jobs run.
+    """
+    headers: dict[str, str] = {"Content-Type": "application/json", **_authorization(token_file)}
+    body = json.dumps(document).encode("ascii")
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
+        pass
+
+
+def _authorization(token_file: str | None) -> Mapping[str, str]:
+    if token_file is None:
+        return {}
+    with open(token_file, encoding="utf-8") as file:
+        return {"Authorization": f"Bearer {file.read(1 << 16).strip()}"}

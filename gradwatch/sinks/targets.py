@@ -1,0 +1,111 @@
+"""Discovery by file: each training process puts itself on Prometheus' list of targets (`file_sd_configs`).
+
+One file a process, so nobody has to lock anything. It goes at a clean exit, at once. A process that was killed
+stays on the list, so that `up == 0` can alert, and is taken off 15 minutes after somebody noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gradwatch.sinks.listen import Address
+from gradwatch.sinks.processes import is_running, start_ticks
+from gradwatch.snapshot import RunInfo
+
+MOURNING_SECONDS = 900.0
+_META = "__meta_gradwatch_"
+_MOST_BYTES = 1 << 16
+
+
+def target_labels(run: RunInfo) -> dict[str, str]:
+    """What every series of a process gets: a changed port must not start new series, so `instance` has none."""
+    return {"run_id": run.run_id, "rank": str(run.rank), "instance": f"{run.run_id}/{run.rank}"}
+
+
+def target_address(address: Address, node: str) -> str:
+    """HOST:PORT to scrape: an endpoint open to all is reached by the machine's name."""
+    if address.host in ("0.0.0.0", "::"):
+        return f"{node}:{address.port}"
+    return str(address)
+
+
+def write_target(directory: str, run: RunInfo, address: Address) -> str:
+    """Put this process on the list and return its file; whole or not at all. Raises OSError.
+
+    Readable by others as far as the umask allows: Prometheus runs as a user of its own. Labels that begin
+    with `__meta_` are dropped by Prometheus; they say whose entry this is.
+    """
+    os.makedirs(directory, exist_ok=True)
+    sweep(directory, time.time())
+    node = run.host or platform.node()
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
+    path = os.path.join(directory, f"gradwatch-{name}-rank{run.rank}.json")
+    pid = os.getpid()
+    meta = {f"{_META}node": node, f"{_META}pid": str(pid), f"{_META}started": str(start_ticks(pid))}
+    _replace(path, [{"targets": [target_address(address, node)], "labels": {**target_labels(run), **meta}}])
+    return path
+
+
+def remove_target(path: str) -> None:
+    """Take this process off the list, unless a later one (a restart) has taken its place."""
+    if _labels(path).get(f"{_META}pid") == str(os.getpid()):
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def sweep(directory: str, now: float) -> None:
+    """Mark the entries of dead processes of this machine, and remove those dead for 15 minutes.
+
+    `now` is Unix time. What cannot be read or written is left alone: it may be anybody's.
+    """
+    for path in sorted(Path(directory).glob("gradwatch-*-rank*.json")):
+        labels = _labels(str(path))
+        pid, started = _number(labels, "pid"), _number(labels, "started")
+        if labels.get(f"{_META}node") != platform.node() or not pid or is_running(pid, started):
+            continue
+        with suppress(OSError, ValueError):
+            noticed = _number(labels, "dead_since")
+            if not noticed:
+                groups = json.loads(path.read_text(encoding="utf-8"))
+                groups[0]["labels"][f"{_META}dead_since"] = str(int(now))
+                _replace(str(path), groups)
+            elif now - noticed > MOURNING_SECONDS:
+                path.unlink()
+
+
+def _labels(path: str) -> dict[str, str]:
+    """The labels of an entry; empty where the file is gone, half-written or somebody else's."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            groups = json.loads(file.read(_MOST_BYTES))
+        return {str(key): str(value) for key, value in groups[0]["labels"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _number(labels: dict[str, str], name: str) -> int:
+    text = labels.get(_META + name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+
+
+def _replace(path: str, groups: list[dict[str, Any]]) -> None:
+    # Prometheus reads every *.json of the folder: a temporary must not end like that.
+    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o644)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(groups, file)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,101 @@
+"""A file for node_exporter's textfile collector: metrics of a process that may open no port at all.
+
+https://github.com/prometheus/node_exporter#textfile-collector: written beside and renamed, without timestamps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+
+from gradwatch.health import Health
+from gradwatch.sinks.courier import Round, courier
+from gradwatch.sinks.exposition import render
+from gradwatch.sinks.families import families
+from gradwatch.sinks.lasting import labelled
+from gradwatch.sinks.printable import printable
+from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.targets import target_labels
+from gradwatch.snapshot import Record, RunInfo
+
+_CLOSE_SECONDS = 2.0
+_FORGOTTEN_SECONDS = 86_400.0
+
+
+class TextfileSink:
+    """Writes all metrics but those of single parameters into `dir` every `every_seconds`, one file a process.
+
+    Every series carries `run_id` and `rank`: to Prometheus the file is part of the machine. A clean exit removes the
+    file, for its gauges would stay for ever. A killed process leaves it, so `GradwatchRunStalled` fires; what is
+    older than a day is removed by the next run. Written by a thread: a slow disk delays no step.
+    """
+
+    name = "textfile"
+
+    def __init__(self, dir: str, every_seconds: float = 15.0) -> None:
+        if not 1 <= every_seconds < float("inf"):
+            raise ValueError("every_seconds must be 1 or more")
+        self.directory, self._every = dir, every_seconds
+        self._metrics = PrometheusSink(None, params="off")
+        self._path = ""
+        self._labels: tuple[tuple[str, str], ...] = ()
+        self._round: Round | None = None
+        self._pid = 0
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Name the file; it is first written in the courier's thread."""
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
+        self._path = os.path.join(self.directory, f"gradwatch-{name}-rank{run.rank}.prom")
+        self._labels = tuple(
+            (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
+        )
+        self._pid = os.getpid()
+        self._metrics.open(run, health)
+        if self._round is None:
+            self._round = courier().enter(self.name, self._write, health)
+        courier().wake(self._round)
+
+    def write(self, record: Record) -> None:
+        """Add one step to the totals."""
+        self._metrics.write(record)
+
+    def flush(self, timeout: float) -> bool:
+        """Write the file now; False where it is not there after `timeout` seconds."""
+        if self._round is None or self._pid != os.getpid():
+            return True
+        return courier().settle(self._round, timeout)
+
+    def close(self) -> None:
+        """Stop writing and take the file away."""
+        ended, self._round = self._round, None
+        if ended is None or self._pid != os.getpid():
+            return
+        courier().leave(ended)
+        Path(self._path).unlink(missing_ok=True)
+
+    def _write(self) -> float:
+        """The file, whole or not at all; returns when it is due again."""
+        _remove_forgotten(Path(self.directory), time.time())
+        content = render(labelled(families(self._metrics.view()), self._labels))
+        temporary = f"{self._path}.{secrets.token_hex(8)}.tmp"  # the collector reads *.prom
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+        )
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            if self._round is not None:
+                os.replace(temporary, self._path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return self._every
+
+
+def _remove_forgotten(directory: Path, now: float) -> None:
+    """Files of processes that were killed more than a day ago, or have hung for so long."""
+    for path in directory.glob("gradwatch-*-rank*.prom"):
+        if now - path.stat().st_mtime > _FORGOTTEN_SECONDS:
+            path.unlink(missing_ok=True)

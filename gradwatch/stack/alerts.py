@@ -1,0 +1,202 @@
+"""Alerts: one for every rule of a rule file, and those about the run and gradwatch itself.
+
+NaN hides in PromQL (`NaN > 100` and `NaN < 100` are both empty), so alerts look at counters and at
+`gradwatch_rule_active`, never at a norm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from textwrap import dedent
+
+from gradwatch.rules import Rule, RuleSet
+from gradwatch.sinks.alert_names import alert_name
+from gradwatch.snapshot import Severity
+from gradwatch.stack.pace import Pace
+
+JOB = "gradwatch"
+SERVE_JOB = "gradwatch-serve"
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alerting rule of Prometheus, less its links; `for_` "" = at once. `expr` may have several lines."""
+
+    name: str
+    severity: Severity
+    expr: str
+    summary: str
+    description: str
+    for_: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
+    """An alert for every enabled rule, in file order, under the name of its kind of trouble.
+
+    It fires while the rule does, and for `pace.window` after a firing too short to be scraped. Rules wait by
+    themselves (`for`, `keep_firing_for`, in steps): Prometheus adds nothing to that.
+    """
+    for rule in ruleset.rules:
+        if rule.enabled:
+            yield Alert(
+                name=alert_name(rule.kind, str(getattr(rule.detect, "of", ""))),
+                severity=rule.severity,
+                expr=_firing(rule.id, pace),
+                summary=_summary(rule),
+                description=_description(rule),
+                labels={**_labels(rule), "rule": rule.id, "kind": rule.kind},
+            )
+
+
+def _firing(rule: str, pace: Pace) -> str:
+    active = f'gradwatch_rule_active{{rule="{rule}"}}'
+    total = f'gradwatch_rule_firings_total{{rule="{rule}"}}'
+    # `increase` needs two samples: a counter that is above 0 when first seen has fired before the first
+    # scrape. Six hours back, or every restart of `gradwatch serve` would fire for runs long gone.
+    return dedent(f"""\
+        {active} == 1
+        or sum without (kind, severity) (increase({total}[{pace.window}])) > 0
+        or (
+          sum without (kind, severity) ({total}) > 0
+          unless sum without (kind, severity) (last_over_time({total}[6h] offset {pace.window}))
+        )
+        """)
+
+
+def _summary(rule: Rule) -> str:
+    """The rule's own summary where it says something without the numbers of a step."""
+    text = _known(rule, rule.annotations.get("summary", ""))
+    return text if text and not _PLACEHOLDER.search(text) else f"Rule {rule.id} is firing."
+
+
+def _description(rule: Rule) -> str:
+    actions = ", ".join(action.name for action in rule.do)
+    does = {True: f" In its shadow mode it would: {actions}.", False: f" It acts: {actions}."}
+    return (
+        f"Rule {rule.id} (kind {rule.kind}) fired on rank {{{{ $labels.rank }}}} of run {{{{ $labels.run_id }}}}."
+        f"{does[rule.mode == 'shadow'] if actions else ''} The journal and the log of the run name the"
+        " parameters, the step and the values."
+    )
+
+
+def _known(rule: Rule, text: str) -> str:
+    """The template with what is known before any step filled in."""
+    facts = {"rule": rule.id, "kind": rule.kind}
+    return _PLACEHOLDER.sub(lambda match: facts.get(match.group(1), match.group(0)), text)
+
+
+def _labels(rule: Rule) -> dict[str, str]:
+    """The labels of the rule file as they stand: Prometheus would take two opening braces for a template."""
+    return {name: text.replace("{{", '{{ "{{" }}') for name, text in rule.labels.items()}
+
+
+def run_alerts(pace: Pace) -> tuple[Alert, ...]:
+    """Alerts on what happens to a run, whatever its rules are."""
+    return (
+        Alert(
+            "GradwatchRunStalled",
+            "critical",
+            # Not per optimizer: a GAN may be done with one of two.
+            "time() - max without (optimizer) (gradwatch_last_step_timestamp_seconds)\n"
+            "> max without (optimizer) (gradwatch_stall_threshold_seconds)\n",
+            "Training has stopped stepping.",
+            "No optimizer step for {{ $value | humanizeDuration }} on rank {{ $labels.rank }} of run "
+            "{{ $labels.run_id }}, and the process still answers.",
+        ),
+        Alert(
+            "GradwatchTargetDown",
+            "warning",
+            f'up{{job="{JOB}"}} == 0',
+            "A training process no longer answers.",
+            "Rank {{ $labels.rank }} of run {{ $labels.run_id }} did not end in order (a clean exit takes it off "
+            "the list of targets): it was killed, its machine is gone, or it is cut off.",
+            for_=pace.absence,
+        ),
+        Alert(
+            "GradwatchClippingPersistent",
+            "warning",
+            "rate(gradwatch_clipped_steps_total[5m]) / rate(gradwatch_steps_total[5m]) > 0.9",
+            "Nearly every step is clipped.",
+            "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run_id }} (rank {{ $labels.rank }}) "
+            "are clipped: the bound, not the gradient, decides how far weights move.",
+            for_="30m",
+        ),
+        Alert(
+            "GradwatchStepsSkipped",
+            "warning",
+            "rate(gradwatch_skipped_steps_total[5m]) / rate(gradwatch_steps_total[5m]) > 0.05",
+            "More than one step in twenty is being skipped.",
+            "gradwatch skips {{ $value | humanizePercentage }} of the steps of run {{ $labels.run_id }} (rank "
+            "{{ $labels.rank }}).",
+            for_="5m",
+        ),
+    )
+
+
+def health_alerts(pace: Pace) -> tuple[Alert, ...]:
+    """Alerts on gradwatch itself: a monitor that has gone blind is worse than none."""
+    return (
+        Alert(
+            "GradwatchBlind",
+            "critical",
+            "gradwatch_coverage_ratio < 1",
+            "Some parameters are not watched.",
+            "Only {{ $value | humanizePercentage }} of the parameters of run {{ $labels.run_id }} (rank "
+            "{{ $labels.rank }}) can be measured; the log names the others.",
+            for_=pace.patience,
+        ),
+        Alert(
+            "GradwatchOverheadHigh",
+            "warning",
+            "gradwatch_overhead_ratio > 0.05",
+            "gradwatch takes more than 5 % of the time of a step.",
+            "gradwatch takes {{ $value | humanizePercentage }} of the time of run {{ $labels.run_id }} (rank "
+            "{{ $labels.rank }}).",
+            for_="10m",
+        ),
+        Alert(
+            "GradwatchInternalErrors",
+            "warning",
+            "sum without (component) (increase(gradwatch_internal_errors_total[15m])) > 0\n"
+            "or count without (component) (gradwatch_component_up == 0) > 0\n",
+            "A part of gradwatch fails; training is not affected.",
+            "Faults were kept out of run {{ $labels.run_id }} (rank {{ $labels.rank }}); the log names the part. "
+            "What that part does (journal, metrics, a detector) may be missing.",
+        ),
+        Alert(
+            "GradwatchRulesNotReloaded",
+            "warning",
+            "gradwatch_config_last_reload_successful == 0",
+            "A changed rule file was refused; the old rules are in force.",
+            "Run {{ $labels.run_id }} (rank {{ $labels.rank }}) could not load its rule file.",
+        ),
+        Alert(
+            "GradwatchSeriesTruncated",
+            "info",
+            "gradwatch_series_dropped > 0",
+            "Not every parameter that should have a series has one.",
+            "{{ $value }} parameters of run {{ $labels.run_id }} (rank {{ $labels.rank }}) have no series of their "
+            "own; raise max_series of the prometheus sink, or ask for fewer.",
+            for_=pace.patience,
+        ),
+        Alert(
+            "GradwatchServeDown",
+            "warning",
+            # Up, but stuck on a file system that hangs: as good as away.
+            f'up{{job="{SERVE_JOB}"}} == 0\n'
+            f'or time() - gradwatch_serve_last_scan_timestamp_seconds{{job="{SERVE_JOB}"}} > 300\n',
+            "gradwatch serve does not answer, or has stopped looking.",
+            "New runs are not found, and the last counters of runs that end are not taken, while "
+            "{{ $labels.instance }} is away.",
+            for_=pace.patience,
+        ),
+    )
+
+
+def alerts(ruleset: RuleSet, pace: Pace) -> tuple[Alert, ...]:
+    """Everything there is to alert on."""
+    return (*rule_alerts(ruleset, pace), *run_alerts(pace), *health_alerts(pace))

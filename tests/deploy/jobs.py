@@ -1,0 +1,117 @@
+"""Training jobs for the shows: an unmodified script under `gradwatch run`, told what to do by files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+RULES = """
+version: 1
+extends: [default]
+sinks:
+  - prometheus: {listen: "127.0.0.1:0", stall_seconds: 3}
+  - journal
+  - log
+"""
+SCRIPT = """
+import os, pathlib, sys, time
+import torch
+folder = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+rank = int(os.environ.get("RANK", 0))
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+poisoned = False
+for step in range(100000):
+    # Every rank must see the same word, or one would wait for the other in its last step.
+    enough = torch.tensor(float((folder / "enough").exists()))
+    if "RANK" in os.environ:
+        torch.distributed.broadcast(enough, 0)
+    if enough:
+        break
+    x = torch.randn(16, 8)
+    if (folder / "poison").exists() and not poisoned:
+        poisoned = True
+        x[3, 2] = float("nan")
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    while (folder / "hang").exists():
+        time.sleep(0.1)
+    time.sleep(0.02)
+if "RANK" in os.environ:
+    torch.distributed.destroy_process_group()
+assert all(parameter.isfinite().all() for parameter in model.parameters())
+"""
+
+
+class Job:
+    """A running job; `tell` makes the file that its script looks for."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self.folder, self.process = folder, process
+
+    def tell(self, word: str) -> None:
+        """poison (once), hang, enough."""
+        (self.folder / word).touch()
+
+    def end(self) -> str:
+        """Let it finish; its stderr. It must have exited with 0."""
+        self.tell("enough")
+        out, err = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, out + err
+        return err
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the job."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def job(
+    folder: Path, run_id: str, rules: Path | str, *options: str, program: Sequence[str] = (sys.executable,)
+) -> Iterator[Job]:
+    """`gradwatch run OPTIONS -- PROGRAM train.py FOLDER`, its journals under FOLDER/runs."""
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    run = [sys.executable, "-m", "gradwatch", "run", "--rules", str(rules), "--run-id", run_id]
+    where = ["--dir", str(folder.parent / "runs"), *options]
+    process = subprocess.Popen(
+        [*run, *where, "--", *program, str(folder / "train.py"), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    one = Job(folder, process)
+    try:
+        yield one
+    finally:
+        if process.poll() is None:
+            one.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """What stands before the script."""
+    return (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    )

@@ -1,0 +1,301 @@
+"""The files of the stack, checked by the tools that will read them; every checker shown to fail as well."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from gradwatch.cli import main
+from gradwatch.rulefile.files import pack_names
+from gradwatch.sinks.alert_names import RULE_ALERTS
+from gradwatch.sinks.metrics import BY_NAME
+from gradwatch.stack.alerts import health_alerts, run_alerts
+from gradwatch.stack.pace import Pace
+from tests.binaries import require
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def check(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a checker; its output joined."""
+    return subprocess.run(
+        [require(command[0]), *command[1:]],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Path:
+    """A copy to break."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    return tmp_path / "deploy"
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{path} does not say {old}"
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("pack", pack_names())
+def test_promtool_accepts_the_rules_of_every_pack(pack: str, tmp_path: Path) -> None:
+    """Alerts made from each shipped pack parse, and no two are the same."""
+    assert main(["deploy", "export", str(tmp_path), "--rules", pack]) == 0
+    for name in ("alerts", "recording"):
+        done = check(
+            "promtool",
+            "check",
+            "rules",
+            "--lint=all",
+            "--lint-fatal",
+            f"prometheus/rules/{name}.yml",
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_promtool_refuses_a_broken_rule(stack: Path) -> None:
+    """The check above can fail: an unbalanced expression, and a duplicate."""
+    alerts = stack / "prometheus" / "rules" / "alerts.yml"
+    good = alerts.read_text()
+    replace(alerts, "gradwatch_coverage_ratio < 1", "gradwatch_coverage_ratio < (1")
+    assert check("promtool", "check", "rules", str(alerts)).returncode != 0
+    alerts.write_text(
+        good.replace("rule: norm-overflow\n", "rule: non-finite\n", 1).replace(
+            "kind: norm_overflow", "kind: nonfinite"
+        )
+    )
+    done = check("promtool", "check", "rules", "--lint=all", "--lint-fatal", str(alerts))
+    assert done.returncode != 0, done.stdout
+
+
+def test_promtool_accepts_the_configuration_and_refuses_a_broken_one(stack: Path) -> None:
+    """prometheus.yml with the rule files it names."""
+    config = stack / "prometheus" / "prometheus.yml"
+    done = check("promtool", "check", "config", "prometheus.yml", cwd=config.parent)
+    assert done.returncode == 0, done.stdout
+    assert "2 rule files found" in done.stdout
+    replace(config, "scrape_interval: 15s", "scrape_interval: 15")
+    assert check("promtool", "check", "config", "prometheus.yml", cwd=config.parent).returncode != 0
+
+
+def test_promtool_runs_the_alerts(stack: Path) -> None:
+    """The unit tests of the alerts pass, and find an alert that has changed its mind."""
+    folder = stack / "prometheus"
+    done = check("promtool", "test", "rules", "alerts_test.yml", cwd=folder)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('gradwatch_rule_active{rule="vanishing"} == 1', 'gradwatch_rule_active{rule="vanishing"} == 2'),
+        (
+            "unless sum without (kind, severity) (last_over_time("
+            'gradwatch_rule_firings_total{rule="non-finite"}[6h] offset 1m))',
+            "",
+        ),
+        pytest.param(
+            'increase(gradwatch_rule_firings_total{rule="non-finite"}[1m])',
+            'increase(gradwatch_rule_firings_total{rule="no"}[1m])',
+            marks=pytest.mark.soak,
+        ),
+        (
+            "max without (optimizer) (gradwatch_last_step_timestamp_seconds)",
+            "gradwatch_last_step_timestamp_seconds",
+        ),
+        pytest.param('up{job="gradwatch"} == 0', "up == 0", marks=pytest.mark.soak),
+        pytest.param("> 0.9", "> 0.8", marks=pytest.mark.soak),
+        pytest.param(
+            "gradwatch_coverage_ratio < 1", "gradwatch_coverage_ratio < 0.5", marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_the_unit_tests_of_the_alerts_can_fail(old: str, new: str, stack: Path) -> None:
+    """Each of these changes to an alert is noticed."""
+    replace(stack / "prometheus" / "rules" / "alerts.yml", old, new)
+    done = check("promtool", "test", "rules", "alerts_test.yml", cwd=stack / "prometheus")
+    assert done.returncode != 0, done.stdout
+
+
+CONFIGS = sorted((DEPLOY / "alertmanager").rglob("*.yml"))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_amtool_accepts_every_configuration(config: Path) -> None:
+    """alertmanager.yml, and each example as a file of its own."""
+    done = check("amtool", "check-config", str(config))
+    assert done.returncode == 0, done.stdout
+
+
+def test_amtool_refuses_a_receiver_that_is_not_there(stack: Path) -> None:
+    """The check above can fail."""
+    config = stack / "alertmanager" / "alertmanager.yml"
+    replace(config, "- name: nobody", "- name: somebody")
+    assert check("amtool", "check-config", str(config)).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        (("alertname=GradwatchNonFiniteGradients", "severity=critical"), "pagerduty"),
+        (("alertname=GradwatchDeadParameters", "severity=info"), "nobody"),
+    ],
+)
+def test_pagerduty_is_called_for_what_is_critical(labels: tuple[str, ...], receiver: str) -> None:
+    """Alertmanager itself says where an alert would go."""
+    config = DEPLOY / "alertmanager" / "examples" / "pagerduty.yml"
+    done = check("amtool", "config", "routes", "test", f"--config.file={config}", *labels)
+    assert (done.returncode, done.stdout.split()[-1]) == (0, receiver)
+
+
+# -- images, Kubernetes, Slurm, systemd -----------------------------------------------------------------------
+
+
+def in_venv(program: str) -> str:
+    """A checker that pip installs beside the interpreter of the tests."""
+    beside = Path(sys.executable).parent / program
+    return str(beside) if beside.exists() else program
+
+
+def accepts(*command: str, cwd: Path | None = None) -> None:
+    done = check(*command, cwd=cwd)
+    assert done.returncode == 0, done.stdout
+
+
+def refuses(*command: str, cwd: Path | None = None) -> None:
+    done = check(*command, cwd=cwd)
+    assert done.returncode != 0, done.stdout
+
+
+def test_hadolint(stack: Path) -> None:
+    """The Dockerfile; an unpinned `apt-get install` after a `cd` is refused."""
+    hadolint, dockerfile = in_venv("hadolint"), stack / "Dockerfile"
+    accepts(hadolint, str(dockerfile))
+    replace(dockerfile, "USER 65532:65532", "RUN cd /tmp && apt-get install curl")
+    refuses(hadolint, str(dockerfile))
+
+
+def test_the_image_runs_as_nobody_and_without_torch() -> None:
+    """A numeric user (Kubernetes cannot check a name), a base one can choose, requirements less torch."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert "ARG BASE=" in text
+    assert re.search(r"^USER [1-9]\d*:\d+$", text, re.M)
+    assert "--no-deps ." in text
+    listed = re.search(
+        r"^dependencies = \[\n(.*?)^\]", (DEPLOY.parent / "pyproject.toml").read_text(), re.M | re.S
+    )
+    assert listed is not None
+    wanted = [each for each in re.findall(r'"(.*)"', listed[1]) if not each.startswith("torch")]
+    assert len(wanted) >= 4
+    lines = (DEPLOY / "requirements-serve.txt").read_text().splitlines()
+    assert sorted(line for line in lines if not line.startswith("#")) == sorted(wanted)
+
+
+def test_the_compose_schema(stack: Path) -> None:
+    """compose.yaml follows the Compose specification; a misspelt key does not."""
+    command = (in_venv("check-jsonschema"), "--builtin-schema", "vendor.compose-spec")
+    accepts(*command, str(stack / "compose.yaml"))
+    replace(stack / "compose.yaml", "read_only: true", "readonly: true")
+    refuses(*command, str(stack / "compose.yaml"))
+
+
+def test_compose_mounts_what_exists_and_opens_nothing_to_the_world() -> None:
+    """Every relative path of a volume is in the stack; every port is bound to loopback."""
+    services = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert all(str(port).startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert not source.startswith("./") or (DEPLOY / source).exists(), volume
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "job.yaml"])
+def test_the_schemas_of_kubernetes(name: str, stack: Path) -> None:
+    """Objects of Kubernetes itself, unknown fields refused."""
+    validate, path = in_venv("kubernetes-validate"), stack / "k8s" / name
+    accepts(validate, "--strict", str(path))
+    replace(path, "automountServiceAccountToken", "automountServiceAccountTokens")
+    refuses(validate, "--strict", str(path))
+
+
+def test_kustomize_builds(stack: Path) -> None:
+    """`kubectl kustomize` puts all of it into one namespace; a missing file is noticed."""
+    done = check("kubectl", "kustomize", str(stack / "k8s"))
+    assert done.returncode == 0, done.stdout
+    objects = [each for each in YAML(typ="safe", pure=True).load_all(done.stdout) if each]
+    kinds = {each["kind"] for each in objects}
+    assert kinds == {
+        "PersistentVolumeClaim",
+        "Deployment",
+        "Service",
+        "PodMonitor",
+        "ServiceMonitor",
+        "PrometheusRule",
+    }
+    assert {each["metadata"]["namespace"] for each in objects} == {"training"}
+    (stack / "k8s" / "serve.yaml").unlink()
+    refuses("kubectl", "kustomize", str(stack / "k8s"))
+
+
+def test_pods_run_as_nobody_and_can_do_nothing_else() -> None:
+    """The restricted profile of Kubernetes' pod security standards, in the aggregator and in the example job."""
+    for name in ("serve.yaml", "job.yaml"):
+        objects = list(YAML(typ="safe", pure=True).load_all((DEPLOY / "k8s" / name).read_text()))
+        (pod,) = [each["spec"]["template"]["spec"] for each in objects if "template" in each["spec"]]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_shellcheck(stack: Path) -> None:
+    """The Slurm script; an unquoted variable is refused."""
+    script = stack / "slurm" / "train.sbatch"
+    accepts("shellcheck", str(script))
+    replace(script, '"${SLURM_JOB_NODELIST}"', "$SLURM_JOB_NODELIST")
+    refuses("shellcheck", str(script))
+
+
+def test_systemd_accepts_the_unit(stack: Path) -> None:
+    """It parses, its exposure is low; a misspelt key is noticed, and so is one that opens it."""
+    unit = stack / "systemd" / "gradwatch-serve.service"
+    replace(unit, "/opt/gradwatch/bin/gradwatch", shutil.which("true") or "/bin/true")
+    done = check("systemd-analyze", "verify", "--man=no", str(unit))
+    assert (done.returncode, done.stdout) == (0, "")
+    security = ("systemd-analyze", "security", "--offline=true", "--threshold=25", str(unit))
+    accepts(*security)
+    good = unit.read_text()
+    replace(unit, "ProtectClock=yes", "ProtectClocks=yes")
+    assert "ProtectClocks" in check("systemd-analyze", "verify", "--man=no", str(unit)).stdout
+    unit.write_text(good)
+    replace(unit, "CapabilityBoundingSet=\n", "")
+    replace(unit, "NoNewPrivileges=yes\n", "")
+    refuses(*security)
+
+
+@pytest.mark.parametrize("unit", sorted((DEPLOY / "runbooks").glob("*.md")), ids=lambda path: path.stem)
+def test_a_runbook_says_what_how_and_what_to_do(unit: Path) -> None:
+    """Three sections in order, and no metric that does not exist."""
+    text = unit.read_text()
+    assert re.findall(r"^#+ (.*)$", text, re.M) == [unit.stem, "What it means", "How to look", "What to do"]
+    for name in set(re.findall(r"\bgradwatch_[a-z_]+", text)):
+        assert name in BY_NAME, name
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    """Also those that rules of one's own can give rise to."""
+    others = (*run_alerts(Pace()), *health_alerts(Pace()))
+    pages = {path.stem for path in (DEPLOY / "runbooks").glob("*.md")}
+    assert pages == {*RULE_ALERTS, *(alert.name for alert in others)}

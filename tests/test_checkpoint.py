@@ -1,0 +1,334 @@
+"""Which checkpoint is one to go back to, in the process and beside the run; and that a resume goes on as if uncut."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwatch.checkpoint import Vitals, joined, read_tag, tag_name, write_tag
+from gradwatch.journal.health_tag import HealthTag
+from gradwatch.snapshot import CheckpointHealth, Column, Decision, Verdict
+from tests.acting_cases import Training, run_folder, watched
+from tests.engine_cases import make_sites, make_snapshot
+from tests.sink_records import make_record
+from tests.sink_records import make_sites as record_sites
+
+SKIPS = "rules: {r: {detect: {kind: nonfinite}, severity: critical, do: [skip_step]}}"
+WATCHES = "rules: {r: {detect: {kind: nonfinite}, severity: critical}}"
+NAN = {"2__weight": math.nan}
+
+
+def test_a_skipped_nan_is_unhealthy_only_until_the_next_good_step() -> None:
+    """The weights were not touched; the last good step is the one before it, then the one after it."""
+    training = Training()
+    with watched(training, SKIPS) as (gw, kept):
+        assert gw.healthy
+        assert gw.last_healthy_step is None
+        training.step()
+        assert (gw.healthy, gw.last_healthy_step) == (True, 0)
+        training.step(**NAN)
+        assert (gw.healthy, gw.last_healthy_step) == (False, 0)
+        assert kept.records[-1].checkpoint == CheckpointHealth(
+            False, 0, ("rule r is firing", "a gradient was not finite at step 1")
+        )
+        training.step()
+        assert (gw.healthy, gw.last_healthy_step) == (True, 2)
+        assert gw.status()["last_healthy_step"] == 2
+
+
+def test_a_nan_that_reached_the_optimizer_is_never_forgotten() -> None:
+    """Finite gradients afterwards prove nothing about the weights; a state from before it does."""
+    training = Training()
+    with watched(training, WATCHES) as (gw, _):
+        training.step()
+        good = gw.state_dict()
+        training.step(**NAN)
+        with torch.no_grad():
+            for param in training.model.parameters():
+                param.nan_to_num_(0.0)
+        for _ in range(3):
+            training.step()
+        assert (gw.healthy, gw.last_healthy_step) == (False, 0)
+        poisoned = gw.state_dict()
+        gw.load_state_dict(good)
+        assert (gw.healthy, gw.last_healthy_step) == (True, 0)
+        gw.load_state_dict(json.loads(json.dumps(poisoned)))
+        assert not gw.healthy
+
+
+def test_a_critical_rule_that_fires_is_reason_enough() -> None:
+    """A warning is not."""
+    for severity in ("critical", "warning"):
+        training = Training()
+        text = f"rules: {{r: {{detect: {{kind: above, threshold: 5}}, severity: {severity}, keep_firing_for: 2}}}}"
+        with watched(training, text) as (gw, _):
+            training.step()
+            training.step(**{"2__weight": 1000.0})
+            training.step()
+            assert gw.healthy == (severity == "warning")
+
+
+@given(
+    st.lists(st.sampled_from(["fine", "nan", "inf", "skipped", "zeroed", "rejected", "firing"]), max_size=30)
+)
+def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None:
+    """Against a plain restatement of the definition, over random runs."""
+    sites, vitals = make_sites(2), Vitals(frozenset({"r"}))
+    poisoned, last, healthy = False, None, True
+    for step, what in enumerate(script):
+        value = {
+            "nan": math.nan,
+            "inf": math.inf,
+            "skipped": math.nan,
+            "zeroed": math.nan,
+            "rejected": math.inf,
+        }.get(what, 1.0)
+        columns = {"nonfinite": Column(np.array([float(not math.isfinite(value)), 0]), np.ones(2, bool))}
+        scalars = {"scaler_skip": 1.0} if what == "rejected" else {}
+        snapshot = make_snapshot(sites, step, [value, 1.0], columns=columns, scalars=scalars)
+        decision = Decision(
+            skip=what == "skipped", zero=np.array([True, False]) if what == "zeroed" else None
+        )
+        firing = {"r": np.zeros(2, bool)} if what == "firing" else {"harmless": np.ones(2, bool)}
+        found = vitals.after(snapshot, Verdict(firing=firing), decision)
+        poisoned |= what in ("nan", "inf")
+        if what != "rejected":
+            healthy = what == "fine" and not poisoned
+            last = step if healthy else last
+        assert (found.healthy, found.last_healthy_step, bool(found.reasons)) == (healthy, last, not healthy)
+        restored = Vitals(frozenset({"r"}))
+        restored.load(json.loads(json.dumps(vitals.to_dict())))
+        assert restored.to_dict() == vitals.to_dict()
+
+
+def test_an_overflowed_norm_of_finite_elements_poisons_nothing() -> None:
+    """The norm is infinite in float32, no element is."""
+    counts = Column(np.zeros(2, np.float32), np.ones(2, bool))
+    snapshot = make_snapshot(make_sites(2), 0, [math.inf, 1.0], columns={"nonfinite": counts})
+    vitals = Vitals(frozenset())
+    assert vitals.after(snapshot, Verdict(), Decision()).healthy
+
+
+# -- the tag file ------------------------------------------------------------------------------------------
+
+
+def test_the_tag_beside_the_run_says_what_the_watch_says(tmp_path: Path) -> None:
+    """Written by the journal, readable by a saver in another process, private, and of one piece."""
+    training = Training()
+    with watched(training, SKIPS, **run_folder(tmp_path)) as (gw, _):
+        training.step()
+        assert gw.flush()
+        assert read_tag(tmp_path / "r") == CheckpointHealth(True, 0)
+        training.step(**NAN)
+        assert gw.flush()
+        found = read_tag(tmp_path / "r")
+        assert (found.healthy, found.last_healthy_step) == (gw.healthy, gw.last_healthy_step) == (False, 0)
+        assert "rule r is firing" in found.reasons
+        training.step()
+    path = tmp_path / "r" / tag_name(0)
+    assert read_tag(tmp_path / "r") == CheckpointHealth(True, 2)
+    assert json.loads(path.read_text())["step"] == 2
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [name for name in os.listdir(tmp_path / "r") if ".new" in name] == []
+
+
+def test_a_saver_can_keep_the_last_good_checkpoint(tmp_path: Path) -> None:
+    """With `gw.healthy` in front of the save, the file that is left loads finite weights."""
+    training = Training()
+    path = tmp_path / "last-good.pt"
+    with watched(training, WATCHES) as (gw, _):
+        for step in range(8):
+            training.step(**(NAN if step == 4 else {}))
+            if gw.healthy:
+                torch.save({"model": training.model.state_dict(), "gradwatch": gw.state_dict()}, path)
+    saved = torch.load(path)
+    assert all(torch.isfinite(value).all() for value in saved["model"].values())
+    assert not all(torch.isfinite(value).all() for value in training.model.state_dict().values())
+    assert saved["gradwatch"]["lanes"]["0"]["checkpoint"] == {"last_healthy_step": 3, "poisoned_at": None}
+
+
+def test_ranks_are_as_healthy_as_the_worst(tmp_path: Path) -> None:
+    """One tag a rank; together they say what the worst says, at the step that all had reached."""
+    write_tag(tmp_path, 0, 7, CheckpointHealth(True, 7))
+    write_tag(tmp_path, 1, 6, CheckpointHealth(False, 5, ("rule r is firing",)))
+    assert read_tag(tmp_path) == CheckpointHealth(False, 5, ("rule r is firing",))
+    assert joined([]) == CheckpointHealth()
+    assert joined([CheckpointHealth(True, 3), CheckpointHealth(True, None)]).last_healthy_step is None
+
+
+def test_what_is_no_tag_is_refused(tmp_path: Path) -> None:
+    """No file, no JSON, another format."""
+    with pytest.raises(FileNotFoundError):
+        read_tag(tmp_path)
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"format": 2, "healthy": true, "last_healthy_step": 1, "reasons": []}',
+        '{"format":1}',
+    ):
+        (tmp_path / tag_name(0)).write_text(text)
+        with pytest.raises(ValueError, match="no checkpoint tag"):
+            read_tag(tmp_path)
+
+
+def test_a_tag_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails half-way leaves the old tag and no other file; a link in its place is not followed."""
+    write_tag(tmp_path, 0, 1, CheckpointHealth(True, 1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space"):
+            write_tag(tmp_path, 0, 2, CheckpointHealth(False, 1, ("x",)))
+    assert read_tag(tmp_path) == CheckpointHealth(True, 1)
+    assert os.listdir(tmp_path) == [tag_name(0)]
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (tmp_path / tag_name(0)).with_suffix(f".{os.getpid()}.new").symlink_to(outside)
+    with pytest.raises(OSError, match=r"symbolic link|symlink|ELOOP|Too many"):
+        write_tag(tmp_path, 0, 3, CheckpointHealth(True, 3))
+    assert outside.read_text() == "kept"
+
+
+def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand healthy steps are a write or two; a change for the worse is one at once."""
+    from dataclasses import replace
+
+    now = [100.0]
+    monkeypatch.setattr("gradwatch.journal.health_tag.time.monotonic", lambda: now[0])
+    tag, sites, written = HealthTag(0), record_sites(), []
+    real = write_tag
+    monkeypatch.setattr(
+        "gradwatch.journal.health_tag.write_tag", lambda *args: (written.append(args[2]), real(*args))[1]
+    )
+    for step in range(1000):
+        now[0] += 0.002
+        health = CheckpointHealth(step != 500, 499 if step == 500 else step, ("bad",) if step == 500 else ())
+        tag.hear([replace(make_record(sites, step=step), checkpoint=health)])
+        tag.write(tmp_path)
+    tag.write(tmp_path, last=True)
+    assert {0, 500, 501, 999} <= set(written)
+    assert len(written) <= 7
+
+
+# -- resume ------------------------------------------------------------------------------------------------
+
+EVERYTHING = """
+defaults: {warmup: 20}
+rules:
+  nan: {detect: {kind: nonfinite}, severity: critical, do: [skip_step: {max_consecutive: 2, then: continue}]}
+  spike:
+    detect: {kind: spike, above: 6, clear_below: 3}
+    exclude: ["0.*"]
+    keep_firing_for: 3
+    cooldown: 5
+    do:
+      - clip: {to: baseline}
+      - escalate: {after: 2 in 6, to: skip_step}
+  rail: {detect: {kind: above, of: total_norm, threshold: 40}, for: 2, keep_firing_for: 2, do: [clip: {to: 5.0}]}
+  slow: {detect: {kind: above, threshold: 30}, keep_firing_for: 4, do: [rescale: {factor: 0.5}]}
+  shadow: {detect: {kind: spike, of: rms, above: 8}, mode: shadow, do: [clip: {to: baseline}, stop]}
+"""
+CUTS, LENGTH = 100, 70
+
+
+def script() -> list[dict[str, float]]:
+    """Seventy steps in which everything happens: spikes in clusters, NaN runs, a rail, a rescale."""
+    found: list[dict[str, float]] = [{} for _ in range(LENGTH)]
+    for step in (25, 27, 28, 45, 60):
+        found[step] = {"2__weight": 300.0}
+    for step in (31, 32, 33, 34, 52):
+        found[step] = NAN
+    for step in (38, 39, 40):
+        found[step] = {"all": 400.0}
+    for step in (47, 48, 49):
+        found[step] = {"0__weight": 3000.0}
+    return found
+
+
+def told(records: list[Any]) -> list[str]:
+    """What a run told and did, step by step: events, orders, factors, health; as text, where NaN equals itself."""
+    return [
+        repr(
+            (
+                record.snapshot.step,
+                record.verdict.events,
+                sorted(record.decision.orders, key=repr),
+                record.decision.skip,
+                record.snapshot.coef.tolist(),
+                record.checkpoint,
+            )
+        )
+        for record in records
+    ]
+
+
+def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut() -> None:
+    """P28: cut at 100 random moments, state through JSON: the same events, orders and weights, nothing twice."""
+    scales = script()
+    whole = Training(kind=torch.optim.AdamW)
+    saved: list[dict[str, Any]] = []
+    with watched(whole, EVERYTHING) as (gw, kept):
+        for scale in scales:
+            saved.append(
+                {
+                    "gradwatch": json.dumps(gw.state_dict(), allow_nan=False),
+                    "model": {key: value.clone() for key, value in whole.model.state_dict().items()},
+                    "optimizer": _copied(whole.optimizer.state_dict()),
+                    "data": whole.generator.get_state(),
+                }
+            )
+            whole.step(**scale)
+    expected, end = told(kept.records), whole.weights()
+    assert {event.kind for record in kept.records for event in record.verdict.events} >= {
+        "pending",
+        "firing",
+        "resolved",
+        "repeat",
+        "escalated",
+    }
+    acted = {(order.rule, order.action) for record in kept.records for order in record.decision.orders}
+    assert acted >= {
+        ("nan", "skip_step"),
+        ("spike", "clip"),
+        ("spike", "skip_step"),
+        ("rail", "clip"),
+        ("slow", "rescale"),
+        ("shadow", "stop"),
+    }
+    generator = random.Random(28)
+    for cut in [generator.randrange(LENGTH) for _ in range(CUTS)]:
+        resumed = Training(seed=99, kind=torch.optim.AdamW)
+        at = saved[cut]
+        resumed.model.load_state_dict(at["model"])
+        resumed.optimizer.load_state_dict(_copied(at["optimizer"]))
+        resumed.generator.set_state(at["data"])
+        with watched(resumed, EVERYTHING) as (gw, kept):
+            gw.load_state_dict(json.loads(at["gradwatch"]))
+            for scale in scales[cut:]:
+                resumed.step(**scale)
+        assert told(kept.records) == expected[cut:], f"cut at step {cut}"
+        assert all(torch.equal(a, b) for a, b in zip(resumed.weights(), end, strict=True))
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
