@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 
 from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
-from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, unclipped
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
 from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError
-from gradwatch.exit_status import end_with_status
-from gradwatch.failing import failed
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
@@ -35,6 +33,7 @@ from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import is_shard
 from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import (
@@ -48,6 +47,8 @@ from gradwatch.snapshot import (
     Verdict,
 )
 
+UNJUDGED = Verdict()
+"""Stands for the verdict of a step on which the engine failed."""
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
 SCALED = (
@@ -92,7 +93,7 @@ class Judging:
     """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
 
     def __init__(self, engine: Engine, ranks: Ranks, around: Surroundings) -> None:
-        self.sinks: list[Breaker] = []
+        self._publishing = Publishing()
         self._engine = engine
         self._ranks = ranks
         self._around = around
@@ -108,6 +109,11 @@ class Judging:
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
         self._hears_scale: list[Callable[[], None]] = []
+
+    @property
+    def sinks(self) -> list[Breaker]:
+        """Where Records go."""
+        return self._publishing.sinks
 
     def at_boundary(self, lane: Lane | None) -> None:
         """A step boundary begins: the gradients of a step are about to be measured."""
@@ -181,7 +187,9 @@ class Judging:
             course.local.cleared()
 
     def close(self) -> None:
-        """Remove the tensor hooks."""
+        """Remove the tensor hooks; publish what waits."""
+        for course in self._courses.values():
+            self._publishing.release(course)
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
@@ -211,7 +219,7 @@ class Judging:
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         vitals = Vitals(critical)
         if before is not None:
-            self._release(before)
+            self._publishing.release(before)
             vitals.load(before.vitals.to_dict())
         course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         if self._in_backward:
@@ -347,6 +355,7 @@ class Judging:
             self._publish_bounds(course)
             return decision
         except Exception as error:
+            course.vitals.unjudged(lane.step)
             totals = self._ranks.totals(lane, window)
             if totals is None:
                 raise
@@ -376,11 +385,12 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
-        self._release(course)  # left by a boundary that failed
+        self._publishing.release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        decision = settled(decision | self._climbed(verdict))
+        if verdict.events:
+            decision = self._climbed(verdict, decision)
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
@@ -401,6 +411,10 @@ class Judging:
             if decision.elementwise and not done:
                 decision, left = self._measured_ahead(lane, decision, shared.own, total)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
+        inside = course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
+        if decision.touches or inside:
+            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
+            decision = told(decision, unclipped(plain) if inside else plain, snapshot, by_rules)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -412,40 +426,17 @@ class Judging:
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
         health = course.vitals.after(plain, verdict, decision)
+        if verdict is UNJUDGED:
+            course.vitals.unjudged(plain.step)
+            health = course.vitals.now
         findings = self._around.causes(lane, snapshot, verdict, decision)
-        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
-        if window.at_hand and decision.acts:
-            course.held = Held(record, plain)  # `acted` publishes it
-        else:
-            self._publish(record)
+        record = Record(snapshot, verdict, decision, *at, health, findings)
+        self._publishing.give(course, record, plain, window.at_hand)
         return decision.at(shared.own)
 
     def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
-        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
-        course = self._courses[lane.index]
-        held = course.held
-        if held is None:
-            return
-        if error is not None:
-            rules = tuple(one.rule for one in course.bound.plan.rules)
-            record = failed(held.record, held.plain, done, error, rules)
-            health = course.vitals.after(held.plain, record.verdict, done)
-            course.record = record = replace(record, checkpoint=health)
-            course.held = Held(record, held.plain)
-        self._release(course)
-
-    def _release(self, course: Course) -> None:
-        """Publish the Record that waits, if one does."""
-        held, course.held = course.held, None
-        if held is not None:
-            self._publish(held.record)
-
-    def _publish(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-        if record.decision.stop:
-            self.flush_sinks()
-            end_with_status()
+        """What was decided of a lane's step is done, or was not, because of `error`; its Record is published now."""
+        self._publishing.acted(self._courses[lane.index], done, error)
 
     def _measured_ahead(
         self, lane: Lane, decision: Decision, own: Any, total: float
@@ -471,25 +462,17 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             if not self._ranks.several:
-                return Verdict(), Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
+                return UNJUDGED, Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
             alone = course.bound.fallback(snapshot.total_norm)
             decision, course.state = course.bound.clip(alone, course.state, snapshot)
-            return Verdict(), decision
+            return UNJUDGED, decision
         self._around.judged()
         return verdict, decision
 
-    def _climbed(self, verdict: Verdict) -> Decision:
-        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
-        stops = [
-            event.rule
-            for event in verdict.events
-            if event.kind == "escalated" and event.actions and self._around.escalated(event)
-        ]
-        orders = frozenset(Order(rule, "stop") for rule in stops)
-        return Decision(stop=bool(stops), orders=orders)
-
-    def flush_sinks(self, timeout: float = 2.0) -> None:
-        """Make what was written durable, before training is stopped."""
-        deadline = time.monotonic() + timeout
-        for sink in self.sinks:
-            sink.flush(max(0.0, deadline - time.monotonic()))
+    def _climbed(self, verdict: Verdict, decision: Decision) -> Decision:
+        """The decision after the user's callback has heard of the rungs reached on this step: it may want a stop."""
+        for event in verdict.events:
+            if event.kind == "escalated" and event.actions and self._around.escalated(event):
+                stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
+                decision = settled(decision | stop)
+        return decision

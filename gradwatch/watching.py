@@ -226,7 +226,7 @@ class Watch:
         True before the first step. Every rank says the same where the ranks judge together.
         """
         self._catch_up()
-        return self._judging.checkpoint().healthy
+        return not self._pausing() and self._judging.checkpoint().healthy
 
     @property
     def last_healthy_step(self) -> int | None:
