@@ -55,6 +55,7 @@ class Course:
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
+    decided: Decision | None = None  # of the window at hand, should telling it fail
     held: Held | None = field(default=None)  # until what was decided has been carried out
     limiter: Limiter | None = None
     micro: MicroDrop | None = None

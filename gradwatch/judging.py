@@ -17,7 +17,7 @@ from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, u
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
 from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
@@ -31,7 +31,7 @@ from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import is_shard
-from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
+from gradwatch.hooks.standing import Found, StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
 from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import torn_rows
@@ -102,12 +102,12 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
+        self._in_backward = bool(asks_backward(engine.ruleset))
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
         # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
-        self._in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
-        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
+        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._hears_scale: list[Callable[[], None]] = []
 
     @property
@@ -350,6 +350,7 @@ class Judging:
         at: Clock,
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        course.decided = None
         try:
             decision = self._decided(lane, course, window, extras, scalars, at)
             self._publish_bounds(course)
@@ -361,7 +362,7 @@ class Judging:
                 raise
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
-            return course.bound.fallback(totals.raw)
+            return course.decided or course.bound.fallback(totals.raw)
 
     def _publish_bounds(self, course: Course) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
@@ -403,13 +404,14 @@ class Judging:
         if decision.zero is not None and snapshot.loss_scale is not None:
             self._around.health.report("action", AttachError(SCALED))
             decision = decision.without_zero()
-        plain = snapshot
+        plain, course.decided = snapshot, decision.at(shared.own)
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            done = decision.skip or decision.stop or rejected or not window.at_hand
             if decision.elementwise and not done:
-                decision, left = self._measured_ahead(lane, decision, shared.own, total)
+                norms = shared.window.resolve()[1][shared.own].tolist()  # sync: numpy
+                decision, left = self._measured_ahead(lane, decision, shared.own, total, norms)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
         inside = course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
         if decision.touches or inside:
@@ -439,19 +441,22 @@ class Judging:
         self._publishing.acted(self._courses[lane.index], done, error)
 
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, own: Any, total: float
+        self, lane: Lane, decision: Decision, own: Any, total: float, norms: Sequence[float]
     ) -> tuple[Decision, dict[int, float]]:
-        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        """The norms that elementwise policies will leave; the decision without them where they are refused."""
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
             if standing is not None:
                 optimizer = None if lane.optimizer is None else lane.optimizer()
-                scale = arrived(kept(carried_scale(optimizer)))
-                return decision, standing.measure(grads, lane.params, factors, scale)
-        except Exception as error:
+                found = Found(grads, lane.params, arrived(kept(carried_scale(optimizer))))
+                return decision, standing.measure(found, factors, norms)
+        except GradwatchError as error:  # for a reason that every rank has
             self._around.failed("action", error)
-        return replace(decision, elementwise=False), {}
+            return replace(decision, elementwise=False), {}
+        except Exception as error:  # they are made when they are applied, as on the other ranks
+            self._around.failed("action", error)
+        return decision, {}
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""

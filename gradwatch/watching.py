@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +46,8 @@ from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import Decision, Event, RunInfo, Sites, Snapshot, Verdict
+
+T = TypeVar("T")
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -99,6 +102,7 @@ class Watch:
         self._on_escalate = on_escalate
         self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
+        self._given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
@@ -195,6 +199,34 @@ class Watch:
                 self._judging.observe(name, value)
             except Exception as error:
                 self.failed("observe", error)
+
+    def step(self, closure: Callable[[], T]) -> T:
+        """Run `closure`, which computes the loss and its gradients, then step every watched optimizer; its result.
+
+        For a rule that orders `localise` this is the exact path: should the gradients not be finite, the closure
+        is run once more, loss function and all, with the generators and buffers it began with, and without a
+        trace on the models. So it must be fit to run twice on the same data: fetch the batch outside it.
+
+            loss = gw.step(lambda: compute_and_backward(batch))
+
+        Raises AttachError where no optimizer is known yet: name it at `gradwatch.watch(model, optimizer)`.
+        """
+        optimizers = self._optimizers()
+        if not optimizers:
+            raise AttachError("step() needs the optimizer: name it at gradwatch.watch(model, optimizer)")
+        around = contextlib.nullcontext() if self._causes is None else self._causes.closure(closure)
+        with around:
+            result = closure()
+            for optimizer in optimizers:
+                optimizer.step()
+        return result
+
+    def _optimizers(self) -> list[Optimizer]:
+        """Those named at attach, in that order, then those adopted since."""
+        lanes = [] if self._closed else self._capture.lanes
+        refs = [*self._given, *(lane.optimizer for lane in lanes if lane.optimizer is not None)]
+        found = {id(one): one for ref in refs if (one := ref()) is not None}
+        return list(found.values())
 
     def about_to_clip(self) -> None:
         """Have the gradients read now, before code of your own clips them; changes and raises nothing.

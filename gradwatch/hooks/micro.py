@@ -74,10 +74,10 @@ class MicroDrop:
         """Whether this is that lane's."""
         return self._lane() is lane
 
-    def _guard(self, call: Callable[[], None]) -> Callable[[], None]:
+    def _guard(self, call: Callable[[], None]) -> Callable[..., None]:
         owner = weakref.ref(self), call.__func__  # type: ignore[attr-defined]  # a bound method would be a cycle
 
-        def guarded() -> None:
+        def guarded(_clip: object = None) -> None:
             drop = owner[0]()
             try:
                 if drop is not None:

@@ -72,8 +72,8 @@ class Tap:
     def __call__(self, *args: Any) -> Any:
         # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
         # In a step that is replayed nothing is to be heard twice.
-        quiet = torch.compiler.is_dynamo_compiling() or is_silent()
-        return None if quiet else self._call(*args)
+        silent = torch.compiler.is_dynamo_compiling() or is_silent()
+        return None if silent else self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
