@@ -6,6 +6,7 @@ No test here decides anything by a time it measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,6 +170,26 @@ def test_handover_delivers_the_gradients_of_the_backward(task: Task) -> None:
     assert sample.wall > 0
     assert watched.gradients() == []
     assert _hooks(watched) == 0
+
+
+def test_accumulation_is_several_arrivals_and_one_step() -> None:
+    """With four micro-batches gradients arrive four times and add up; a monitor is told of one step."""
+    small = replace(SMALL, micros=4)
+    task, told, arrived = small.task(), [], [torch.zeros(())]
+
+    class Look(Contender):
+        def after_backward(self, task: Task) -> None:
+            told.append(task.parameters[0].grad.clone())
+
+    watched = small.twin(task)
+    watched.parameters[0].register_hook(arrived.append)
+    handover = Handover(small.carrier(task), watched, Look())
+    assert handover().wall > 0
+    training_step(watched, Contender())
+    handover.close()
+    assert len(arrived) == 1 + 2 * 4
+    assert len(told) == 1
+    assert torch.allclose(told[0], sum(arrived[1:5], arrived[0]))
 
 
 def test_handover_leaves_out_the_optimizers_arithmetic(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--reach", metavar="HOST", default="", help="name by which Prometheus reaches processes on open ports"
     )
+    parser.add_argument(
+        "--file-sd",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="list of targets to tidy: killed processes of this machine leave it after 15 minutes",
+    )
     parser.add_argument("--once", action="store_true", help="look once, print all runs as JSON, and exit")
     parser.set_defaults(handler=handle)
 
@@ -72,7 +79,13 @@ def handle(arguments: argparse.Namespace) -> int:
     try:
         address = parse_listen(arguments.listen or DEFAULT_LISTEN)
         server = Server(
-            scanner, address, arguments.every, arguments.ended_for, arguments.reach, on_error=complain_once()
+            scanner,
+            address,
+            arguments.every,
+            arguments.ended_for,
+            arguments.reach,
+            arguments.file_sd,
+            complain_once(),
         )
     except ValueError as error:
         raise GradwatchError(str(error)) from None

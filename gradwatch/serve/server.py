@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gradwatch.errors import GradwatchError
@@ -14,6 +14,7 @@ from gradwatch.serve.page import fleet_page, runbook_index, runbook_page
 from gradwatch.sinks.http import Content, RequestError, plain
 from gradwatch.sinks.listen import Address, listening_socket
 from gradwatch.sinks.server import Endpoint, Limits, Route
+from gradwatch.sinks.targets import sweep
 from gradwatch.stack.export import stack_directory
 
 DEFAULT_LISTEN = "127.0.0.1:29439"
@@ -27,7 +28,8 @@ class Server:
 
     Raises GradwatchError where the port is taken: Prometheus is told one address, another would be found by nobody.
     A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503 when that
-    is a minute and three intervals ago.
+    is a minute and three intervals ago. `lists` are folders of file_sd from which processes of this machine that were
+    killed are to be taken after a quarter of an hour.
     """
 
     def __init__(
@@ -37,9 +39,11 @@ class Server:
         every_seconds: float = 5.0,
         ended_for: float = 3600.0,
         reach: str = "",
+        lists: Sequence[str] = (),
         on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.scanner, self._every, self._ended_for, self._reach = scanner, every_seconds, ended_for, reach
+        self._lists = tuple(lists)
         self._on_error = on_error
         self._stop = threading.Event()
         self._fleet = Fleet((), 0.0, 0.0)
@@ -77,6 +81,8 @@ class Server:
     def _look(self) -> None:
         try:
             self._fleet = fleet = self.scanner.scan()
+            for each in self._lists:
+                sweep(each, time.time())
             self._answers = {
                 "/": fleet_page(fleet, time.time()),
                 "/metrics": metrics(fleet, self._ended_for),

@@ -56,13 +56,14 @@ def _firing(rule: str, pace: Pace) -> str:
     active = f'gradwatch_rule_active{{rule="{rule}"}}'
     total = f'gradwatch_rule_firings_total{{rule="{rule}"}}'
     # `increase` needs two samples: a counter that is above 0 when first seen has fired before the first
-    # scrape. Six hours back, or every restart of `gradwatch serve` would fire for runs long gone.
+    # scrape. An hour back, as long as `gradwatch serve` shows a run that has ended: or each of its restarts would
+    # fire for runs long gone.
     return dedent(f"""\
         {active} == 1
         or sum without (kind, severity) (increase({total}[{pace.window}])) > 0
         or (
           sum without (kind, severity) ({total}) > 0
-          unless sum without (kind, severity) (last_over_time({total}[6h] offset {pace.window}))
+          unless sum without (kind, severity) (last_over_time({total}[1h] offset {pace.window}))
         )
         """)
 

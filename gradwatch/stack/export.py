@@ -49,7 +49,7 @@ class Options:
 def made(options: Options) -> Mapping[str, Callable[[], str]]:
     """The files that are generated, by path, and what makes each."""
     ruleset, pace, links = options.ruleset, options.pace, options.links
-    comment = f"{MADE}\nRules: {options.source}, digest {ruleset.digest[:16]}."
+    comment = f"{MADE}\nRules: {options.source}."
     return {
         "metrics.md": lambda: (
             f"# Metrics\n\n<!-- {MADE} -->\n\n## Of a training process\n\n{documentation()}\n"

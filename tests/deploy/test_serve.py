@@ -37,6 +37,7 @@ from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.lasting import lasting
 from gradwatch.sinks.listen import Address
 from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.targets import write_target
 from gradwatch.snapshot import Decision, Record, RunInfo
 from tests.binaries import require
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
@@ -492,6 +493,19 @@ def test_the_command_serves_without_torch_and_ends_at_sigterm(tmp_path: Path, de
         assert process.wait(20) == 0
         assert process.stderr.read() == ""
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_lists_of_targets_are_tidied(tmp_path: Path, dead_pid: int) -> None:
+    """What a killed process left on a file_sd list is marked, and would go in a quarter of an hour."""
+    run = make_run(tmp_path, host=platform.node())
+    path = Path(write_target(str(tmp_path / "targets"), run, Address("127.0.0.1", 29440)))
+    path.write_text(path.read_text().replace(f'pid": "{os.getpid()}"', f'pid": "{dead_pid}"'))
+    server = Server(
+        Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0), lists=[str(tmp_path / "targets")]
+    )
+    server._look()
+    server.close()
+    assert "dead_since" in path.read_text()
 
 
 def test_a_taken_port_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
