@@ -56,7 +56,7 @@ def watch(
         strict=strict,
     )
     if not enabled():
-        return Watch(models, [], RuleSet(), settings, (), origin, active=False)
+        return Watch(models, optimizers, RuleSet(), settings, (), origin, active=False)
     ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
     _make_room(models, origin)
     return Watch(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)

@@ -14,8 +14,6 @@ from statistics import median
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from gradwatch.snapshot import Event, Order
 
-STANDING = "clip:"
-"""Stands for the policies of the file's `clip:` section, which belong to no rule."""
 _CLIPPED = 1 - 1e-6
 _MOST_SITES = 5
 
@@ -112,14 +110,9 @@ class Audit:
             orders = row.decision.orders
             for order in orders:
                 self._line(order).add(row.step, order)
-            if row.decision.skip or not row.total_norm_applied < row.total_norm * _CLIPPED:
-                continue
-            if row.decision.max_norm is not None and not any(order.coefficient for order in orders):
-                ratio = row.total_norm_applied / row.total_norm
-                order = Order(STANDING, "clip", False, "", 0, row.total_norm, row.total_norm_applied, ratio)
-                self._line(order).add(row.step, order)
-            elif not any(order.coefficient is not None and not order.shadow for order in orders):
-                self.clipped_by_others += 1
+            smaller = not row.decision.skip and row.total_norm_applied < row.total_norm * _CLIPPED
+            ours = any(order.coefficient is not None and not order.shadow for order in orders)
+            self.clipped_by_others += smaller and not ours
 
     def take_events(self, events: Iterable[Event]) -> None:
         """Count what failed and what escalated."""

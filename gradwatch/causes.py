@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
-from gradwatch.localise.localiser import Ask, Localiser
+from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.rules import Action, RuleSet
 from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
 
 LOCALISE = "localise"
+SUSPICIONS: dict[str, Suspicion] = {
+    **dict.fromkeys(("spike", "above", "drift", "norm_overflow", "update_ratio"), "exploding"),
+    **dict.fromkeys(("below", "drop", "depth_ratio"), "vanishing"),
+}
+"""What a kind of detector fires for, where it is not a number that is not finite."""
 
 
 class Causes:
@@ -43,6 +50,10 @@ class Causes:
     def add(self, models: Iterable[nn.Module]) -> None:
         """Hold the steps of further models too."""
         self._localiser.add(models)
+
+    def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
+        """While this is entered, the step to localise is what `run` computes."""
+        return self._localiser.closure(run)
 
     def forget(self) -> None:
         """What has been held belongs to no step: an evaluation of a closure that another one follows."""
@@ -100,4 +111,5 @@ def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
         incident=event.incident,
         step=snapshot.step,
         first_parameter=event.first_cause,
+        suspicion=SUSPICIONS.get(event.detector, "nonfinite"),
     )

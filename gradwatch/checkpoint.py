@@ -4,6 +4,7 @@ A checkpoint taken now is *healthy* unless
 - a rule of severity critical is firing;
 - a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
 - training was stopped by a rule;
+- a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
 - some earlier step gave a non-finite gradient to the optimizer (nobody skipped it, zeroed it, or rejected it as a
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
   touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
@@ -20,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ class Vitals:
         """The health of a checkpoint saved after this step, which is also kept as `now`."""
         if snapshot.scalars.get("scaler_skip"):
             return self.now
+        if (
+            self.poisoned_at is None
+            and not (verdict.firing or decision.stop)
+            and isfinite(snapshot.total_norm)
+        ):
+            self.now = CheckpointHealth(True, snapshot.step)  # what follows, on a healthy step
+            return self.now
         broken = snapshot.nonfinite()
         passed = broken if decision.zero is None else broken & ~decision.zero
         if passed.any() and not (decision.skip or decision.stop):
@@ -57,6 +66,10 @@ class Vitals:
         last = self.now.last_healthy_step if reasons else snapshot.step
         self.now = CheckpointHealth(not reasons, last, tuple(reasons))
         return self.now
+
+    def unjudged(self, step: int) -> None:
+        """A fault of ours kept this step from being judged: nobody can say that it was a healthy one."""
+        self.now = CheckpointHealth(False, self.now.last_healthy_step, (f"step {step} could not be judged",))
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint remembers of it, JSON-safe."""

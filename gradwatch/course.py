@@ -16,11 +16,12 @@ from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
 from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.micro import MicroDrop
 from gradwatch.hooks.sampling import Sampler
 from gradwatch.hooks.standing import NormBound, StandingClips, factors_of
 from gradwatch.policies import ClipByNorm
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.snapshot import Decision, Record, Sites, Snapshot
+from gradwatch.snapshot import STANDING_CLIP, Decision, Order, Record, Sites, Snapshot
 
 CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 
@@ -54,8 +55,10 @@ class Course:
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
+    decided: Decision | None = None  # of the window at hand, should telling it fail
     held: Held | None = field(default=None)  # until what was decided has been carried out
     limiter: Limiter | None = None
+    micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 
@@ -86,6 +89,34 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
             after[site] = norm / before
     norms = (snapshot.norm * after)[snapshot.calls > 0].astype(np.float64)
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
+
+
+def told(decision: Decision, before: Snapshot, after: Snapshot, rule_orders: bool) -> Decision:
+    """The decision with a word for the policies of `clip:`, where gradients are smaller than what was found.
+
+    `before` is what was found, `after` what the optimizer is given. Where a rule has changed gradients on the same step
+    (`rule_orders`) the two cannot be told apart, and the rule's own word stands for both.
+    """
+    total = before.total_norm_applied
+    if decision.skip or decision.stop or rule_orders or not after.total_norm_applied < total:
+        return decision
+    changed = np.flatnonzero(after.coef < before.coef)
+    spread = after.coef[changed] / before.coef[changed]
+    site, norms, coefficient = "", (total, after.total_norm_applied), after.total_norm_applied / total
+    if len(changed) and not (
+        len(changed) == (after.calls > 0).sum() and np.allclose(spread, spread[0], rtol=1e-5)
+    ):
+        worst = int(changed[np.argmin(spread)])
+        site, coefficient = after.sites.names[worst], float(spread.min())
+        norms = (float((before.norm * before.coef)[worst]), float((after.norm * after.coef)[worst]))
+    order = Order(STANDING_CLIP, "clip", False, site, len(changed), *norms, coefficient)
+    return replace(decision, orders=decision.orders | {order})
+
+
+def unclipped(snapshot: Snapshot) -> Snapshot:
+    """The Snapshot as if nobody had clipped anything: what a hook in the backward was given."""
+    ones = np.ones(len(snapshot.norm), np.float32)
+    return replace(snapshot, coef=ones, total_norm_applied=snapshot.total_norm)
 
 
 def standing_of(

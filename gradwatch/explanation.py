@@ -14,6 +14,8 @@ BEGAN = {
     "parameter": "a weight, not finite when {op} read it",
     "buffer": "a buffer, not finite when {op} read it",
     "loss": "the loss side: finite outputs, non-finite gradients",
+    "exploding": "gradients that explode",
+    "vanishing": "gradients that vanish",
     "unknown": "not known",
 }
 WAYS = {
@@ -25,7 +27,10 @@ WAYS = {
 
 def sentence(finding: Finding) -> str:
     """`the backward of sqrt in encoder.norm at train.py:11`."""
-    said = BEGAN[finding.phase].format(op=finding.op or "an operation")
+    op = finding.op or "an operation"
+    if finding.function and finding.function != finding.op:
+        op += f" (in {finding.function})"
+    said = BEGAN[finding.phase].format(op=op)
     if finding.module:
         said += f" in {finding.module}"
     return f"{said} at {finding.where}" if finding.where else said
@@ -57,6 +62,7 @@ def page(finding: Finding) -> Iterator[str]:
     yield ""
     yield from _where(finding)
     yield from _evidence(finding)
+    yield from _profile(finding)
     if remedy is not None:
         yield "### Likely remedy"
         yield ""
@@ -73,6 +79,18 @@ def page(finding: Finding) -> Iterator[str]:
     said += [f"{finding.others} further operations did the same"] if finding.others else []
     said += [finding.note] if finding.note else []
     yield from (f"- {one}" for one in said)
+
+
+def _profile(finding: Finding) -> Iterator[str]:
+    if finding.profile:
+        yield "### The gradient by depth"
+        yield ""
+        yield "| module | | at its output | at its input | gain |"
+        yield "|---|---|---|---|---|"
+        for layer in finding.profile:
+            numbers = f"{layer.at_output:.3g} | {layer.at_input:.3g} | {layer.gain:.3g}"
+            yield f"| {layer.module} | {layer.kind} | {numbers} |"
+        yield ""
 
 
 def _where(finding: Finding) -> Iterator[str]:

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-Phase = Literal["forward", "backward", "loss", "input", "parameter", "buffer", "unknown"]
+Phase = Literal[
+    "forward", "backward", "loss", "input", "parameter", "buffer", "exploding", "vanishing", "unknown"
+]
 """Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs;
-in the batch, a weight or a buffer that was not finite before the step; or nobody knows (`note` says why)."""
+in the batch, a weight or a buffer that was not finite before the step. Of gradients that are finite: where they grow
+or shrink most. Or nobody knows (`note` says why)."""
 
 By = Literal["replay", "record", "closure"]
 """How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
@@ -73,16 +76,36 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """One call of a leaf module: L2 norms of the gradient at its output, and of the one it gave its input.
+
+    `at_input` is NaN where the input wanted no gradient. `kind` is the class of the module.
+    """
+
+    module: str
+    kind: str
+    at_output: float
+    at_input: float
+
+    @property
+    def gain(self) -> float:
+        """at_input / at_output; NaN where either is not known."""
+        return self.at_input / self.at_output if self.at_output > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The cause of one incident, as far as it is known.
 
     `module` is the innermost torch FQN ("" = outside the model) and `module_type` its class; `op` the operation
     as torch's functions are named ("sqrt", "div", "softmax"); `node` its autograd node where it was found in
-    backward ("SqrtBackward0"). `frames` are the Python lines that led there, innermost first, torch's own left
-    out. `operands` and `result` describe the tensors, on this rank. `call` is the index of the model's forward
-    call among those of the step (micro-batch), `others` how many further operations did the same, and
-    `first_parameter` the first parameter in backward order whose gradient was not finite. `note` says what else
-    is to be said, or why nothing was found.
+    backward ("SqrtBackward0"). `function` is the torch function that the line called, where it is another one
+    ("einsum", whose `bmm` it was). `frames` are the Python lines that led there, innermost first, torch's own
+    left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
+    the order of the forward, where it explodes or vanishes. `call` is the index of the model's forward call among
+    those of the step (micro-batch), `others` how many further operations did the same, and `first_parameter` the
+    first parameter in backward order that the rule named. `note` says what else is to be said, or why nothing was
+    found.
     """
 
     phase: Phase
@@ -93,9 +116,11 @@ class Finding:
     module_type: str = ""
     op: str = ""
     node: str = ""
+    function: str = ""
     frames: tuple[Frame, ...] = ()
     operands: tuple[Operand, ...] = ()
     result: Operand | None = None
+    profile: tuple[Layer, ...] = ()
     call: int = 0
     others: int = 0
     first_parameter: str = ""
@@ -136,6 +161,7 @@ class Finding:
             given = {key: value for key, value in document.items() if key in known}
             given["frames"] = tuple(Frame(**frame) for frame in given.get("frames", ()))
             given["operands"] = tuple(map(_operand, given.get("operands", ())))
+            given["profile"] = tuple(map(_layer, given.get("profile", ())))
             result = given.get("result")
             given["result"] = None if result is None else _operand(result)
             if given["phase"] not in PHASES:
@@ -143,6 +169,11 @@ class Finding:
             return cls(**given)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a Finding: {error}") from error
+
+
+def _layer(document: Mapping[str, Any]) -> Layer:
+    norms = (float(document[name]) for name in ("at_output", "at_input"))
+    return Layer(document["module"], document["kind"], *norms)
 
 
 def _operand(document: Mapping[str, Any]) -> Operand:

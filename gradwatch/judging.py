@@ -11,15 +11,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import limiter_of, own_sites
+from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.checkpoint import Vitals, joined
-from gradwatch.course import CALM, Clock, Course, Held, reshaped, standing_of
+from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, unclipped
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
-from gradwatch.engine.backward import asks_backward
-from gradwatch.errors import AttachError
-from gradwatch.exit_status import end_with_status
-from gradwatch.failing import failed
+from gradwatch.engine.backward import asks_backward, drops_micro
+from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks import precision, sampling
@@ -28,12 +26,14 @@ from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.local import LocalNorms
+from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.sampling import Sampled, Sampler
 from gradwatch.hooks.shards import is_shard
-from gradwatch.hooks.standing import StandingClips, carried_scale, factors_of
+from gradwatch.hooks.standing import Found, StandingClips, carried_scale, factors_of
 from gradwatch.hooks.window import Window
+from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import torn_rows
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import (
@@ -47,6 +47,8 @@ from gradwatch.snapshot import (
     Verdict,
 )
 
+UNJUDGED = Verdict()
+"""Stands for the verdict of a step on which the engine failed."""
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
 SCALED = (
@@ -91,7 +93,7 @@ class Judging:
     """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
 
     def __init__(self, engine: Engine, ranks: Ranks, around: Surroundings) -> None:
-        self.sinks: list[Breaker] = []
+        self._publishing = Publishing()
         self._engine = engine
         self._ranks = ranks
         self._around = around
@@ -100,11 +102,24 @@ class Judging:
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
         self._early: LocalNorms | None = None
+        self._in_backward = bool(asks_backward(engine.ruleset))
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
         # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
-        self._in_backward = bool(asks_backward(engine.ruleset))
+        self._drops = drops_micro(engine.ruleset)
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
+        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._hears_scale: list[Callable[[], None]] = []
+
+    @property
+    def sinks(self) -> list[Breaker]:
+        """Where Records go."""
+        return self._publishing.sinks
+
+    def at_boundary(self, lane: Lane | None) -> None:
+        """A step boundary begins: the gradients of a step are about to be measured."""
+        course = None if lane is None else self._courses.get(lane.index)
+        if course is not None and course.micro is not None:
+            course.micro.at_boundary()
 
     def knows(self, lane: Lane) -> bool:
         """Whether the rules are bound to a lane."""
@@ -131,7 +146,7 @@ class Judging:
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
-        if self._in_backward:
+        if self._in_backward or self._drops:
             self._hears_scale.append(precision.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
@@ -142,6 +157,10 @@ class Judging:
         for course in self._courses.values():
             if course.limiter is not None:
                 course.limiter.scaled(scale)
+            if course.micro is not None:
+                course.micro.scaled()
+        if self.module_bounds is not None:
+            self.module_bounds.scaled(scale)
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
@@ -168,13 +187,16 @@ class Judging:
             course.local.cleared()
 
     def close(self) -> None:
-        """Remove the tensor hooks."""
+        """Remove the tensor hooks; publish what waits."""
+        for course in self._courses.values():
+            self._publishing.release(course)
         for local in [self._early, *(course.local for course in self._courses.values())]:
             if local is not None:
                 local.close()
         for course in self._courses.values():
-            if course.limiter is not None:
-                course.limiter.close()
+            for hooks in (course.limiter, course.micro):
+                if hooks is not None:
+                    hooks.close()
         while self._hears_scale:
             self._hears_scale.pop()()
 
@@ -197,7 +219,7 @@ class Judging:
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         vitals = Vitals(critical)
         if before is not None:
-            self._release(before)
+            self._publishing.release(before)
             vitals.load(before.vitals.to_dict())
         course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         if self._in_backward:
@@ -209,6 +231,14 @@ class Judging:
                 )
             course.own = own_sites(bound, lane)
             lane.heard = None if course.limiter is None else course.limiter.heard
+        if self._drops:
+            course.micro = None if before is None else before.micro
+            if course.micro is not None and not course.micro.is_of(lane):
+                course.micro.close()
+                course.micro = None
+            if course.micro is None:
+                ruleset, around = self._engine.ruleset, self._around
+                course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
         self._publish_bounds(course)
@@ -260,6 +290,8 @@ class Judging:
         course = self._courses[lane.index]
         if course.limiter is not None:
             course.limiter.settle(window)
+        if course.micro is not None:
+            course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
         if course.sampler:
@@ -318,23 +350,27 @@ class Judging:
         at: Clock,
     ) -> Decision:
         """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        course.decided = None
         try:
             decision = self._decided(lane, course, window, extras, scalars, at)
             self._publish_bounds(course)
             return decision
         except Exception as error:
+            course.vitals.unjudged(lane.step)
             totals = self._ranks.totals(lane, window)
             if totals is None:
                 raise
             self._around.failed("boundary", error)
             lane.reduced_total = totals.applied
-            return course.bound.fallback(totals.raw)
+            return course.decided or course.bound.fallback(totals.raw)
 
     def _publish_bounds(self, course: Course) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
         if course.limiter is not None and course.own is not None:
             own = course.own
             course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
+        if self.module_bounds is not None and course is self._courses.get(0):
+            self.module_bounds.publish(course.bound.module_bounds(course.state))
 
     def _decided(
         self,
@@ -350,14 +386,17 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
-        self._release(course)  # left by a boundary that failed
+        self._publishing.release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
         verdict, decision = self._ask(course, snapshot)
-        decision = settled(decision | self._climbed(verdict))
+        if verdict.events:
+            decision = self._climbed(verdict, decision)
         if not shared.may_act and (decision.skip or decision.touches):
             self._around.health.report("action", AttachError(NOT_ALONE))
             decision = decision.withheld()
+        if window.empty:
+            decision |= Decision(skip=True)
         rejected = bool(shared.values.get("scaler_skip"))
         if lane.inside_backward and decision.acts:
             self._around.health.report("action", AttachError(OBSERVED))
@@ -365,14 +404,19 @@ class Judging:
         if decision.zero is not None and snapshot.loss_scale is not None:
             self._around.health.report("action", AttachError(SCALED))
             decision = decision.without_zero()
-        plain = snapshot
+        plain, course.decided = snapshot, decision.at(shared.own)
         if decision.touches:
             total = shared.window.total_applied()
             left: dict[int, float] = {}
-            done = decision.skip or decision.stop or rejected or lane.step != window.step
+            done = decision.skip or decision.stop or rejected or not window.at_hand
             if decision.elementwise and not done:
-                decision, left = self._measured_ahead(lane, decision, shared.own, total)
+                norms = shared.window.resolve()[1][shared.own].tolist()  # sync: numpy
+                decision, left = self._measured_ahead(lane, decision, shared.own, total, norms)
             snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
+        inside = course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
+        if decision.touches or inside:
+            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
+            decision = told(decision, unclipped(plain) if inside else plain, snapshot, by_rules)
         if course.sampler.expects_move:
             moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
             moved &= not (decision.skip or rejected)
@@ -384,55 +428,35 @@ class Judging:
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
         health = course.vitals.after(plain, verdict, decision)
+        if verdict is UNJUDGED:
+            course.vitals.unjudged(plain.step)
+            health = course.vitals.now
         findings = self._around.causes(lane, snapshot, verdict, decision)
-        course.record = record = Record(snapshot, verdict, decision, *at, health, findings)
-        if window.at_hand and decision.acts:
-            course.held = Held(record, plain)  # `acted` publishes it
-        else:
-            self._publish(record)
+        record = Record(snapshot, verdict, decision, *at, health, findings)
+        self._publishing.give(course, record, plain, window.at_hand)
         return decision.at(shared.own)
 
     def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
-        """Publish the Record of this step, now that what was decided is done; or was not, because of `error`."""
-        course = self._courses[lane.index]
-        held = course.held
-        if held is None:
-            return
-        if error is not None:
-            rules = tuple(one.rule for one in course.bound.plan.rules)
-            record = failed(held.record, held.plain, done, error, rules)
-            health = course.vitals.after(held.plain, record.verdict, done)
-            course.record = record = replace(record, checkpoint=health)
-            course.held = Held(record, held.plain)
-        self._release(course)
-
-    def _release(self, course: Course) -> None:
-        """Publish the Record that waits, if one does."""
-        held, course.held = course.held, None
-        if held is not None:
-            self._publish(held.record)
-
-    def _publish(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-        if record.decision.stop:
-            self.flush_sinks()
-            end_with_status()
+        """What was decided of a lane's step is done, or was not, because of `error`; its Record is published now."""
+        self._publishing.acted(self._courses[lane.index], done, error)
 
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, own: Any, total: float
+        self, lane: Lane, decision: Decision, own: Any, total: float, norms: Sequence[float]
     ) -> tuple[Decision, dict[int, float]]:
-        """The norms that elementwise policies will leave; where they fail, the decision without them."""
+        """The norms that elementwise policies will leave; the decision without them where they are refused."""
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
             if standing is not None:
                 optimizer = None if lane.optimizer is None else lane.optimizer()
-                scale = arrived(kept(carried_scale(optimizer)))
-                return decision, standing.measure(grads, lane.params, factors, scale)
-        except Exception as error:
+                found = Found(grads, lane.params, arrived(kept(carried_scale(optimizer))))
+                return decision, standing.measure(found, factors, norms)
+        except GradwatchError as error:  # for a reason that every rank has
             self._around.failed("action", error)
-        return replace(decision, elementwise=False), {}
+            return replace(decision, elementwise=False), {}
+        except Exception as error:  # they are made when they are applied, as on the other ranks
+            self._around.failed("action", error)
+        return decision, {}
 
     def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
@@ -443,25 +467,17 @@ class Judging:
             self._around.failed("engine", error)
             # The other ranks judge the same numbers without this fault: do as they are about to.
             if not self._ranks.several:
-                return Verdict(), Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
+                return UNJUDGED, Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
             alone = course.bound.fallback(snapshot.total_norm)
             decision, course.state = course.bound.clip(alone, course.state, snapshot)
-            return Verdict(), decision
+            return UNJUDGED, decision
         self._around.judged()
         return verdict, decision
 
-    def _climbed(self, verdict: Verdict) -> Decision:
-        """What the user's callback makes of the rungs reached on this step: nothing, or a stop."""
-        stops = [
-            event.rule
-            for event in verdict.events
-            if event.kind == "escalated" and event.actions and self._around.escalated(event)
-        ]
-        orders = frozenset(Order(rule, "stop") for rule in stops)
-        return Decision(stop=bool(stops), orders=orders)
-
-    def flush_sinks(self, timeout: float = 2.0) -> None:
-        """Make what was written durable, before training is stopped."""
-        deadline = time.monotonic() + timeout
-        for sink in self.sinks:
-            sink.flush(max(0.0, deadline - time.monotonic()))
+    def _climbed(self, verdict: Verdict, decision: Decision) -> Decision:
+        """The decision after the user's callback has heard of the rungs reached on this step: it may want a stop."""
+        for event in verdict.events:
+            if event.kind == "escalated" and event.actions and self._around.escalated(event):
+                stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
+                decision = settled(decision | stop)
+        return decision

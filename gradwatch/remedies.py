@@ -90,9 +90,23 @@ REMEDIES: tuple[Remedy, ...] = (
         phases=("loss",),
     ),
     Remedy(
+        "exploding",
+        "The gradient grows by a large factor in one place.",
+        "Normalise there (LayerNorm, a smaller initialisation), lower the learning rate, or clip: `clip: {total: …}`.",
+        phases=("exploding",),
+    ),
+    Remedy(
+        "vanishing",
+        "The gradient all but disappears in one place: a saturated activation, a scale that is far too small.",
+        "Look at the activations there; use residual connections, a normalisation layer, or another initialisation.",
+        phases=("vanishing",),
+    ),
+    Remedy(
         "where-trap",
-        "`torch.where` throws the value away but not its derivative: 0 times infinity is NaN.",
-        "Make the input safe before the operation: `f(torch.where(ok, x, 1.0))`, then `where` again.",
+        "Where the gradient is 0 (a branch that `torch.where` did not take, a value that is masked), the derivative is "
+        "infinite, and 0 times infinity is NaN.",
+        "Make the input safe before the operation: `f(x.clamp_min(eps))`, or `f(torch.where(ok, x, 1.0))` and `where` "
+        "again.",
         ops=(*LOGS, "sqrt", "rsqrt", "div", "reciprocal", "pow", "acos", "asin", "exp"),
         phases=BACKWARD,
         idle=True,

@@ -17,7 +17,7 @@ Mode = Literal["act", "shadow"]
 ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
 
-NOT_BUILT: frozenset[str] = frozenset({"snapshot", "drop_micro"})
+NOT_BUILT: frozenset[str] = frozenset({"snapshot"})
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
 SINK_KINDS: set[str] = {"prometheus", "journal", "log", "alertmanager", "textfile", "pushgateway"}

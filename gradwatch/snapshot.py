@@ -174,6 +174,10 @@ class Event:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+STANDING_CLIP = "clip:"
+"""What the policies of a file's `clip:` section are called where a rule is named; no rule can have such an id."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """One action a rule asked for: `action` as spelled in `do:`; `shadow` = say so but do nothing.

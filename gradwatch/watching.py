@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import check_backward
+from gradwatch.backward_rules import check_backward, module_bounds_of
 from gradwatch.causes import Causes, localising
 from gradwatch.course import json_safe
 from gradwatch.engine import Engine
-from gradwatch.engine.backward import asks_backward
+from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.finding import Finding
 from gradwatch.health import Health
@@ -45,6 +46,8 @@ from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import Decision, Event, RunInfo, Sites, Snapshot, Verdict
+
+T = TypeVar("T")
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -99,6 +102,7 @@ class Watch:
         self._on_escalate = on_escalate
         self._said_blind = False
         self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
+        self._given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
@@ -150,6 +154,9 @@ class Watch:
             self._flat.close()
             self._capture.close()
             raise
+        if self._taps is not None:
+            self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
+            self._judging.module_bounds = self._taps.bounds
         self._judging.listen(local_taps(wanted, self._capture.models()))
         if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
@@ -193,6 +200,34 @@ class Watch:
             except Exception as error:
                 self.failed("observe", error)
 
+    def step(self, closure: Callable[[], T]) -> T:
+        """Run `closure`, which computes the loss and its gradients, then step every watched optimizer; its result.
+
+        For a rule that orders `localise` this is the exact path: should the gradients not be finite, the closure
+        is run once more, loss function and all, with the generators and buffers it began with, and without a
+        trace on the models. So it must be fit to run twice on the same data: fetch the batch outside it.
+
+            loss = gw.step(lambda: compute_and_backward(batch))
+
+        Raises AttachError where no optimizer is known yet: name it at `gradwatch.watch(model, optimizer)`.
+        """
+        optimizers = self._optimizers()
+        if not optimizers:
+            raise AttachError("step() needs the optimizer: name it at gradwatch.watch(model, optimizer)")
+        around = contextlib.nullcontext() if self._causes is None else self._causes.closure(closure)
+        with around:
+            result = closure()
+            for optimizer in optimizers:
+                optimizer.step()
+        return result
+
+    def _optimizers(self) -> list[Optimizer]:
+        """Those named at attach, in that order, then those adopted since."""
+        lanes = [] if self._closed else self._capture.lanes
+        refs = [*self._given, *(lane.optimizer for lane in lanes if lane.optimizer is not None)]
+        found = {id(one): one for ref in refs if (one := ref()) is not None}
+        return list(found.values())
+
     def about_to_clip(self) -> None:
         """Have the gradients read now, before code of your own clips them; changes and raises nothing.
 
@@ -223,7 +258,7 @@ class Watch:
         True before the first step. Every rank says the same where the ranks judge together.
         """
         self._catch_up()
-        return self._judging.checkpoint().healthy
+        return not self._pausing() and self._judging.checkpoint().healthy
 
     @property
     def last_healthy_step(self) -> int | None:
@@ -367,6 +402,7 @@ class Watch:
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
         if not self._closed and os.getpid() == self.run.pid:
+            self._judging.at_boundary(self._capture.lane_of(optimizer))
             self._ranks.arrive(self._capture.lane_of(optimizer))
 
     def depart(self, optimizer: Optimizer) -> None:
@@ -439,7 +475,7 @@ class Watch:
 
     def _bind_early(self) -> None:
         """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
-        if asks_backward(self.ruleset):
+        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
             for optimizer in self._waiting():
                 lane = self._capture.adopt(optimizer)
                 lane.born = False  # it hears its window from the first backward on

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from gradwatch.audit import STANDING
 from gradwatch.cli import main
+from gradwatch.health import Health
 from gradwatch.journal import read_journal
-from gradwatch.snapshot import Decision, Order, Record
+from gradwatch.sinks.journal import JournalSink
+from gradwatch.snapshot import STANDING_CLIP, Order, Record
 from tests.acting_cases import Training, run_folder, watched
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
@@ -91,30 +93,62 @@ def test_a_person_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "\x1b" not in said
 
 
+STANDING = {
+    "step": "clip: {total: {method: norm, max_norm: 0.05}}",
+    "groups": "groups: {w: {params: ['*.weight']}}\nclip: {groups: {w: {method: norm, max_norm: 0.05}}}",
+    "backward": "clip: {total: {method: norm, max_norm: 0.01, scope: param}, at: backward}",
+}
+
+
+@pytest.mark.parametrize("place", list(STANDING))
 def test_standing_and_foreign_clips_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """The file's own `clip:` has no rule; what got smaller without any of ours is the script's own clipping."""
+    for name, rules in (("ours", f"{STANDING[place]}\nrules: {{}}"), ("theirs", "rules: {}")):
+        training, kept, options = Training(), Kept(), {**run_folder(tmp_path), "run_id": name}
+        options["sinks"] = [kept, *options["sinks"]]
+        with watched(training, rules, **options):
+            for _ in range(5):
+                training.backward()
+                before = training.norms()
+                if name == "theirs":
+                    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)
+                training.optimizer.step()
+                after = training.norms()
+                assert place == "backward" or sum(after.values()) < sum(before.values())
+        status, found = audited(capsys, str(tmp_path / name))
+        assert status == 0
+        if name == "theirs":
+            assert (found["clipped_by_others"], found["actions"]) == (5, [])
+            continue
+        (line,) = found["actions"]
+        assert (line["rule"], line["action"], line["times"]) == (STANDING_CLIP, "clip", 5)
+        assert found["clipped_by_others"] == 0
+        hardest = kept.records[line["hardest"]["step"]].snapshot
+        least = float(hardest.coef.min())
+        assert line["coefficient_min"] == pytest.approx(least, rel=1e-4)
+        k = int(hardest.coef.argmin())
+        whole = place == "step"
+        after_k = hardest.total_norm_applied if whole else float(hardest.norm[k] * hardest.coef[k])
+        assert line["hardest"]["norm_after"] == pytest.approx(after_k)
+        assert bool(line["worst_sites"]) != whole
+
+
+def test_what_failed_is_told_and_is_an_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file's own `clip:` has no rule; what got smaller without any order is the script's own clipping."""
-    from gradwatch.health import Health
-    from gradwatch.sinks.journal import JournalSink
-
+    """Exit 1, so that a script can tell."""
     sites, sink = make_sites(), JournalSink()
     sink.open(make_run(tmp_path), Health())
-    sink.write(make_record(sites, step=0, applied=0.25, decision=Decision(max_norm=0.5)))
-    sink.write(make_record(sites, step=1, applied=1.0, decision=Decision(max_norm=0.5)))
-    sink.write(make_record(sites, step=2, applied=0.5))
     sink.write(make_record(sites, step=3, events=(make_event("failed", "exploding"),)))
     sink.close()
     status, found = audited(capsys, str(tmp_path / "run-1"))
     assert status == 1
     assert found["failed"] == {"exploding": 1}
-    assert found["clipped_by_others"] == 1
-    (line,) = found["actions"]
-    assert (line["rule"], line["times"], line["coefficient_min"]) == (STANDING, 1, pytest.approx(0.25))
     assert main(["audit", str(tmp_path / "run-1")]) == 1
     said = capsys.readouterr().out
     assert "failed: the actions of rule exploding could not be carried out 1 times" in said
-    assert "the script's own clipping: 1 steps" in said
 
 
 def test_a_run_without_actions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

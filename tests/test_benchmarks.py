@@ -6,6 +6,7 @@ No test here decides anything by a time it measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,15 @@ from torch.optim import optimizer as torch_optimizer
 from tests.benchmarks import memory, overhead
 from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
 from tests.benchmarks.loops import Handover, in_turn, training_step
-from tests.benchmarks.peers import CONTENDERS, Contender, Floor, Gradwatch, Nobody, step_listeners
+from tests.benchmarks.peers import (
+    CONTENDERS,
+    Contender,
+    Floor,
+    Gradwatch,
+    GradwatchClipBites,
+    Nobody,
+    step_listeners,
+)
 from tests.benchmarks.tables import report
 from tests.benchmarks.targets import targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
@@ -87,7 +96,7 @@ def test_hooks_are_counted(task: Task) -> None:
     contender.detach()
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [name for name in QUICK if name != GradwatchClipBites.name])
 def test_contender_leaves_training_as_it_is(name: str) -> None:
     """A loop watched by a contender ends in the very weights of a bare one."""
     watched, bare, contender = SMALL.task(), SMALL.task(), CONTENDERS[name]()
@@ -97,6 +106,21 @@ def test_contender_leaves_training_as_it_is(name: str) -> None:
         bare.step()
     contender.detach()
     assert all(map(torch.equal, _weights(watched), _weights(bare)))
+
+
+def test_the_clip_that_bites_is_torchs() -> None:
+    """What is timed as clipping really clips: gradients reach the optimizer as `clip_grad_norm_` leaves them."""
+    watched, wanted, contender = SMALL.task(), SMALL.task(), GradwatchClipBites()
+    contender.attach(watched)
+    for _ in range(5):
+        training_step(watched, contender)
+        wanted.forward().backward()
+        torch.nn.utils.clip_grad_norm_(wanted.parameters, GradwatchClipBites.max_norm)
+        wanted.optimizer.step()
+        wanted.optimizer.zero_grad()
+    contender.detach()
+    for mine, other in zip(_weights(watched), _weights(wanted), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
@@ -146,6 +170,26 @@ def test_handover_delivers_the_gradients_of_the_backward(task: Task) -> None:
     assert sample.wall > 0
     assert watched.gradients() == []
     assert _hooks(watched) == 0
+
+
+def test_accumulation_is_several_arrivals_and_one_step() -> None:
+    """With four micro-batches gradients arrive four times and add up; a monitor is told of one step."""
+    small = replace(SMALL, micros=4)
+    task, told, arrived = small.task(), [], [torch.zeros(())]
+
+    class Look(Contender):
+        def after_backward(self, task: Task) -> None:
+            told.append(task.parameters[0].grad.clone())
+
+    watched = small.twin(task)
+    watched.parameters[0].register_hook(arrived.append)
+    handover = Handover(small.carrier(task), watched, Look())
+    assert handover().wall > 0
+    training_step(watched, Contender())
+    handover.close()
+    assert len(arrived) == 1 + 2 * 4
+    assert len(told) == 1
+    assert torch.allclose(told[0], sum(arrived[1:5], arrived[0]))
 
 
 def test_handover_leaves_out_the_optimizers_arithmetic(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:

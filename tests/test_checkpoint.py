@@ -111,6 +111,33 @@ def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None
         assert restored.to_dict() == vitals.to_dict()
 
 
+def test_a_step_that_nobody_judged_is_not_called_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours in the engine, or before it; and a watch that pauses itself after three."""
+    from gradwatch import judging
+    from gradwatch.engine import BoundEngine
+
+    def broken(*args: Any) -> None:
+        raise MemoryError("injected")
+
+    training = Training()
+    with watched(training, SKIPS, strict=False) as (gw, _):
+        training.step()
+        for owner, name in ((BoundEngine, "evaluate"), (judging, "assemble")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, broken)
+                training.step()
+                assert not gw.healthy
+            training.step()
+            assert gw.healthy
+        with monkeypatch.context() as patch:
+            patch.setattr(judging, "assemble", broken)
+            for _ in range(3):
+                training.step()
+        training.step()
+        assert not gw.healthy
+        assert gw.last_healthy_step == 4
+
+
 def test_an_overflowed_norm_of_finite_elements_poisons_nothing() -> None:
     """The norm is infinite in float32, no element is."""
     counts = Column(np.zeros(2, np.float32), np.ones(2, bool))
@@ -244,7 +271,7 @@ rules:
   slow: {detect: {kind: above, threshold: 30}, keep_firing_for: 4, do: [rescale: {factor: 0.5}]}
   shadow: {detect: {kind: spike, of: rms, above: 8}, mode: shadow, do: [clip: {to: baseline}, stop]}
 """
-CUTS, LENGTH = 100, 70
+LENGTH = 70
 
 
 def script() -> list[dict[str, float]]:
@@ -278,8 +305,9 @@ def told(records: list[Any]) -> list[str]:
     ]
 
 
-def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut() -> None:
-    """P28: cut at 100 random moments, state through JSON: the same events, orders and weights, nothing twice."""
+@pytest.mark.parametrize("cuts", [10, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut(cuts: int) -> None:
+    """P28: cut at random moments, state through JSON: the same events, orders and weights, nothing twice."""
     scales = script()
     whole = Training(kind=torch.optim.AdamW)
     saved: list[dict[str, Any]] = []
@@ -312,7 +340,7 @@ def test_a_resume_is_as_if_uninterrupted_wherever_it_is_cut() -> None:
         ("shadow", "stop"),
     }
     generator = random.Random(28)
-    for cut in [generator.randrange(LENGTH) for _ in range(CUTS)]:
+    for cut in [generator.randrange(LENGTH) for _ in range(cuts)]:
         resumed = Training(seed=99, kind=torch.optim.AdamW)
         at = saved[cut]
         resumed.model.load_state_dict(at["model"])

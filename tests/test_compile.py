@@ -14,22 +14,13 @@ from torch._dynamo.utils import counters
 import gradwatch
 from gradwatch.rulefile import parse_rules
 from tests.kept import Kept
+from tests.zoo import EVERY_TAP
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
 )
 BACKENDS = ["eager", "aot_eager", *(["inductor"] if shutil.which("g++") else [])]
-# Every tap there is.
-RULES = """
-version: 1
-extends: [default]
-modules: {tap: output, names: ["*"]}
-rules:
-  local: {detect: {kind: above, of: norm_local, threshold: 1e9}}
-  tap: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
-  activations: {detect: {kind: above, of: activation_std, threshold: 1e9}}
-"""
 
 
 def train(backend: str, watched: bool, late: bool) -> tuple[list[torch.Tensor], dict[str, Any], int]:
@@ -43,7 +34,7 @@ def train(backend: str, watched: bool, late: bool) -> tuple[list[torch.Tensor], 
     sink, gw = Kept(), None
 
     def attach() -> gradwatch.Watch:
-        return gradwatch.watch(model, optimizer, rules=parse_rules(RULES), sinks=[sink], strict=True)
+        return gradwatch.watch(model, optimizer, rules=parse_rules(EVERY_TAP), sinks=[sink], strict=True)
 
     if watched and not late:
         gw = attach()

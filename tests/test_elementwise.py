@@ -123,6 +123,31 @@ def test_rows_that_need_nothing_keep_every_bit() -> None:
     assert torch.equal(clamped(grad, 1.0), grad)
 
 
+@given(
+    st.sampled_from(POLICIES),
+    st.floats(1e-7, 10.0),
+    st.sampled_from([(1, 1), (1, 6), (6, 1), (3, 4)]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_gradient_is_passed_over_only_if_nothing_would_change(
+    policy: ElementwisePolicy, norm: float, shape: tuple[int, int], lonely: bool, seed: int
+) -> None:
+    """`idle(norm)` is certain for any gradient of that norm, all of it in one element included; a NaN is never idle."""
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(shape, generator=generator)
+    if lonely:
+        grad = torch.zeros(shape)
+        grad.view(-1)[seed % grad.numel()] = 1.0
+    grad = grad / grad.norm() * norm
+    param = torch.zeros(shape)  # bounded by eps alone
+    element = Elementwise([(policy, np.array([True]))], ("weight",))
+    made = element.shaped([grad], [param], {}, 1.0, [float(grad.double().norm())])
+    assert torch.equal(made.get(0, grad), shaped(grad, param, [policy]))
+    assert not policy.idle(math.nan)
+
+
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     """The message says which parameter, and what to do."""
     table = torch.nn.Embedding(4, 2, sparse=True)

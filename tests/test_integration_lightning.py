@@ -14,10 +14,10 @@ import torch
 
 import gradwatch
 from gradwatch.errors import RuleFileError
-from gradwatch.hooks import step_hooks
 from gradwatch.journal import read_journal
 from tests import framework_jobs
-from tests.framework_jobs import EPOCHS, loader, network, squared_error
+from tests.framework_checks import STEPS, nothing_left, steps
+from tests.framework_jobs import loader, network, squared_error
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH, ROOT
 from tests.recorder import norms_of
@@ -31,17 +31,6 @@ with warnings.catch_warnings():  # of the frameworks, about their own imports
     from gradwatch.integrations.lightning import GradwatchCallback as LightningCallback
 
 pytestmark = pytest.mark.usefixtures("framework_folder")
-
-STEPS = EPOCHS * len(WINDOWS)
-
-
-def steps(sink: Kept) -> list[int]:
-    return [record.snapshot.step for record in sink.records]
-
-
-def nothing_left() -> bool:
-    """Whether no hook of ours is on any optimizer."""
-    return step_hooks.installed() == 0
 
 
 class Plain(pl.LightningModule):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.hooks import step_hooks
 from tests import framework_jobs
-from tests.framework_jobs import EPOCHS, loader, network, squared_error
+from tests.framework_checks import STEPS, nothing_left, steps
+from tests.framework_jobs import loader, network, squared_error
 from tests.kept import Kept
 from tests.test_frameworks import WINDOWS
 
@@ -31,17 +31,6 @@ with warnings.catch_warnings():  # of the frameworks, about their own imports
     from gradwatch.integrations.transformers import GradwatchCallback as TransformersCallback
 
 pytestmark = pytest.mark.usefixtures("framework_folder")
-
-STEPS = EPOCHS * len(WINDOWS)
-
-
-def steps(sink: Kept) -> list[int]:
-    return [record.snapshot.step for record in sink.records]
-
-
-def nothing_left() -> bool:
-    """Whether no hook of ours is on any optimizer."""
-    return step_hooks.installed() == 0
 
 
 # -- transformers ----------------------------------------------------------------------------------------

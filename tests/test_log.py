@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gradwatch.health import Health
 from gradwatch.sinks.log import LogFormat, LogSink
-from gradwatch.snapshot import Event
+from gradwatch.snapshot import Decision, Event, Order
 from tests.sink_records import make_event, make_record, make_run, make_sites
 
 SITES = make_sites()
@@ -111,6 +111,28 @@ def test_the_console_line_says_the_same() -> None:
     ):
         assert part in line
     assert "\x1b" not in line
+
+
+def test_a_clip_is_told_with_its_numbers_and_a_shadow_with_what_it_would_do() -> None:
+    """Coefficient and norms of the smallest factor; a factor that starts a step later says so; a failure by name."""
+    log = Log()
+    acted = make_event("firing", "exploding", actions=("clip", "rescale"))
+    orders = frozenset(
+        {
+            Order("exploding", "clip", False, "layers.3.weight", 1, 50.0, 5.0, 0.1),
+            Order("exploding", "rescale", False, "layers.1.weight", 1, 2.0, 1.0, 0.5),
+            Order("other", "clip", True, "", 4, 8.0, 2.0, 0.25),
+            Order("other", "stop", True),
+        }
+    )
+    events = (acted, make_event("firing", "other"), make_event("failed", actions=("clip",)))
+    log.sink.write(make_record(SITES, events=events, decision=Decision(orders=orders)))
+    clip, shadow, failed = log.entries
+    assert clip["actions"] == "clip,rescale (from the next step on)"
+    assert (clip["coefficient"], clip["norm_before"], clip["norm_after"]) == (0.1, 50.0, 5.0)
+    assert (shadow["would"], shadow["coefficient"]) == ("clip,stop", 0.25)
+    assert "actions" not in shadow
+    assert failed["event"] == "gradwatch action failed"
 
 
 def test_levels() -> None:

@@ -1,7 +1,7 @@
 """Every clip policy against the implementation it is named after, on finite gradients, step by step.
 
-References: torch itself, optax, pytorch_optimizer and autoclip as installed; ZClip (not on PyPI) and the original
-autoclip script from their published formulas.
+References: torch itself, optax, pytorch_optimizer, zclip and autoclip as installed; the original autoclip script,
+which differs from the package of that name, from its three lines.
 """
 
 from __future__ import annotations
@@ -150,6 +150,19 @@ def test_zclip_is_its_formula(seed: int, cap: float) -> None:
     untouched = [norm == after for norm, after in zip(norms, expected, strict=True)]
     clipped = [coefficient < 1 for _, coefficient in taken(ZClip(max_norm=cap), norms)]
     assert clipped[25:] == [not one for one in untouched[25:]]
+
+
+@pytest.mark.parametrize("cap", [1.0, None])
+def test_zclip_is_the_package_of_that_name(cap: float | None) -> None:
+    """`zclip.ZClip.step` on a parameter whose gradient has that norm."""
+    from zclip import ZClip as ReferenceZClip  # imports lightning, where that is installed
+
+    model = nn.Linear(1, 1, bias=False)
+    reference = ReferenceZClip(max_grad_norm=cap)
+    for norm, coefficient in taken(ZClip(max_norm=1e9 if cap is None else cap), stream(5)):
+        model.weight.grad = torch.tensor([[norm]], dtype=torch.float32)
+        reference.step(model)
+        assert norm * coefficient == pytest.approx(float(model.weight.grad), rel=1e-6)
 
 
 @pytest.mark.parametrize("warmup", [1, 5, 100])

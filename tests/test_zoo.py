@@ -20,20 +20,9 @@ from tests.kept import Kept
 from tests.odd_models import ODD, Odd
 from tests.recorder import norms_of
 from tests.test_bit_identity import digest, tensors
-from tests.zoo import MODELS
+from tests.zoo import EVERY_TAP, MODELS
 
 STEPS = 9
-# Every tap that can be had at once: marks, tensor hooks, module hooks, samplers; and rules that act.
-RULES = """
-version: 1
-extends: [default]
-modules: {tap: output, names: ["*"]}
-rules:
-  local: {detect: {kind: above, of: norm_local, threshold: 1e9}}
-  tap: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
-  activations: {detect: {kind: above, of: activation_std, threshold: 1e9}}
-  stuck: {detect: {kind: stuck}}
-"""
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning",
     "ignore:Using backward\\(\\) with create_graph=True:UserWarning",
@@ -98,7 +87,7 @@ def test_any_model_trains_as_without_us(name: str, tmp_path: Path) -> None:
     want = left_behind(bare)
     torch._dynamo.reset()
     odd, sink = make(name), Kept()
-    with gradwatch.watch(odd.watched, rules=parse_rules(RULES), sinks=[sink], strict=True) as gw:
+    with gradwatch.watch(odd.watched, rules=parse_rules(EVERY_TAP), sinks=[sink], strict=True) as gw:
         for number in range(STEPS):
             odd.step(number)
         assert gw.health.errors() == {}

@@ -98,6 +98,18 @@ def unused_branch() -> Case:
     return Call(lambda model, x: model.used(x), **parts), floats(8, 8)
 
 
+# Every tap that can be had at once: marks, tensor hooks, module hooks, samplers; and rules that act.
+EVERY_TAP = """
+version: 1
+extends: [default]
+modules: {tap: output, names: ["*"]}
+rules:
+  local: {detect: {kind: above, of: norm_local, threshold: 1e9}}
+  tap: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
+  activations: {detect: {kind: above, of: activation_std, threshold: 1e9}}
+  stuck: {detect: {kind: stuck}}
+"""
+
 MODELS: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (

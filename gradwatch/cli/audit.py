@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradwatch.cli.runs import journals, newest
 from gradwatch.cli.terminal import paint, table
-from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
     from gradwatch.audit import Audit, Line
@@ -54,32 +54,6 @@ def handle(arguments: argparse.Namespace) -> int:
     else:
         print(report(audit, where))
     return int(bool(audit.failed))
-
-
-def newest(directory: Path) -> Path:
-    """The run written to last."""
-    try:
-        runs = [path for path in directory.iterdir() if path.is_dir() and any(path.glob("*.gwj"))]
-    except OSError as error:
-        raise GradwatchError(f"no runs in {directory}: {error.strerror}; name the folder of a run") from None
-    if not runs:
-        raise GradwatchError(f"no runs in {directory}; name the folder of a run, or give --dir")
-    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.gwj")))
-
-
-def journals(where: Path, rank: int) -> list[JournalReader]:
-    """The journals of one rank, one per attempt; a file named by itself is taken whatever its rank."""
-    from gradwatch.journal import read_journal
-
-    try:
-        found = read_journal(where)
-    except OSError as error:
-        raise GradwatchError(str(error)) from None
-    chosen = [one for one in found if one.rank == rank or not where.is_dir()]
-    if not chosen:
-        ranks = ", ".join(str(one) for one in sorted({one.rank for one in found}))
-        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {ranks}")
-    return chosen
 
 
 def follow(journal: JournalReader, audit: Audit) -> None:

@@ -173,12 +173,11 @@ def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
     return np.where(judged(state, warmup) & np.isfinite(x), (x - state.m) / sigma, np.float32(np.nan))
 
 
-class _Level(Detector):
-    """The recursion shared by `spike` (x = ln value) and `loss_spike` (x = asinh value)."""
+class Robust(Detector):
+    """What every kind judged by a robust z has in common: when it fires and clears, and whose baseline it shares."""
 
     __slots__ = ()
     has_baseline: ClassVar[bool] = True
-    invertible: ClassVar[bool] = True
 
     above: float
     clear_below: float | None
@@ -199,6 +198,17 @@ class _Level(Detector):
         """What is learned depends on neither the column's name nor the threshold."""
         return (self.kind, self.half_life, self.warmup)
 
+    def init(self, size: int) -> LevelState:
+        """No sample seen."""
+        return empty_level(size)
+
+
+class _Level(Robust):
+    """The recursion shared by `spike` (x = ln value) and `loss_spike` (x = asinh value)."""
+
+    __slots__ = ()
+    invertible: ClassVar[bool] = True
+
     def scale(self, sample: Sample) -> Array32:
         """x[K] in nats; not finite where there is nothing to judge or learn."""
         raise NotImplementedError
@@ -206,10 +216,6 @@ class _Level(Detector):
     def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """The inverse of `scale`."""
         raise NotImplementedError
-
-    def init(self, size: int) -> LevelState:
-        """No sample seen."""
-        return empty_level(size)
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """z = (x - m)/σ̂; NaN while warming up, and for a missing or non-finite sample."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,14 @@ from numpy.typing import NDArray
 from gradwatch.detectors.constant import Finite, Positive
 from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
 from gradwatch.detectors.level import (
-    CLEAR,
     Array32,
     HalfLife,
     LevelState,
+    Robust,
     Warmup,
     absorb,
     check_clear,
     deviation,
-    empty_level,
     judged,
     mature,
     restart_level,
@@ -35,7 +34,7 @@ from gradwatch.snapshot import BoolArray
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class RankOutlier(Detector):
+class RankOutlier(Robust):
     """A rank whose local gradient is out of line with the other ranks', before the reduction spreads it.
 
     r_k = ln n_k - median over ranks of ln n, n_k being the L2 norm of rank k's local gradients (all
@@ -48,7 +47,6 @@ class RankOutlier(Detector):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "rank_outlier"
-    has_baseline: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
 
@@ -65,24 +63,6 @@ class RankOutlier(Detector):
     def columns(self) -> tuple[str, ...]:
         """The local norm of every rank."""
         return ("rank_norm",)
-
-    @property
-    def fires_at(self) -> float:
-        """`above`, in σ̂."""
-        return self.above
-
-    @property
-    def clears_at(self) -> float:
-        """`clear_below`, or 3 (`above`, if that is less)."""
-        return min(CLEAR, self.above) if self.clear_below is None else self.clear_below
-
-    def baseline_key(self) -> tuple[Any, ...]:
-        """What is learned does not depend on the threshold."""
-        return (self.kind, self.half_life, self.warmup)
-
-    def init(self, size: int) -> LevelState:
-        """No sample seen."""
-        return empty_level(size)
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """|z| of each rank, +inf of one that is not finite while another is; NaN where there is no judgement.

@@ -43,8 +43,6 @@ def unbuilt(ruleset: RuleSet) -> list[str]:
                     f"rule {rule.id!r}: action {name!r} is not built yet; "
                     f"remove it from `do:`, or set `enabled: false`{_origin(ruleset, rule.id + '.do')}"
                 )
-            if action.params.get("at", "step") == "backward":
-                problems.append(f"rule {rule.id!r}: `at: backward` is not built yet; use `at: step`")
     return problems + ([] if ruleset.clip is None else _unbuilt_clip(ruleset.clip))
 
 

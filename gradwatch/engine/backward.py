@@ -20,11 +20,11 @@ from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.engine.state import EngineState
 from gradwatch.policies import Baseline, BlockRMS, ClipByNorm, ElementwisePolicy, Normalize, State
-from gradwatch.rules import Rule, RuleSet
+from gradwatch.rules import Action, Rule, RuleSet
 from gradwatch.snapshot import BoolArray
 
-BOUNDED = frozenset({"grad_input_norm", "grad_output_norm"})
-"""Module columns that a full-backward hook can bound: it returns the gradient it passes on."""
+BOUNDED = frozenset({"grad_input_norm"})
+"""Module columns that a full-backward hook can bound: it returns the gradient that the module passes on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,17 +44,21 @@ def asks_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
         (f"rule {rule.id!r}", bool(action.params.get("local")))
         for rule in ruleset.rules
         for action in rule.do
-        if rule.acts and action.name == "clip" and action.params.get("at") == "backward"
+        if rule.acts and _at_backward(action)
     ]
     if ruleset.clip is not None and ruleset.clip.at == "backward":
         found.append(("`clip`", ruleset.clip.local))
     return found
 
 
+def drops_micro(ruleset: RuleSet) -> bool:
+    """Whether some rule has a poisoned micro-batch dropped."""
+    return any(rule.acts and any(action.name == "drop_micro" for action in rule.do) for rule in ruleset.rules)
+
+
 def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
     """Whether all that a rule does is done in the backward, so that its step need not wait for a verdict."""
-    actions = ruleset.rule(rule_id).do
-    return all(action.name == "clip" and action.params.get("at") == "backward" for action in actions)
+    return all(map(_at_backward, ruleset.rule(rule_id).do))
 
 
 def asked(plan: Plan) -> Asked:
@@ -69,13 +73,13 @@ def asked(plan: Plan) -> Asked:
     return Asked(covered, plan.clipping.elementwise if plan.clipping.at == "backward" else ())
 
 
-def asked_of_modules(plan: Plan) -> BoolArray:
-    """bool[S]: the modules between which some rule bounds the gradient."""
-    covered = np.zeros(len(plan.sites), np.bool_)
-    for one in plan.rules:
-        if _clips_in_backward(one) and one.series.column in BOUNDED:
-            covered[_index(one, plan)] = True
-    return covered
+def asks_of_modules(ruleset: RuleSet) -> bool:
+    """Whether some rule bounds the gradient between modules."""
+    return any(
+        rule.acts and rule.detect.columns[0] in BOUNDED and _at_backward(action)
+        for rule in ruleset.rules
+        for action in rule.do
+    )
 
 
 def bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
@@ -90,17 +94,21 @@ def bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
 
 
 def module_bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
-    """The bounds on what modules pass on in the next backward."""
+    """The bounds on what M modules pass on in the next backward, in their order among the sites."""
+    modules = np.flatnonzero(np.array([kind == "module" for kind in plan.sites.kinds], np.bool_))
     return tuple(
-        _of_module(one, state, plan)
+        _of_module(one, state, plan).at(modules)
         for one in plan.rules
         if _clips_in_backward(one) and one.series.column in BOUNDED
     )
 
 
 def _clips_in_backward(one: RulePlan) -> bool:
-    action = one.action("clip")
-    return one.rule.acts and action is not None and action.params.get("at") == "backward"
+    return one.rule.acts and any(map(_at_backward, one.rule.do))
+
+
+def _at_backward(action: Action) -> bool:
+    return action.name == "clip" and action.params.get("at") == "backward"
 
 
 def _index(one: RulePlan, plan: Plan) -> NDArray[np.intp]:
@@ -155,22 +163,32 @@ def misplaced(ruleset: RuleSet) -> Iterator[str]:
         if not rule.enabled:
             continue
         for action in rule.do:
-            if action.name == "clip" and action.params.get("at") == "backward":
-                reason = _cannot(rule, action.params.get("to"))
+            if action.name == "drop_micro" and rule.detect.kind != "nonfinite":
+                yield f"rule {rule.id!r}: `drop_micro` drops what is not finite, so it needs kind: nonfinite"
+            if _at_backward(action):
+                reason = _cannot(rule, action.params.get("to"), ruleset)
                 if reason:
                     yield f"rule {rule.id!r}: `clip: {{at: backward}}` {reason}; use `at: step`"
 
 
-def _cannot(rule: Rule, to: object) -> str:
+def _cannot(rule: Rule, to: object, ruleset: RuleSet) -> str:
     detector, column = rule.detect, rule.detect.columns[0]
     if not detector.invertible or detector.comparison != "above":
         return f"needs a detector with a limit known beforehand (above, spike), not {detector.kind!r}"
     if rule.for_ != 1:
         return "acts on the first gradient above the limit, so it needs `for: 1`"
     if column in MODULE_COLUMNS:
-        if column not in BOUNDED:
-            return f"bounds gradients, and {column!r} is none"
-        return "" if to != "baseline" else "bounds what a module passes on by a number: write `to: NUMBER`"
+        return _cannot_on_modules(column, to, ruleset)
     if rule.scope != "param":
         return f"sees one parameter at a time, not scope {rule.scope!r}"
+    return ""
+
+
+def _cannot_on_modules(column: str, to: object, ruleset: RuleSet) -> str:
+    if column not in BOUNDED:
+        return f"bounds what a module passes on, `grad_input_norm`, not {column!r}"
+    if to == "baseline":
+        return "bounds what a module passes on by a number: write `to: NUMBER`"
+    if ruleset.modules is None or ruleset.modules.tap != "full_backward":
+        return "on modules needs `modules: {tap: full_backward}`"
     return ""

@@ -12,7 +12,7 @@ from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
-from gradwatch.engine.backward import Asked, asked, asked_of_modules, bounds, module_bounds, only_in_backward
+from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
@@ -197,11 +197,6 @@ class BoundEngine:
     def asked(self) -> Asked:
         """What is to be done inside the backward, and where."""
         return asked(self.plan)
-
-    @property
-    def asked_of_modules(self) -> BoolArray:
-        """bool[S]: the modules between which a rule bounds the gradient."""
-        return asked_of_modules(self.plan)
 
     def bounds(self, state: EngineState) -> tuple[Bound, ...]:
         """What hooks on parameters keep to in the next backward."""

@@ -4,6 +4,10 @@ A clip of the total norm is not among the policies here: it needs one scalar, wh
 of the gradients it finds, bit-equal to torch. All else is a factor per site; where several policies cover a site,
 the smallest is applied, once.
 
+Norms are those of the gradients as found at the boundary, after the user's own clipping; what is learned is learned
+of them, before any factor of ours. A jump of the learning rate, at which detectors start afresh, leaves the states
+alone: a clip that went blind at every such jump would be none. `rebaseline` is there for changes made on purpose.
+
 Axes: S sites, I sites of one policy, K its series (a site each, or a group of them).
 """
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
+from gradwatch.hooks import device
+from gradwatch.hooks.device import arrived, kept
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.skipping import Skips
-from gradwatch.hooks.standing import carried_scale, factors_of
+from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Order
 
@@ -82,6 +84,19 @@ class Acting:
             return instead, error
         return decision, None
 
+    def clip_ahead(self, lane: Lane, max_norm: float) -> bool:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
+
+        The verdict finds the same total later, and tells the same coefficient. False where it failed.
+        """
+        try:
+            if not lane.surely_within(max_norm):
+                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
+            self._failed("action", error)
+            return False
+        return True
+
     def _carry_out(
         self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
     ) -> None:
@@ -93,32 +108,23 @@ class Acting:
         elif decision.touches:
             _reshape(lane, decision)
 
-    def clip_ahead(self, lane: Lane, max_norm: float) -> None:
-        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
-
-        The verdict finds the same total later, and tells the same coefficient.
-        """
-        try:
-            if not lane.surely_within(max_norm):
-                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
-        except Exception as error:
-            self._failed("action", error)
-
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
 
         `max_norm` bounds the total norm; `skips`: a step whose gradients are not finite is skipped.
         """
         standing, reading = lane.standing, lane.on_device
-        total = lane.device_total() if skips or max_norm is not None or standing is not None else None
-        if total is None or reading is None:
+        if reading is None or not (skips or max_norm is not None or standing is not None):
+            return
+        total = reading.device_total()  # loss scale included
+        if total is None:
             return
         scale = carried_scale(optimizer)
         carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
         elif max_norm is not None:
-            lane.clip_on_device(total / carried, max_norm)
+            device.clip(lane.grads(), total / carried, max_norm)
         if skips:
             self._gate(optimizer, lane, total)
 
@@ -165,10 +171,12 @@ def _reshape(lane: Lane, decision: Decision) -> None:
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
-    ahead = lane.standing.take() if decision.elementwise and lane.standing is not None else {}
-    for k, made in ahead.items():
-        if (grad := grads[k]) is not None and not zero[k]:
-            grad.copy_(made)
+    ahead: dict[int, Tensor] = {}
+    if decision.elementwise and lane.standing is not None:
+        optimizer = None if lane.optimizer is None else lane.optimizer()
+        scale = arrived(kept(carried_scale(optimizer)))
+        ahead = lane.standing.take(Found(grads, lane.params, scale), coef)
+        put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
         (grad, factors[k])

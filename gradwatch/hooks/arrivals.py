@@ -31,6 +31,8 @@ class Arrivals:
         self._bulk: NDArray[np.int32] | None = None  # marks heard in bulk
         self._heard = [0] * len(params)  # marks heard one by one
         self._witness: tuple[int, int, int] | None = None  # position, identity, version
+        self._counted: tuple[list[int], NDArray[np.int32]] | None = None
+        self._by_versions: tuple[list[int], int, NDArray[np.int32]] | None = None
         # FSDP1 takes gradients away and puts them back in the midst of a backward.
         self._tells = not any(type(param).__name__ == "FlatParameter" for param in params)
 
@@ -63,6 +65,23 @@ class Arrivals:
             self._heard = (self._bulk + self._heard).tolist()  # sync: numpy
             self._bulk = None
         return self._heard
+
+    def counted(self) -> NDArray[np.int32]:
+        """`heard`, as an array; the same one while nothing changes."""
+        heard = self.heard()
+        if self._counted is None or self._counted[0] != heard:
+            self._counted = heard.copy(), np.array(heard, np.int32)
+        return self._counted[1]
+
+    def by_versions(self, versions: list[int]) -> NDArray[np.int32]:
+        """The arrivals that versions of gradients stand for (-1 = none); the same array while nothing changes."""
+        told, backwards = self._by_versions, self.current
+        if told is not None and told[0] is versions and told[1] == backwards:
+            return told[2]
+        here = np.array(versions) >= 0
+        calls: NDArray[np.int32] = np.where(here, max(1, backwards), 0).astype(np.int32)
+        self._by_versions = (versions, backwards, calls)
+        return calls
 
     def begins(self) -> bool:
         """A backward begins: forget the ones before it if their gradients have been cleared. True if they were."""

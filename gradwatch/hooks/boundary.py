@@ -278,10 +278,10 @@ class Boundary:
         max_norm, turn = self._judge.max_norm(lane), self._evaluations.get(id(optimizer))
         if max_norm is not None and turn is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
+        if window.calm and max_norm is not None:
+            window.calm = self._acting.clip_ahead(lane, max_norm)
         if window.calm:
             waiting.add(measured)
-            if max_norm is not None:
-                self._acting.clip_ahead(lane, max_norm)
         if not window.calm or waiting.due():
             waiting.judge_all(self._judging_failed)
         if not window.calm:

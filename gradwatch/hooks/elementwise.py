@@ -27,7 +27,6 @@ from torch import Tensor
 
 from gradwatch.errors import GradwatchError
 from gradwatch.hooks.dense import REDUCED, local
-from gradwatch.hooks.norms import sum_of_squares
 from gradwatch.policies import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
 from gradwatch.snapshot import BoolArray
 
@@ -53,24 +52,43 @@ class Elementwise:
         params: Sequence[Tensor],
         factors: Mapping[int, Scale],
         scale: Scale = 1.0,
+        norms: Sequence[float] | None = None,
     ) -> dict[int, Tensor]:
         """What all policies together leave of each covered gradient that is there, in new tensors.
 
         `factors[k]` is what the policies that make factors say of parameter k (absent = 1); `scale` the loss scale
-        that gradients and norms still carry. Raises `GradwatchError` for a sparse gradient.
+        that gradients still carry. `norms[K]`, where the host knows them (without that scale), spare a look at
+        gradients that surely pass: those are left out. Raises `GradwatchError` for a sparse gradient.
         """
-        found = {}
+        found: dict[int, Tensor] = {}
+        plain: dict[float, list[int]] = {}  # only clamped, and finite: many in one call
         for k, policies in self.at.items():
             grad = grads[k]
-            if grad is not None and grad.numel():
-                if grad.layout is not torch.strided:
-                    method = policies[0].method
-                    raise GradwatchError(
-                        f"clip method {method!r} needs a dense gradient, and that of {self._names[k]!r} is sparse; "
-                        "take the parameter out of its group, or use a method that multiplies"
-                    )
-                found[k] = shaped(grad, local(params[k].detach()), policies, factors.get(k, 1.0), scale)
+            if grad is None or not grad.numel():
+                continue
+            if norms is not None and all(policy.idle(norms[k]) for policy in policies):
+                continue
+            self._check_dense(k, grad)
+            finite, factor = norms is not None and math.isfinite(norms[k]), factors.get(k, 1.0)
+            only = policies[0]
+            whole = isinstance(factor, float) and factor >= 1.0 and isinstance(scale, float)
+            if finite and whole and len(policies) == 1 and isinstance(only, ClipByValue):
+                plain.setdefault(only.clip_value, []).append(k)
+            else:
+                found[k] = shaped(grad, local(params[k].detach()), policies, factor, scale, finite)
+        for bound, members in plain.items():
+            chosen = [grad for k in members if (grad := grads[k]) is not None]
+            made = torch._foreach_clamp_min(chosen, -bound * float(scale))
+            torch._foreach_clamp_max_(made, bound * float(scale))
+            found.update(zip(members, made, strict=True))
         return found
+
+    def _check_dense(self, k: int, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise GradwatchError(
+                f"clip method {self.at[k][0].method!r} needs a dense gradient, and that of {self._names[k]!r} is "
+                "sparse; take the parameter out of its group, or use a method that multiplies"
+            )
 
 
 def shaped(
@@ -79,31 +97,39 @@ def shaped(
     policies: Sequence[ElementwisePolicy],
     factor: Scale = 1.0,
     scale: Scale = 1.0,
+    finite: bool = False,
 ) -> Tensor:
-    """What these policies and a factor leave of one dense gradient, as told at the head of this file."""
+    """What these policies and a factor leave of one dense gradient, as told at the head of this file.
+
+    `finite`: every element is known to be.
+    """
     base = grad
     if any(isinstance(policy, Centralize) for policy in policies):
         base = centralized(grad)
-    smallest = base if isinstance(factor, float) and factor == 1.0 else base * factor
-    for policy in policies:
-        candidate = _candidate(policy, base, param, scale)
-        if candidate is not None:
-            smallest = torch.where(candidate.abs() < smallest.abs(), candidate, smallest)
+    made = (_candidate(policy, base, param, scale, finite) for policy in policies)
+    candidates = [candidate for candidate in made if candidate is not None]
+    if not candidates or isinstance(factor, Tensor) or factor < 1.0:  # else every candidate is smaller
+        candidates.append(base if isinstance(factor, float) and factor == 1.0 else base * factor)
+    smallest = candidates[0]
+    for candidate in candidates[1:]:
+        smallest = torch.where(candidate.abs() < smallest.abs(), candidate, smallest)
     return smallest
 
 
-def _candidate(policy: ElementwisePolicy, grad: Tensor, param: Tensor, scale: Scale) -> Tensor | None:
+def _candidate(
+    policy: ElementwisePolicy, grad: Tensor, param: Tensor, scale: Scale, finite: bool
+) -> Tensor | None:
     if isinstance(policy, ClipByValue):
-        return clamped(grad, policy.clip_value * scale)
+        return clamped(grad, policy.clip_value * scale, finite)
     if isinstance(policy, AdaptiveGradientClip):
         return by_rows(grad, param, policy.ratio, policy.eps, scale)
     return None
 
 
-def clamped(grad: Tensor, bound: Scale) -> Tensor:
+def clamped(grad: Tensor, bound: Scale, finite: bool = False) -> Tensor:
     """Every element within ±bound, but those that are not finite as found; `torch.nn.utils.clip_grad_value_`."""
     inside = torch.clamp(grad, -bound, bound)  # type: ignore[arg-type]  # both numbers, or both tensors
-    return torch.where(torch.isfinite(grad), inside, grad)
+    return inside if finite else torch.where(torch.isfinite(grad), inside, grad)
 
 
 def by_rows(grad: Tensor, param: Tensor, ratio: float, eps: float, scale: Scale = 1.0) -> Tensor:
@@ -129,16 +155,3 @@ def centralized(grad: Tensor) -> Tensor:
     dtype = torch.float32 if grad.dtype in REDUCED else None
     mean = grad.mean(dim=tuple(range(1, grad.dim())), keepdim=True, dtype=dtype)
     return grad - torch.where(torch.isfinite(mean), mean, torch.zeros_like(mean))
-
-
-def norms_of(found: Mapping[int, Tensor], scale: float) -> dict[int, float]:
-    """The L2 norm of each of these tensors, without the loss scale they carry; waits for a device."""
-    return {k: math.sqrt(_squares(tensor)) / (scale or math.nan) for k, tensor in found.items()}
-
-
-def _squares(tensor: Tensor) -> float:
-    if tensor.device.type == "cpu":
-        return sum_of_squares(tensor)
-    return (
-        float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
-    )  # sync: the host decides this step

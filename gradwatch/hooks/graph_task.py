@@ -34,6 +34,15 @@ def nested() -> bool:
     return False
 
 
+def reaches(leaf: torch.Tensor) -> bool:
+    """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # "currently running autograd.grad()"
+        return False
+
+
 class Ends:
     """Calls `ended` at the end of every backward it was armed in, after DDP and FSDP have finished theirs.
 

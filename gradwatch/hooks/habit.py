@@ -65,9 +65,11 @@ class Habit:
         """Whether a few sentinels would tell the same as a mark on every parameter."""
         return self._steady >= STEADY and step >= self._blocked_until
 
-    def present(self) -> list[int]:
-        """Positions of the parameters that received a gradient in the last step."""
-        return [k for k, version in enumerate(self._pattern) if version >= 0]
+    def spread(self, count: int) -> list[int]:
+        """About `count` positions, spread over those that received a gradient in the last step."""
+        present = [k for k, version in enumerate(self._pattern) if version >= 0]
+        stride = max(1, len(present) // count)
+        return sorted({*present[::stride], *present[-1:]})
 
     def block(self, step: int, for_good: bool) -> None:
         """Sentinels did not do: leave the marks alone for a while, or for good."""

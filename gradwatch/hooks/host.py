@@ -95,6 +95,12 @@ class HostReading:
             return _divided(np.sqrt(self._rows.squares()), self._scale)
         return self._norms
 
+    def completed(self, known: Mapping[int, float]) -> HostReading:
+        """The same reading with norms that were taken elsewhere, and were None here."""
+        whole = self.with_norms(known)
+        whole.details = self.details
+        return whole
+
     def with_norms(self, changed: Mapping[int, float]) -> HostReading:
         """The same reading but for a few norms."""
         other = HostReading(self._rows, self._floor, self._scale)

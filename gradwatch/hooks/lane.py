@@ -20,13 +20,14 @@ from gradwatch.hooks import device
 from gradwatch.hooks.arrivals import Arrivals
 from gradwatch.hooks.dense import addable, part
 from gradwatch.hooks.device import DeviceReading, Number, arrived
+from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.multiplied import Announced, factor_since
-from gradwatch.hooks.norms import UNDERFLOW, CpuReader, inspect, sum_of_squares
+from gradwatch.hooks.norms import UNDERFLOW, CpuReader
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, signature, versions_of
-from gradwatch.hooks.window import Reading, Repeats, Window, as_usual
+from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed
 from gradwatch.snapshot import Sites
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
@@ -77,11 +78,9 @@ class Lane:
         self._read_at = 0
         self._arrivals = Arrivals(params)
         self._habit = Habit()
-        self._told: tuple[list[int], int, NDArray[np.int32]] | None = None
-        self._told_heard: tuple[list[int], NDArray[np.int32]] | None = None
         self._ids: list[int] = []
         self._versions: list[int] = []
-        self._last: tuple[list[int], list[int], Reading] | None = None
+        self._last: State | None = None
         self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
         self.born = True  # made in the middle of a window, until a window has been closed
 
@@ -272,21 +271,10 @@ class Lane:
             # As a tensor, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
             torch._foreach_mul_(present, torch.tensor(coefficient, device="cpu"))
 
-    def device_total(self) -> Tensor | None:
-        """0-dim total norm on the device, of the gradients as they stand at the boundary, loss scale included.
-
-        None where they were not read on a device.
-        """
-        return self._after.device_total() if isinstance(self._after, DeviceReading) else None
-
     @property
     def on_device(self) -> DeviceReading | None:
         """The norms of the gradients as they stand at the boundary, where they were read on a device."""
         return self._after if isinstance(self._after, DeviceReading) else None
-
-    def clip_on_device(self, total: Tensor, max_norm: float) -> None:
-        """Clip every gradient by the 0-dim `total`, without the host knowing it."""
-        device.clip(self.grads(), total, max_norm)
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
@@ -296,9 +284,7 @@ class Lane:
 
     def sentinels(self, count: int = 4) -> list[int]:
         """Positions of a few parameters, spread over the lane, that received a gradient in the last step."""
-        present = self._habit.present()
-        stride = max(1, len(present) // count)
-        return sorted({*present[::stride], *present[-1:]})
+        return self._habit.spread(count)
 
     def block(self) -> None:
         """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
@@ -318,17 +304,11 @@ class Lane:
         """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
-        if known:
-            rest = [None if k in known else grad for k, grad in enumerate(grads)]
-            partly = HostReading(self._reader.read(rest), self._floor, arrived(scale))
-            partly.look(rest)
-            whole = partly.with_norms(known)
-            whole.details = partly.details
-            return whole
-        reading = HostReading(self._reader.read(grads), self._floor, arrived(scale))
-        if self.usual is None or not reading.as_usual(self.usual, grads):
-            reading.look(grads)
-        return reading
+        rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
+        reading = HostReading(self._reader.read(rest), self._floor, arrived(scale))
+        if known or self.usual is None or not reading.as_usual(self.usual, rest):
+            reading.look(rest)
+        return reading.completed(known) if known else reading
 
     def _clipped(self, ids: list[int], versions: list[int], raw: Reading) -> Reading | None:
         """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
@@ -357,13 +337,7 @@ class Lane:
             if raw.looked:
                 after.look(grads)
             return after
-        return raw.with_norms({k: self._norm_of(grads[k], k) / (left or math.nan) for k in changed})
-
-    def _norm_of(self, grad: Tensor | None, k: int) -> float:
-        if grad is None:
-            return 0.0
-        square = sum_of_squares(grad)
-        return math.sqrt(square) if self._floor[k] <= square < math.inf else inspect(grad).norm
+        return raw.with_norms({k: _norm_of(grads[k]) / (left or math.nan) for k in changed})
 
     def _presence(
         self,
@@ -380,49 +354,24 @@ class Lane:
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())
                 trusted = not self.ambiguous
-            return self._calls_of(self._habit.pattern if trusted else told), trusted
+            return self._arrivals.by_versions(self._habit.pattern if trusted else told), trusted
         heard = self._arrivals.heard()
         if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
             heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
             for k, count in enumerate(heard):
-                if not count and grads[k] is not None and self._unmarked(k, ids, versions, raw):
+                if not count and grads[k] is not None and renewed(k, (ids, versions, raw), self._last):
                     heard[k], self.silent = 1, True
-        if self._told_heard is None or self._told_heard[0] != heard:
-            self._told_heard = heard.copy(), np.array(heard, np.int32)
-        return self._told_heard[1], True
+        return self._arrivals.counted(), True
 
     def _usual(self) -> list[int]:
         return self._habit.versions(self._arrivals.current)
-
-    def _calls_of(self, versions: list[int]) -> NDArray[np.int32]:
-        """The arrivals that these versions stand for; the same array while nothing changes."""
-        told, backwards = self._told, self._arrivals.current
-        if told is not None and told[0] is versions and told[1] == backwards:
-            return told[2]
-        here = np.array(versions) >= 0
-        calls: NDArray[np.int32] = np.where(here, max(1, backwards), 0).astype(np.int32)
-        self._told = (versions, backwards, calls)
-        return calls
 
     def _repeats(self, ids: list[int]) -> Repeats | None:
         """What tells whether some gradient is the last step's: its mark could, had it one."""
         if self._last is None or not isinstance(self._last[2], HostReading):
             return None
         return Repeats(ids, self._last[0], self._last[2])
-
-    def _unmarked(self, k: int, ids: list[int], versions: list[int], raw: Reading) -> bool:
-        """Whether a gradient no mark announced is new: not the last step's, and not all zero."""
-        if self._last is None:
-            return True
-        on_host = isinstance(raw, HostReading)
-        if on_host and raw.norms()[k] == 0:
-            return False
-        last_ids, last_versions, last = self._last
-        if not on_host or not isinstance(last, HostReading):
-            return ids[k] != last_ids[k] or versions[k] != last_versions[k]
-        # Not by id: the new gradient may lie where the old one did. An equal norm says that nothing arrived.
-        return bool(raw.norms()[k] != last.norms()[k])
 
     def _learn(self, calls: NDArray[np.int32]) -> None:
         if self.born or self.tainted:  # what was heard is not the whole of one step, or that of two
@@ -436,6 +385,10 @@ class Lane:
                 for count, version in zip(calls.tolist(), self._versions, strict=True)  # sync: numpy
             )
             self._habit.note(self._versions, complete, backwards)
+
+
+def _norm_of(grad: Tensor | None) -> float:
+    return 0.0 if grad is None else exact_norm(grad)[0]
 
 
 def _without(reading: Reading, scale: Number) -> Reading:

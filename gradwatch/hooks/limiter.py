@@ -212,8 +212,8 @@ class Turn:
 
     # -- one backward ------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The first hook of a graph task speaks."""
+    def begin(self, k: int) -> None:
+        """The first hook of a graph task speaks, that of parameter k."""
         self.task[0] = graph_task.current()
         if graph_task.nested():  # reentrant checkpointing: a part of the backward around it
             self._within = True
@@ -223,20 +223,24 @@ class Turn:
         else:
             self._running.clear()  # of a backward that raised, or of `autograd.grad`
         if not self._local:
-            self._look_around()
+            self._look_around(k)
         if self._scale is not None and self._scale.device.type == "cpu":
             scale = float(self._scale)  # sync: CPU tensor
             if scale != self.scale:
                 self.scale = scale
                 self._tighten()
 
-    def _look_around(self) -> None:
+    def _look_around(self, k: int) -> None:
         """Switch off where a bound would mean something else."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         lane = self._lane()
         if ranks > 1:
             self.stop(SEVERAL_RANKS.format(count=ranks))
         elif self._ended and lane is not None and any(param.grad is not None for param in lane.params):
+            self._stop_if_accumulating(k)
+
+    def _stop_if_accumulating(self, k: int) -> None:
+        if self._accumulates(k):  # not `autograd.grad`
             self.stop(ACCUMULATED)
 
     def ended(self) -> None:
@@ -315,11 +319,7 @@ class Turn:
         param = lane.params[k]
         if hasattr(param, "to_local"):  # its hook is on another tensor, which only backward reaches
             return True
-        node = torch.autograd.graph.get_gradient_edge(param).node
-        try:
-            return bool(torch._C._will_engine_execute_node(node))
-        except RuntimeError:  # "currently running autograd.grad()"
-            return False
+        return graph_task.reaches(param)
 
 
 def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
@@ -336,10 +336,10 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
             return None
         try:
             if task[0] != current():
-                turn.begin()
+                turn.begin(k)
             if not on_cpu or not grad.is_cpu:
                 return checked(grad, turn.on_device(k, grad))
-            plain = quick and grad.layout is strided
+            plain = quick and grad.layout is strided and not grad.requires_grad
             norm = vector_norm(grad).item() if plain else exact_norm(grad)[0]  # sync: CPU tensor
             if low[k] <= norm <= high[k]:
                 if large:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.errors import AttachError
 from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing
+from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
 from gradwatch.hooks.silence import is_silent
@@ -65,14 +66,14 @@ class Tap:
     `torch.save(model)` fail.
     """
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
         # In a step that is replayed nothing is to be heard twice.
-        if not torch.compiler.is_dynamo_compiling() and not is_silent():
-            self._call(*args)
+        silent = torch.compiler.is_dynamo_compiling() or is_silent()
+        return None if silent else self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
@@ -99,6 +100,7 @@ class ModuleTaps:
         self._failed = failed
         self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
         self._handles: list[RemovableHandle] = []
+        self.bounds: ModuleBounds | None = None  # on what the modules pass on, where a rule acts on it
         self._step = 0
         for m, (_, module) in enumerate(modules):
             if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):
@@ -152,13 +154,14 @@ class ModuleTaps:
 
         return observe
 
-    def _backward(self, m: int) -> Callable[..., None]:
+    def _backward(self, m: int) -> Callable[..., Any]:
         inputs, outputs = self._adder("grad_input_norm", m), self._adder("grad_output_norm", m)
 
-        def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
             for grads, add in ((grad_input, inputs), (grad_output, outputs)):
                 for grad in grads if isinstance(grads, tuple) else (grads,):
                     add(grad)
+            return None if self.bounds is None else self.bounds.bounded(m, grad_input)
 
         return observe
 

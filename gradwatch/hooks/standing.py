@@ -9,8 +9,10 @@ Axes: K parameters of a lane.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.hooks.device import DeviceReading, clip_factor
-from gradwatch.hooks.elementwise import Elementwise, Scale, norms_of
+from gradwatch.hooks.device import DeviceReading, clip_factor, on_host
+from gradwatch.hooks.elementwise import Elementwise, Scale
+from gradwatch.hooks.norms import CpuReader
 from gradwatch.policies import clip_coefficient
 from gradwatch.snapshot import Decision
 
@@ -32,6 +35,14 @@ class NormBound:
     series: tuple[tuple[int, ...], ...]
 
 
+class Found(NamedTuple):
+    """The gradients of K parameters as found at the boundary; `scale`, a loss scale that they still carry."""
+
+    grads: Sequence[Tensor | None]
+    params: Sequence[Tensor]
+    scale: float
+
+
 @dataclass(slots=True, eq=False)
 class StandingClips:
     """What `clip:` asks of one lane beside a bound on the total norm.
@@ -42,28 +53,41 @@ class StandingClips:
 
     elementwise: Elementwise | None = None
     bounds: tuple[NormBound, ...] = ()
-    ahead: dict[int, Tensor] | None = field(default=None)
+    ahead: dict[int, Tensor] | None = None
+    _reader: CpuReader = field(default_factory=CpuReader)
 
     # -- on the host -------------------------------------------------------------------------------------
 
-    def measure(
-        self,
-        grads: Sequence[Tensor | None],
-        params: Sequence[Tensor],
-        factors: NDArray[np.float32],
-        scale: float,
-    ) -> dict[int, float]:
-        """The norms that the elementwise policies will leave, by position; what they leave is kept for `take`."""
+    def measure(self, found: Found, factors: NDArray[np.float32], norms: Sequence[float]) -> dict[int, float]:
+        """The norms that the elementwise policies will leave, by position; what they leave is kept for `take`.
+
+        `norms[K]` are those of the gradients as found. Positions that surely pass are left out.
+        """
+        self.ahead = None
+        self.ahead = self._made(found, factors, norms)
+        return self._norms(self.ahead, found.scale)
+
+    def take(self, found: Found, factors: NDArray[np.float32]) -> dict[int, Tensor]:
+        """What `measure` made ahead, once; made now where it could not."""
+        ahead, self.ahead = self.ahead, None
+        return self._made(found, factors, None) if ahead is None else ahead
+
+    def _made(
+        self, found: Found, factors: NDArray[np.float32], norms: Sequence[float] | None
+    ) -> dict[int, Tensor]:
         if self.elementwise is None:
             return {}
         by_position = {k: float(factors[k]) for k in self.elementwise.at}
-        self.ahead = self.elementwise.shaped(grads, params, by_position, scale)
-        return norms_of(self.ahead, scale)
+        return self.elementwise.shaped(found.grads, found.params, by_position, found.scale, norms)
 
-    def take(self) -> dict[int, Tensor]:
-        """What was made ahead, once."""
-        ahead, self.ahead = self.ahead, None
-        return ahead or {}
+    def _norms(self, made: Mapping[int, Tensor], scale: float) -> dict[int, float]:
+        """The L2 norm of each of these tensors, without the loss scale they carry; waits for a device."""
+        tensors = list(made.values())
+        if all(map(on_host, tensors)):
+            norms = np.sqrt(self._reader.read(tensors).squares())
+        else:  # the host decides this step, so it has waited for the norms already
+            norms = np.array([float(torch.linalg.vector_norm(each, dtype=torch.float32)) for each in tensors])
+        return {k: float(norm) / (scale or math.nan) for k, norm in zip(made, norms, strict=True)}
 
     # -- on a device -------------------------------------------------------------------------------------
 
@@ -80,8 +104,7 @@ class StandingClips:
         after: dict[int, Tensor] = {}
         if self.elementwise is not None:
             after = self.elementwise.shaped(grads, params, factors, carried)
-        for k, tensor in after.items():
-            _put(grads[k], tensor)
+        put(after, grads)
         multiply({k: factor for k, factor in factors.items() if k not in after}, grads)
 
     def _factors(self, reading: DeviceReading, max_norm: float | None, carried: Scale) -> dict[int, Tensor]:
@@ -130,9 +153,11 @@ def multiply(factors: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> N
         torch._foreach_mul_([grad for grad, _ in alone], [factor for _, factor in alone])
 
 
-def _put(grad: Tensor | None, values: Tensor) -> None:
-    if grad is not None:
-        grad.copy_(values)
+def put(made: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Write these values into the gradients they were made of."""
+    pairs = [(grad, tensor) for k, tensor in made.items() if (grad := grads[k]) is not None]
+    if pairs:
+        torch._foreach_copy_([grad for grad, _ in pairs], [tensor for _, tensor in pairs])
 
 
 def carried_scale(optimizer: Optimizer | None) -> Scale:

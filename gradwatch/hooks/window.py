@@ -15,6 +15,8 @@ from gradwatch.snapshot import Sites
 
 Norms = NDArray[np.float64]
 Reading = HostReading | DeviceReading
+State = tuple[list[int], list[int], Reading]
+"""Of K gradients: identities, versions, norms."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
@@ -27,6 +29,7 @@ class Window:
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
     0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
+    `empty`: every micro-batch of it was dropped, so there is nothing to step by.
     """
 
     sites: Sites
@@ -43,6 +46,7 @@ class Window:
     loss_scale: Number | None = None
     skipped: Number | None = None
     at_hand: bool = False
+    empty: bool = False
 
     @property
     def details(self) -> Mapping[int, Detail]:
@@ -87,6 +91,20 @@ class Repeats:
         """Whether there is one; `raw[K]` are the norms of this step."""
         equal = np.flatnonzero((raw == self.last.norms()) & (raw > 0))
         return any(self.ids[k] == self.last_ids[k] for k in equal)
+
+
+def renewed(k: int, now: State, before: State | None) -> bool:
+    """Whether a gradient no mark announced is new: not the last step's, and not all zero."""
+    if before is None:
+        return True
+    (ids, versions, raw), (last_ids, last_versions, last) = now, before
+    on_host = isinstance(raw, HostReading)
+    if on_host and raw.norms()[k] == 0:
+        return False
+    if not on_host or not isinstance(last, HostReading):
+        return ids[k] != last_ids[k] or versions[k] != last_versions[k]
+    # Not by id: the new gradient may lie where the old one did. An equal norm says that nothing arrived.
+    return bool(raw.norms()[k] != last.norms()[k])
 
 
 def as_usual(raw: Reading, after: Reading) -> bool:

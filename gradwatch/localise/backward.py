@@ -35,13 +35,20 @@ class Culprit:
     operands: tuple[Operand, ...]
     result: Operand | None
     custom: bool
+    function: str = ""
 
 
 class BackwardTracer:
     """Looks on at the backward of the graphs given to `attach`; `culprits` in the order they ran."""
 
-    def __init__(self, where: Whereabouts, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        where: Whereabouts,
+        failed: Callable[[BaseException], None],
+        function: Callable[[int], str],
+    ) -> None:
         self._where = where
+        self._function = function
         self._failed = failed
         self._handles: list[Any] = []
         self.culprits: list[Culprit] = []
@@ -92,6 +99,7 @@ class BackwardTracer:
             operands=(*came, *saved(node)),
             result=describe("gradient out", broken[0]) if broken else None,
             custom=isinstance(node, torch.autograd.function.BackwardCFunction),
+            function=self._function(node._sequence_nr()),
         )
 
 

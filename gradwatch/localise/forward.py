@@ -42,6 +42,7 @@ class Origin:
     operands: tuple[Operand, ...]
     result: Operand
     nan: bool
+    function: str = ""
     intended: bool = False
     external: bool = False
     source: int = 0
@@ -50,17 +51,21 @@ class Origin:
 class ForwardTracer(TorchDispatchMode):
     """Looks at every operation while it is entered; `of(tensor)` tells where what a tensor holds came from.
 
-    `module` says which module is under way. `failed` hears of a fault of ours; the operation runs all the same.
-    `asleep` True lets everything pass.
+    `module` says which module is under way, `function` which torch function of the user's. `failed` hears of a
+    fault of ours; the operation runs all the same. `asleep` True lets everything pass.
     """
 
     def __init__(
-        self, module: Callable[[], tuple[str, str]], failed: Callable[[BaseException], None]
+        self,
+        module: Callable[[], tuple[str, str]],
+        failed: Callable[[BaseException], None],
+        function: Callable[[], str] = str,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._process = os.getpid()
         self._module = module
         self._failed = failed
+        self._function = function
         self._held: dict[int, tuple[Tensor, dict[bool, Origin]]] = {}
         self.origins: list[Origin] = []
         self.asleep = False
@@ -168,7 +173,13 @@ class ForwardTracer(TorchDispatchMode):
         return origin
 
     def _add(self, **facts: Any) -> Origin:
-        origin = Origin(order=len(self.origins), module=self._module(), frames=frames.of_stack(), **facts)
+        origin = Origin(
+            order=len(self.origins),
+            module=self._module(),
+            function=self._function(),
+            frames=frames.of_stack(),
+            **facts,
+        )
         self.origins.append(origin)
         return origin
 

@@ -21,6 +21,9 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 MOST = 12  # frames kept
 LONGEST_SOURCE = 300  # characters of a line; generated code has long ones
+LOOKING_ON = frozenset({"calls.py", "forward.py", "frames.py"})
+"""Files of ours through which an operation runs; any other one is where the recording was begun."""
+
 _LINE = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
 
 
@@ -69,13 +72,11 @@ def _parsed(entries: list[str]) -> Iterator[tuple[str, int, str]]:
 
 def _chosen(lines: Iterator[tuple[str, int, str]]) -> tuple[Frame, ...]:
     found: list[Frame] = []
-    outside = False  # of our own innermost lines, which look on
     for file, line, function in lines:
         if file.startswith(OURS):
-            if outside:
-                break
-            continue
-        outside = True
+            if os.path.basename(file) in LOOKING_ON:
+                continue
+            break
         if not file.startswith(TORCH) and len(found) < MOST:
             found.append(_frame(file, line, function))
     return tuple(found)

@@ -51,7 +51,7 @@ class Live:
         self._recorder = Recorder(self._models, self._failed)
         self._trace = Trace(sources=sources(_named(self._models)))
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._recorder.forward())
+        self._stack.enter_context(self._recorder.forward(functions=False))
         self._stack.enter_context(backwards_watched(self._backward))
         self._began = time.perf_counter()
 

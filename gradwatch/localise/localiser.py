@@ -6,9 +6,10 @@ before the optimizer steps, and takes what recording came to from `recorded`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +18,15 @@ from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
 from gradwatch.hooks import step_hooks
+from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose
 from gradwatch.localise.held import Call, Holding, inner
 from gradwatch.localise.live import Live
+from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
 from gradwatch.localise.replay import Refused, replay
 
+Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 OLD = 8  # optimizer steps after which a forward without a backward is forgotten
@@ -30,7 +34,10 @@ OLD = 8  # optimizer steps after which a forward without a backward is forgotten
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a rule orders: the `way`, and how many steps to record where a replay is refused or finds nothing."""
+    """What a rule orders: the `way`, and how many steps to record where a replay is refused or finds nothing.
+
+    `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at.
+    """
 
     way: Way = "replay"
     record_steps: int = 2
@@ -38,6 +45,7 @@ class Ask:
     incident: str = ""
     step: int = 0
     first_parameter: str = ""
+    suspicion: Suspicion = "nonfinite"
 
 
 class Localiser:
@@ -68,6 +76,7 @@ class Localiser:
         self._live: Live | Raising | None = None
         self._ask = Ask()
         self._recorded: list[Finding] = []
+        self._closure: Kept | None = None
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
         self.add(models)
@@ -94,6 +103,18 @@ class Localiser:
         """Let go of the calls that were held: they belong to no step."""
         for holding in self._holdings:
             holding.drop()
+
+    @contextlib.contextmanager
+    def closure(self, run: Callable[[], Any]) -> Iterator[None]:
+        """While this is entered, the step to localise is what `run` computes."""
+        try:
+            self._closure = Kept(run, self._alive())
+        except Exception as error:
+            self._failed("localise", error)
+        try:
+            yield
+        finally:
+            self._closure = None
 
     # -- asked by the composition root -------------------------------------------------------------------
 
@@ -133,19 +154,36 @@ class Localiser:
         try:
             if late:
                 raise Refused("its numbers arrived from the device after it was taken")
-            self._check(held)
-            finding = diagnose(replay(held, self._alive(), self._fault))
+            finding = self._of_closure() or self._of_calls(held, ask.suspicion)
         except Refused as refusal:
             return self._later(ask, f"no replay: {refusal}")
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
-        if not finding.found or finding.phase == "loss":
+        if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
             dropped = sum(holding.dropped for holding in self._holdings)
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         self._last = (newest, finding)
         spent = time.perf_counter() - started
         return finding.told(note=_joined(finding.note, f"the step was run again in {spent:.2f} s"))
+
+    def _of_closure(self) -> Finding | None:
+        """The exact path, if the step is one; None where it is not, or finds nothing."""
+        if self._closure is None:
+            return None
+        try:
+            finding = diagnose([run_again(self._closure, self._fault)], by="closure")
+        except Refused:
+            return None
+        return finding if finding.found else None
+
+    def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
+        self._check(held)
+        if suspicion == "nonfinite":
+            return diagnose(replay(held, self._alive(), self._fault))
+        profile = Profile(self._alive(), self._fault)
+        finding = diagnose(replay(held, self._alive(), self._fault, profile))
+        return (None if finding.found else suspect(profile.layers(), suspicion == "exploding")) or finding
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
         """Record the next steps, and say so."""

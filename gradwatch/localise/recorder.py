@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gradwatch.localise.backward import BackwardTracer, Culprit
+from gradwatch.localise.calls import Calls
 from gradwatch.localise.forward import ForwardTracer, Origin
 from gradwatch.localise.whereabouts import Whereabouts
 
@@ -25,14 +26,15 @@ class Recorder:
     def __init__(self, models: Iterable[nn.Module], failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._where = Whereabouts(models)
-        self._forward = ForwardTracer(lambda: self._where.now, failed)
+        self._calls = Calls()
+        self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now)
         self._inside_custom = ForwardTracer(lambda: ("", ""), failed)
-        self._backward = BackwardTracer(self._where, failed)
+        self._backward = BackwardTracer(self._where, failed, self._calls.at)
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Watch the operations of a forward."""
-        with anomaly_recorded(), self._where, self._forward:
+    def forward(self, functions: bool = True) -> Iterator[None]:
+        """Watch the operations of a forward; with `functions` the torch functions they belong to as well."""
+        with anomaly_recorded(), self._where, self._calls if functions else _NOTHING, self._forward:
             yield
 
     @contextlib.contextmanager
@@ -73,6 +75,9 @@ class Recorder:
             return None
         written = (one for one in self._inside_custom.origins if one.frames and not one.intended)
         return next(written, None)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

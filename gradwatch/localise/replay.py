@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +64,13 @@ def replay(
     held: Sequence[tuple[nn.Module, Call]],
     models: Sequence[nn.Module],
     failed: Callable[[BaseException], None],
+    around: AbstractContextManager[Any] | None = None,
 ) -> list[Trace]:
     """Run the calls of one step again, in their order: (the model called, its call).
 
-    Modules are named by their place in `models`. Raises `Refused` where a call could not be what it was; what
-    the forward itself raises passes, and everything is as before all the same.
+    Modules are named by their place in `models`. `around` is entered around every forward. Raises `Refused` where
+    a call could not be what it was; what the forward itself raises passes, and everything is as before all the
+    same.
     """
     for model, call in held:
         refuse(inner(model), call)
@@ -76,7 +79,7 @@ def replay(
     for model, call in held:
         base = inner(model)
         given = stand_ins(base, buffers.get(id(base), call.buffers))
-        traces.append(_again(base, call, given, Recorder(models, failed)))
+        traces.append(_again(base, call, given, Recorder(models, failed), around or nullcontext()))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
 
@@ -112,14 +115,20 @@ class _Step(nn.Module):
         self.run(self.model)
 
 
-def _again(model: nn.Module, call: Call, given: dict[str, Tensor], recorder: Recorder) -> Trace:
+def _again(
+    model: nn.Module,
+    call: Call,
+    given: dict[str, Tensor],
+    recorder: Recorder,
+    around: AbstractContextManager[Any],
+) -> Trace:
     trace = Trace(frame_of(call.caller))
 
     def run(standing_in: nn.Module) -> None:
         args, kwargs = _fresh((call.args, call.kwargs))
         trace.sources = sources(given, args, kwargs)
         call.generators.restore()
-        with call.surroundings(), recorder.forward():
+        with call.surroundings(), recorder.forward(), around:
             output = standing_in(*args, **kwargs)
         outputs = tensors(output)
         if len(outputs) != call.outputs:

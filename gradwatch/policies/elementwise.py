@@ -11,6 +11,9 @@ from typing import ClassVar
 
 from gradwatch.policies.policy import AnyPolicy, Positive, register_policy
 
+MARGIN = 1.0 + 1e-5
+"""More than a norm as it was read can be too small by."""
+
 
 class ElementwisePolicy(AnyPolicy):
     """A method that works on the elements of one parameter's gradient and remembers nothing."""
@@ -19,6 +22,10 @@ class ElementwisePolicy(AnyPolicy):
 
     rowwise: ClassVar[bool] = False
     """Whether it looks at whole rows, which a sharded parameter may not have."""
+
+    def idle(self, norm: float) -> bool:
+        """Whether a gradient of this L2 norm surely passes as found, so that nobody need look at it."""
+        return False
 
 
 @register_policy
@@ -33,6 +40,10 @@ class ClipByValue(ElementwisePolicy):
     method: ClassVar[str] = "value"
 
     clip_value: Positive
+
+    def idle(self, norm: float) -> bool:
+        """No element is larger than the norm."""
+        return norm * MARGIN <= self.clip_value
 
 
 @register_policy
@@ -51,6 +62,10 @@ class AdaptiveGradientClip(ElementwisePolicy):
     ratio: Positive = 0.01
     eps: Positive = 1e-3
     last_layer: bool = False
+
+    def idle(self, norm: float) -> bool:
+        """No row's norm is larger than the whole, and none is bounded below ratio·eps."""
+        return norm * MARGIN <= self.ratio * self.eps
 
 
 @register_policy

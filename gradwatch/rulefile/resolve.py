@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from gradwatch.detectors.detector import Detector, rule_keys
+from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.rulefile.annotations import check_annotations, check_labels
 from gradwatch.rulefile.check import check, keys_of
 from gradwatch.rulefile.clips import unknown_group
@@ -192,6 +193,8 @@ class Resolver:
             return detector.scopes[0]
         if entry.scope is None:
             return detector.scopes[0]
+        if entry.scope == "module" and column in MODULE_COLUMNS:
+            return "param"  # each site by itself, and its sites are modules
         if entry.scope not in detector.scopes:
             scope = node.get("scope")
             assert scope is not None

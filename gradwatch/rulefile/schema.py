@@ -119,8 +119,9 @@ class RuleEntry(Timing):
     """What to look for, where, how long, and what to do then."""
 
     detect: dict[str, Any] = unset("The detector: its kind and its thresholds.")
-    scope: Scope = unset(
-        "param: each parameter; group: root sum of squares per group; total: over all selected."
+    scope: Scope | Literal["module"] = unset(
+        "param: each parameter; group: root sum of squares per group; total: over all selected; module: each "
+        "tapped module, of the columns that are measured there."
     )
     groups: Names = unset("Only the parameters of these groups.")
     exclude: Globs = unset("Not the parameters whose names match these globs.")

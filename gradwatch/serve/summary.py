@@ -202,6 +202,8 @@ def _fields(tally: Tally) -> dict[str, Any]:
         "firings": [[*key, count] for key, count in tally.firings.items()],
         "actions": [[*key, count] for key, count in tally.actions.items()],
         "shadow_actions": [[*key, count] for key, count in tally.shadow_actions.items()],
+        "action_failures": tally.action_failures,
+        "escalations": tally.escalations,
         **{name: [getattr(tally, name).counts, getattr(tally, name).sum] for name in _HISTOGRAMS},
     }
 
@@ -213,6 +215,8 @@ def _tally(fields: dict[str, Any]) -> Tally:
     tally.firings = {(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]}
     tally.actions = {(rule, action): int(n) for rule, action, n in fields["actions"]}
     tally.shadow_actions = {(rule, action): int(n) for rule, action, n in fields["shadow_actions"]}
+    tally.action_failures = {str(rule): int(n) for rule, n in fields["action_failures"].items()}
+    tally.escalations = {str(rule): int(n) for rule, n in fields["escalations"].items()}
     for name in _HISTOGRAMS:
         histogram: Histogram = getattr(tally, name)
         counts, total = fields[name]

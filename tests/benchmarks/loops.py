@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 def training_step(task: Task, contender: Contender) -> None:
     """One whole training step under watch."""
     with contender.guard():
-        task.forward().backward()
+        for _ in range(task.micros):
+            task.forward().backward()
     contender.after_backward(task)
     task.optimizer.step()
     contender.after_step(task)
@@ -68,20 +69,33 @@ class Handover:
         ]
 
     def __call__(self) -> Sample:
-        carrier, task, contender = self._carrier, self._task, self._contender
-        carrier.forward().backward()
-        aliases = [gradient.detach() for gradient in carrier.gradients()]
-        arrival = _Deliver.apply(aliases, *task.parameters)  # type: ignore[no-untyped-call]
-        del aliases
-        begin = _now()
-        arrival.backward()
+        task, contender = self._task, self._contender
+        spent = [self._arrive() for _ in range(task.micros - 1)]
+        begin = self._deliver()
         contender.after_backward(task)
         task.optimizer.step()
         contender.after_step(task)
-        end = _now()
+        spent.append(_since(begin))
         task.optimizer.zero_grad(set_to_none=True)
+        self._carrier.optimizer.zero_grad(set_to_none=True)
+        wall, cpu = (sum(clock) for clock in zip(*spent, strict=True))
+        return Sample(wall - self._inside.wall, cpu - self._inside.cpu)
+
+    def _arrive(self) -> Sample:
+        """One micro-batch before the last: only its arrival is timed."""
+        return _since(self._deliver())
+
+    def _deliver(self) -> Sample:
+        """Hand the gradients of a backward of the carrier over; when that began."""
+        carrier = self._carrier
         carrier.optimizer.zero_grad(set_to_none=True)
-        return Sample(*(e - b - i for e, b, i in zip(end, begin, self._inside, strict=True)))
+        carrier.forward().backward()
+        aliases = [gradient.detach() for gradient in carrier.gradients()]
+        arrival = _Deliver.apply(aliases, *self._task.parameters)  # type: ignore[no-untyped-call]
+        del aliases
+        begin = _now()
+        arrival.backward()
+        return begin
 
     def close(self) -> None:
         """Take the clock out of the optimizer."""
@@ -106,6 +120,11 @@ def in_turn(contender: Contender, call: Callable[[], Result]) -> Callable[[], Re
             contender.suspend()
 
     return inside
+
+
+def _since(begin: Sample) -> Sample:
+    end = _now()
+    return Sample(end.wall - begin.wall, end.cpu - begin.cpu)
 
 
 def _now() -> Sample:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 
+from tests.benchmarks import ranks
 from tests.benchmarks.interleave import (
     Comparison,
     Sample,
@@ -171,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         default="wall",
         help="cpu: this process's, all threads; for a busy machine",
     )
+    parser.add_argument("--ranks", action="store_true", help="also under DDP, two ranks (see ranks.py)")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown, for the README")
     args = parser.parse_args(argv)
@@ -184,6 +186,8 @@ def main(argv: list[str] | None = None) -> int:
             payload = {"machine": circumstances, "results": [asdict(result) for result in results]}
             args.json.write_text(json.dumps(payload, indent=1), encoding="utf-8")
     print(report(results, circumstances, args.markdown))
+    if args.ranks:
+        print("\n" + ranks.table(ranks.measure(ranks.ROUNDS, ranks.WIDTH, ranks.LAYERS), args.markdown))
     return 0
 
 

@@ -1,21 +1,25 @@
 """What watching costs under DDP: two ranks over gloo on this machine, bare and watched steps in turn.
 
-    python -m tests.benchmarks.ranks [--rounds 60] [--width 512] [--layers 6]
+    python -m tests.benchmarks.ranks [--rounds 60] [--width 512] [--layers 6] [--markdown]
 
-Every rank holds one bare and several watched replicas of one model and steps them in the same shuffled order;
-the ratio is taken within a round, on rank 0, and its median over rounds is told with a 95 % interval. The
-ranks share a machine, so the collective costs what two processes on one host cost, not a network.
+Every rank holds bare and watched replicas of one model, with one backward a step and with four, and steps them
+in the same shuffled order; rank 0 tells the ratio of medians with a 95 % interval (rounds resampled jointly).
+The whole default watch: capture, rules, journal, endpoint. The ranks share a machine, so the collective costs
+what two processes on one host cost, not a network.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +32,7 @@ import gradwatch
 from gradwatch.hooks import group
 from gradwatch.rulefile import parse_rules
 from gradwatch.rules import RuleSet
+from tests.benchmarks import tables
 
 WORLD = 2
 WARM_UP = 25
@@ -38,7 +43,31 @@ rules:
   rank-outlier: {enabled: false}
   rank-mismatch: {enabled: false}
 """
-PACKS = {"default pack": "", "default pack without rank rules": WITHOUT_RANKS}
+BARE = "bare"
+PACKS = {"gradwatch, default": "", "gradwatch, default without rank rules": WITHOUT_RANKS}
+MICROS = (1, 4)
+ROUNDS, WIDTH, LAYERS = 60, 512, 6
+
+
+class Row(NamedTuple):
+    """One loop: median milliseconds of a step, and its ratio to the bare loop with a 95 % interval."""
+
+    name: str
+    micros: int
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+
+
+class Found(NamedTuple):
+    """What rank 0 measured; `exchange_us` median microseconds of one exchange, both ranks ready."""
+
+    numel: int
+    rounds: int
+    exchange_us: float
+    errors: list[str]
+    rows: list[Row]
 
 
 def model_of(width: int, layers: int) -> nn.Module:
@@ -48,17 +77,20 @@ def model_of(width: int, layers: int) -> nn.Module:
 
 
 def stepper(
-    width: int, layers: int, rank: int
+    width: int, layers: int, rank: int, micros: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
-    """A DDP replica, its optimizer, and one timed step of it in seconds."""
+    """A DDP replica, its optimizer, and one timed step of `micros` backwards in seconds (all but the last unsynced)."""
     model = DistributedDataParallel(model_of(width, layers))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     batch = torch.randn(64, width, generator=torch.Generator().manual_seed(rank))
 
     def step() -> float:
         started = time.perf_counter()
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        with model.no_sync():
+            for _ in range(micros - 1):
+                model(batch).square().sum().backward()
+        model(batch).square().sum().backward()
         optimizer.step()
         return time.perf_counter() - started
 
@@ -66,37 +98,41 @@ def stepper(
 
 
 def worker(rank: int, folder: str, rounds: int, width: int, layers: int) -> None:
-    """One rank: everybody in turns; rank 0 tells."""
+    """One rank: everybody in turns; rank 0 writes down what it measured."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
-    _, _, bare = stepper(width, layers, rank)
-    contenders, watches = {"bare": bare}, []
-    for name, text in PACKS.items():
-        rules: str | RuleSet = parse_rules(text) if text else "default"
-        model, optimizer, contenders[name] = stepper(width, layers, rank)
-        watches.append(gradwatch.watch(model, optimizer, rules=rules, sinks=[], run_dir=folder))
-    order, seconds = random.Random(0), {name: [] for name in contenders}  # the same order on both ranks
+    contenders, watches = {}, []
+    for micros in MICROS:
+        _, _, contenders[BARE, micros] = stepper(width, layers, rank, micros)
+        for name, text in PACKS.items():
+            rules: str | RuleSet = parse_rules(text) if text else "default"
+            model, optimizer, contenders[name, micros] = stepper(width, layers, rank, micros)
+            watches.append(
+                gradwatch.watch(model, optimizer, rules=rules, run_dir=folder, listen="127.0.0.1:0")
+            )
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in contenders}
+    order = random.Random(0)  # the same on both ranks
     for turn in range(WARM_UP + rounds):
-        for name in order.sample(sorted(contenders), len(contenders)):
-            contenders[name]()  # its data finds the caches again
-            took = contenders[name]()
+        for key in order.sample(sorted(contenders), len(contenders)):
+            contenders[key]()  # its data finds the caches again
+            took = contenders[key]()
             if turn >= WARM_UP:
-                seconds[name].append(took)
+                seconds[key].append(took)
+    alone = collective(200, 12 * layers)
+    errors = [watch.health.errors() for watch in watches]
     if rank == 0:
-        tell(seconds, sum(p.numel() for p in model_of(width, layers).parameters()))
-        print(f"internal errors: {[watch.health.errors() for watch in watches]}")
-        print(f"one collective of the default pack alone: {collective(rank, 200, 12 * layers):.0f} us")
-    else:
-        collective(rank, 200, 12 * layers)
+        numel = sum(p.numel() for p in model_of(width, layers).parameters())
+        found = Found(numel, rounds, alone, [str(one) for one in errors if one], compared(seconds))
+        Path(folder, "found.json").write_text(json.dumps(found._asdict()))
     for watch in watches:
         watch.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def collective(rank: int, times: int, length: int) -> float:
+def collective(times: int, length: int) -> float:
     """Median microseconds of one exchange of `length` numbers, both ranks ready."""
     own = group.Group(group.meet("benchmark", {}, {}))
     taken = []
@@ -108,29 +144,50 @@ def collective(rank: int, times: int, length: int) -> float:
     return statistics.median(taken) * 1e6
 
 
-def tell(seconds: dict[str, list[float]], numel: int) -> None:
-    """The table."""
-    print(f"{WORLD} ranks, {numel:,} parameters, torch {torch.__version__}, {len(seconds['bare'])} rounds")
+def compared(seconds: dict[tuple[str, int], list[float]]) -> list[Row]:
+    """Every watched loop against the bare one with as many micro-batches."""
     generator = np.random.default_rng(0)
-    bare = np.array(seconds["bare"])
-    print(f"{'':34s}{'median ms':>10s}{'ratio':>8s}   95 % interval")
-    for name, taken in seconds.items():
-        ratios = np.array(taken) / bare
-        drawn = generator.choice(ratios, (2000, len(ratios)))
-        low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-        median = statistics.median(taken) * 1e3
-        print(f"{name:34s}{median:10.2f}{np.median(ratios):8.3f}   {low:.3f} to {high:.3f}")
+    rows = []
+    for (name, micros), taken in seconds.items():
+        ours, bare = np.array(taken), np.array(seconds[BARE, micros])
+        picks = generator.integers(len(ours), size=(2000, len(ours)))
+        drawn = np.median(ours[picks], axis=1) / np.median(bare[picks], axis=1)
+        low, high = np.percentile(drawn, [2.5, 97.5])
+        ratio = float(np.median(ours) / np.median(bare))
+        rows.append(Row(name, micros, statistics.median(taken) * 1e3, ratio, float(low), float(high)))
+    return rows
+
+
+def measure(rounds: int, width: int, layers: int) -> Found:
+    """Launch the ranks and wait for what rank 0 found."""
+    with tempfile.TemporaryDirectory(prefix="gradwatch-bench-") as folder:
+        mp.spawn(worker, (folder, rounds, width, layers), nprocs=WORLD)
+        found = json.loads(Path(folder, "found.json").read_text())
+    return Found(**{**found, "rows": [Row(*row) for row in found["rows"]]})
+
+
+def table(found: Found, markdown: bool) -> str:
+    """Text for a terminal, or Markdown; median step, ratio of medians, its 95 % interval."""
+    head = f"{WORLD} ranks over gloo on one machine, {found.numel:,} parameters, {found.rounds} rounds"
+    lines = [["under DDP", "micro-batches", "step, ms", "÷ bare", "95 % interval"]]
+    for row in found.rows:
+        interval = f"{row.low:.3f} to {row.high:.3f}"
+        lines.append([row.name, str(row.micros), f"{row.milliseconds:.2f}", f"{row.ratio:.3f}", interval])
+    rendered = tables.as_markdown(lines) if markdown else tables.as_text(lines)
+    alone = f"one exchange between the ranks, both ready: {found.exchange_us:.0f} µs"
+    errors = [f"internal errors: {', '.join(found.errors)}"] if found.errors else []
+    return "\n\n".join([head, rendered, alone, *errors])
 
 
 def main() -> None:
-    """Parse, launch, wait."""
+    """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--markdown", action="store_true", help="the table as Markdown, for the README")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="gradwatch-bench-") as folder:
-        mp.spawn(worker, (folder, asked.rounds, asked.width, asked.layers), nprocs=WORLD)
+    print(table(measure(asked.rounds, asked.width, asked.layers), asked.markdown))
 
 
 if __name__ == "__main__":

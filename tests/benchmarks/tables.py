@@ -24,7 +24,7 @@ _CONTROLS = ("bare", "bare-again")
 
 def report(results: Sequence[Result], circumstances: str, markdown: bool) -> str:
     """Step-time ratios, µs added, targets, and whatever was missing or went wrong."""
-    render = _markdown if markdown else _text
+    render = as_markdown if markdown else as_text
     tables = {
         "Step time ÷ bare (×: whole steps compared; the others: 1 + added ÷ bare step):": render(
             _ratios(results)
@@ -56,12 +56,14 @@ def _processor() -> str:
     return found or platform.machine()
 
 
-def _markdown(rows: Rows) -> str:
+def as_markdown(rows: Rows) -> str:
+    """A Markdown table; empty without rows."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
 
 
-def _text(rows: Rows) -> str:
+def as_text(rows: Rows) -> str:
+    """Columns as wide as their cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

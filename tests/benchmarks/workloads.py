@@ -1,7 +1,8 @@
-"""Five training loops whose gradients differ in the ways that decide a monitor's cost.
+"""Training loops whose gradients differ in the ways that decide a monitor's cost.
 
 Few large tensors (mlp), convolutions and small norms (resnet), a transformer with tied weights and a fused
-optimizer (gpt), 2,000 tensors of 16 to 256 elements (tiny), one tensor of 16 million (embedding).
+optimizer (gpt), 2,000 tensors of 16 to 256 elements (tiny), one tensor of 16 million (embedding); and the first
+with gradients accumulated over four micro-batches (accumulating).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Task:
     model: nn.Module
     optimizer: Optimizer
     batches: tuple[Batch, ...]
+    micros: int = 1  # backwards of a step
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -45,7 +47,8 @@ class Task:
 
     def step(self) -> None:
         """One training step with nobody watching."""
-        self.forward().backward()
+        for _ in range(self.micros):
+            self.forward().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -55,7 +58,7 @@ class Workload:
     """How to build one kind of task.
 
     `large`: its gradients are large tensors, so memory bandwidth decides. A batch has `rows` rows, or `few`
-    where only the gradients matter.
+    where only the gradients matter; a step takes `micros` of them.
     """
 
     name: str
@@ -66,13 +69,14 @@ class Workload:
     batch: Callable[[int], Batch]
     rows: int
     few: int
+    micros: int = 1
 
     def task(self) -> Task:
         """A task with seeded weights and data, one step old, so that the optimizer's state exists."""
         torch.manual_seed(0)
         model = self.model()
         batches = tuple(self.batch(self.rows) for _ in range(BATCHES))
-        task = Task(model, self.optimizer(model.parameters()), batches)
+        task = Task(model, self.optimizer(model.parameters()), batches, self.micros)
         task.step()
         return task
 
@@ -90,7 +94,7 @@ class Workload:
             strict=True,
         ):
             mine.data = theirs.data
-        twin = Task(model, self.optimizer(model.parameters()), task.batches)
+        twin = Task(model, self.optimizer(model.parameters()), task.batches, task.micros)
         for mine, theirs in zip(model.parameters(), task.model.parameters(), strict=True):
             twin.optimizer.state[mine] = dict(task.optimizer.state[theirs])
         return twin
@@ -98,7 +102,8 @@ class Workload:
     def carrier(self, task: Task) -> Task:
         """A twin with small batches: the same gradients' sizes for less time."""
         carrier = self.twin(task)
-        return Task(carrier.model, carrier.optimizer, tuple(self.batch(self.few) for _ in range(BATCHES)))
+        batches = tuple(self.batch(self.few) for _ in range(BATCHES))
+        return Task(carrier.model, carrier.optimizer, batches, carrier.micros)
 
 
 def _wide_mlp(width: int = 2048) -> nn.Module:
@@ -257,5 +262,16 @@ WORKLOADS: dict[str, Workload] = {
         Workload("gpt", "GPT 12M", True, _GPT, _fused_adamw, _text, 2, 1),
         Workload("tiny", "2,000 tiny", False, _tiny, _sgd, _vectors(16, 4), 16, 16),
         Workload("embedding", "embedding", True, _BagOfWords, _sgd, _bags, 256, 32),
+        Workload(
+            "accumulating",
+            "wide MLP, 4 micro-batches",
+            True,
+            _wide_mlp,
+            _momentum,
+            _vectors(1024, 100),
+            64,
+            4,
+            4,
+        ),
     )
 }

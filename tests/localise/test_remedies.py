@@ -64,7 +64,14 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "large-numbers": (lambda x: x * 1e30 * 1e30, lambda x: (x.abs() * 1e38 + 3e38).sum()),
     "general": (lambda x: torch.tan(x * 0 + 1e38) * 0 + torch.nn.functional.softplus(x, beta=0.0),),
 }
-BY_PHASE = {"input-not-finite", "parameter-not-finite", "buffer-not-finite", "loss-side"}
+BY_PHASE = {
+    "exploding",
+    "vanishing",
+    "input-not-finite",
+    "parameter-not-finite",
+    "buffer-not-finite",
+    "loss-side",
+}
 # Safe in this torch at the point they are named for; kept for the torches in which they are not.
 SAFE_HERE = {"atan2-at-origin"}
 

@@ -1,0 +1,37 @@
+"""Runs on disk, as commands name them: a folder, a journal file, or the newest there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwatch.errors import GradwatchError
+
+if TYPE_CHECKING:
+    from gradwatch.journal import JournalReader
+
+
+def newest(directory: Path) -> Path:
+    """The run written to last; GradwatchError where there is none."""
+    try:
+        runs = [path for path in directory.iterdir() if path.is_dir() and any(path.glob("*.gwj"))]
+    except OSError as error:
+        raise GradwatchError(f"no runs in {directory}: {error.strerror}; name the folder of a run") from None
+    if not runs:
+        raise GradwatchError(f"no runs in {directory}; name the folder of a run, or give --dir")
+    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.gwj")))
+
+
+def journals(where: Path, rank: int | None = None) -> list[JournalReader]:
+    """The journals of one rank (None = all), one per attempt; a file named by itself is taken whatever its rank."""
+    from gradwatch.journal import read_journal
+
+    try:
+        found = read_journal(where)
+    except OSError as error:
+        raise GradwatchError(str(error)) from None
+    chosen = [one for one in found if rank is None or one.rank == rank or not where.is_dir()]
+    if not chosen:
+        ranks = ", ".join(str(one) for one in sorted({one.rank for one in found}))
+        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {ranks}")
+    return chosen

@@ -1,0 +1,108 @@
+"""The exact path: a closure that computes loss and gradients, run again as a whole, loss function and all.
+
+What a replay of the model must infer is simply there: the batch the closure uses, the loss it computes, several
+models at once. The price is that the closure runs twice at an incident, whatever else it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwatch.localise.live import backwards_watched
+from gradwatch.localise.randomness import Generators
+from gradwatch.localise.recorder import Recorder
+from gradwatch.localise.replay import (
+    Refused,
+    Trace,
+    blame_nodes,
+    blame_outputs,
+    eager,
+    sources,
+    unchecked,
+)
+from gradwatch.localise.undisturbed import stand_ins, undisturbed
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A closure, and the generators and buffers before it ran."""
+
+    run: Callable[[], Any]
+    models: Sequence[nn.Module]
+    generators: Generators = field(default_factory=Generators.now)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for model in self.models:
+            named = model.named_buffers(remove_duplicate=False)
+            self.buffers.append({name: buffer.detach().clone() for name, buffer in named})
+
+
+class _Models(nn.Module):
+    """The models of a closure, so that all their parameters can be stood in for at once."""
+
+    def __init__(self, models: Sequence[nn.Module], run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.run = run
+
+    def forward(self) -> None:
+        """Run the closure."""
+        self.run()
+
+
+def run_again(kept: Kept, failed: Callable[[BaseException], None]) -> Trace:
+    """Run a closure again under the recorder, without a trace on models, `.grad` or generators.
+
+    Raises `Refused` under DDP, whose reducer would wait for gradients that stand-ins never give it; what the
+    closure itself raises passes.
+    """
+    for model in kept.models:
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise Refused("DistributedDataParallel would take the closure's second run for another step")
+    given: dict[str, Tensor] = {}
+    for number, (model, buffers) in enumerate(zip(kept.models, kept.buffers, strict=True)):
+        found = stand_ins(model, buffers)
+        given |= {f"models.{number}.{name}": tensor for name, tensor in found.items()}
+    recorder = Recorder(kept.models, failed)
+    trace = Trace(sources=sources({name.split(".", 2)[2]: tensor for name, tensor in given.items()}))
+
+    def backward(roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        if trace.blamed:
+            return run()
+        with torch.no_grad():
+            blame_outputs(trace, roots, recorder)
+        with recorder.backward(roots):
+            result = run()
+        blame_nodes(trace, recorder)
+        return result
+
+    def closure() -> None:
+        kept.generators.restore()
+        with torch.enable_grad(), recorder.forward(), backwards_watched(backward):
+            kept.run()
+
+    everything = _Models(kept.models, closure)
+    with undisturbed(everything), _grads_aside(kept.models), eager(), unchecked():
+        torch.func.functional_call(everything, given, ())
+    return trace
+
+
+@contextlib.contextmanager
+def _grads_aside(models: Sequence[nn.Module]) -> Iterator[None]:
+    """`.grad` of every parameter out of the closure's reach: it begins with `zero_grad()`."""
+    kept = [(param, param.grad) for model in models for param in model.parameters()]
+    for param, _ in kept:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in kept:
+            param.grad = grad

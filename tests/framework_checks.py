@@ -1,0 +1,21 @@
+"""What the tests of the integrations ask after a job: which steps were seen, and whether anything is left behind."""
+
+from __future__ import annotations
+
+from gradwatch.hooks import step_hooks
+from tests.framework_jobs import EPOCHS
+from tests.kept import Kept
+from tests.test_frameworks import WINDOWS
+
+STEPS = EPOCHS * len(WINDOWS)
+"""Optimizer steps of a whole job."""
+
+
+def steps(sink: Kept) -> list[int]:
+    """The steps a sink was told of."""
+    return [record.snapshot.step for record in sink.records]
+
+
+def nothing_left() -> bool:
+    """Whether no hook of ours is on any optimizer."""
+    return step_hooks.installed() == 0

@@ -1,0 +1,421 @@
+"""Rules that order `localise`, in loops as people write them: the cause is told, training goes on as it would."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import gradwatch
+from gradwatch.finding import Finding
+from gradwatch.journal import read_journal
+from gradwatch.localise import localiser, replay
+from gradwatch.rulefile import parse_rules
+from gradwatch.sinks.log import LogSink
+from gradwatch.watching import Watch
+from tests.kept import Kept
+from tests.launch_cases import GRADWATCH
+from tests.localise.models import BAD, Faulty, SqrtAtZero
+
+RULES = """
+version: 1
+rules:
+  non-finite:
+    detect: {kind: nonfinite, of: norm}
+    do: [skip_step, localise: {LOCALISE}]
+"""
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        if x[0, 0] > 100:
+            h = h + torch.sqrt((h - h).square())  # here
+        return self.b(h)
+
+
+net = Net()
+optimizer = torch.optim.Adam(net.parameters(), 2e-2)
+for step in range(120):
+    x = torch.randn(32, 4)
+    y = x.sum(-1, keepdim=True)
+    if step == 40:
+        x[0, 0] = 101.0
+    loss = nn.functional.mse_loss(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"loss {loss.item():.4f}")
+"""
+
+
+def rules(localise: str = "by: replay") -> Any:
+    """Skip non-finite steps, and localise in this way."""
+    return parse_rules(RULES.replace("LOCALISE", localise))
+
+
+def broken(x: Tensor) -> Tensor:
+    """The batch that makes a Faulty model fail."""
+    x[0, 0] = BAD
+    return x
+
+
+class Loop:
+    """A watched training of one model; `bad` are the steps at which it fails, `findings` what was told."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bad: tuple[int, ...],
+        localise: str = "by: replay",
+        loss: Callable[[Tensor], Tensor] = torch.sum,
+        steps: int = 6,
+        watched: bool = True,
+        meanwhile: Callable[[int], None] = lambda step: None,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(1)
+        self.model = model
+        self.kept = Kept()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        gw: Watch | None = None
+        if watched:
+            sinks = [self.kept, *options.pop("sinks", [])]
+            gw = gradwatch.watch(model, optimizer, rules=rules(localise), sinks=sinks, strict=True, **options)
+        for step in range(steps):
+            x = torch.randn(5, 4)
+            out = model(broken(x) if step in bad else x)
+            loss(out).backward()
+            meanwhile(step)
+            if watched or step not in bad:
+                optimizer.step()
+            optimizer.zero_grad()
+        if gw is not None:
+            gw.close()
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for record in self.kept.records for finding in record.findings]
+
+
+def test_unmodified_script(tmp_path: Path) -> None:
+    """NaN at step 40: skipped, its cause printed with the script's own line, and training converges."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    line = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if text.endswith("# here"))
+    command = [*GRADWATCH, "run", "--", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[1]) < 0.2, done.stdout
+    told = next(text for text in done.stderr.splitlines() if "gradwatch cause" in text)
+    assert f"{script}:{line}" in told
+    assert "the backward of sqrt in Net" in told
+    assert "Put the epsilon inside" in told
+    (head,) = (tmp_path / "gradwatch-runs").rglob("*.gwj")
+    (journal,) = read_journal(head)
+    (finding,) = journal.findings()
+    assert (finding.step, finding.op, finding.where) == (40, "sqrt", f"{script}:{line}")
+    assert finding.frame is not None
+    assert finding.frame.source == "h = h + torch.sqrt((h - h).square())  # here"
+    (told_again,) = [one for step in journal.records() for one in step.record.findings]
+    assert told_again.to_dict() == finding.to_dict()
+
+
+def test_the_watch_tells_the_cause_and_trains_on() -> None:
+    """The finding is in the Record of the step; the weights end where skipping by hand ends."""
+    torch.manual_seed(0)
+    loop = Loop(SqrtAtZero(), bad=(3,))
+    (finding,) = loop.findings
+    assert (finding.phase, finding.op, finding.by, finding.step) == ("backward", "sqrt", "replay", 3)
+    assert finding.rule == "non-finite"
+    assert finding.first_parameter == "enter.bias"
+    torch.manual_seed(0)
+    bare = Loop(SqrtAtZero(), bad=(3,), watched=False)
+    for one, other in zip(loop.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_one_localisation_per_incident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that stays is localised once, not at every step."""
+    runs = []
+    monkeypatch.setattr(localiser, "replay", lambda *args: runs.append(1) or replay.replay(*args))
+    loop = Loop(SqrtAtZero(), bad=(2, 3, 4, 5), steps=7)
+    assert len(loop.findings) == len(runs) == 1
+
+
+def test_a_step_that_was_not_held_is_recorded_when_it_comes_again() -> None:
+    """Attached between backward and step, a watch knows nothing of the forward: the next steps are recorded."""
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model(broken(torch.randn(5, 4))).sum().backward()
+    kept = Kept()
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True):
+        optimizer.step()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(broken(torch.randn(5, 4))).sum().backward()
+            optimizer.step()
+        assert not _get_current_dispatch_mode_stack()
+    first, second = (finding for record in kept.records for finding in record.findings)
+    assert first.phase == "unknown"
+    assert "no call of the model" in first.note
+    assert "the next 2 steps are recorded" in first.note
+    assert (second.phase, second.op, second.by) == ("backward", "sqrt", "record")
+    assert second.frame is not None
+    assert second.frame.source.endswith("# fault")
+
+
+def trap(out: Tensor) -> Tensor:
+    """A loss function with a logarithm of 0 in the branch that is not taken."""
+    safe = torch.where(out > 1e9, torch.log(out - out), out)  # loss
+    return safe.sum()
+
+
+def test_the_loss_side_is_found_by_recording() -> None:
+    """A replay can only say that it is the loss; recorded, the line of the loss function is told."""
+    loop = Loop(nn.Linear(4, 3), bad=(), loss=trap, steps=5)
+    first, second = loop.findings
+    assert first.phase == "loss"
+    assert second.phase == "backward"
+    assert (second.op, second.module, second.by) == ("log", "", "record")
+    assert second.frame is not None
+    assert second.frame.source.endswith("# loss")
+
+
+def test_by_record_holds_nothing_and_finds_it_in_the_next_steps() -> None:
+    """`by: record` never replays."""
+    loop = Loop(SqrtAtZero(), bad=(2, 3), localise="by: record, else_record_steps: 3", steps=8)
+    first, second = loop.findings
+    assert first.phase == "unknown"
+    assert not first.note.startswith("no replay")
+    assert (second.op, second.by) == ("sqrt", "record")
+
+
+@pytest.mark.parametrize("case", ["plain", "modes"])
+def test_recording_changes_no_bit(case: str) -> None:
+    """Steps that are recorded compute what they would have computed, under the script's own modes too."""
+
+    class Mine(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Modal(SqrtAtZero):
+        def forward(self, x: Tensor) -> Any:
+            with Mine():
+                return super().forward(x) + nn.functional.dropout(x[:, :3])
+
+    kind = SqrtAtZero if case == "plain" else Modal
+    torch.manual_seed(0)
+    recorded = Loop(kind(), bad=(1,), localise="by: record, else_record_steps: 4", steps=8)
+    torch.manual_seed(0)
+    bare = Loop(kind(), bad=(1,), watched=False, steps=8)
+    for one, other in zip(recorded.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.is_anomaly_enabled()
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_recording_stays_out_of_a_mode_of_the_script() -> None:
+    """Inside a dispatch mode of the user's nothing is recorded, and it is said."""
+
+    class Mine(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mine() as mine:
+        loop = Loop(SqrtAtZero(), bad=(1, 2, 3), localise="by: record", steps=5)
+        assert _get_current_dispatch_mode_stack() == [mine]
+    assert any("dispatch mode of its own" in finding.note for finding in loop.findings)
+
+
+def test_a_mode_that_is_entered_while_recording_and_kept() -> None:
+    """The recording lies beneath the script's mode: it looks at nothing any more, and leaves when it can."""
+
+    class Mine(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    mine = Mine()
+
+    def meanwhile(step: int) -> None:
+        if step == 2:
+            mine.__enter__()
+        if step == 4:
+            mine.__exit__(None, None, None)
+
+    loop = Loop(
+        SqrtAtZero(), bad=(1,), localise="by: record, else_record_steps: 1", steps=8, meanwhile=meanwhile
+    )
+    assert not _get_current_dispatch_mode_stack()
+    assert not torch.is_anomaly_enabled()
+    assert [finding.phase for finding in loop.findings] == ["unknown"]
+
+
+def test_detect_anomaly_stops_the_training_and_only_for_its_steps() -> None:
+    """torch's own check raises at the next NaN; where none comes it is switched off again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says which line it was
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            Loop(Both(), bad=(1, 2), localise="by: detect_anomaly", steps=5)
+    torch.set_anomaly_enabled(False)
+    Loop(SqrtAtZero(), bad=(1,), localise="by: detect_anomaly, else_record_steps: 2", steps=6)
+    assert not torch.is_anomaly_enabled()
+
+
+class Both(Faulty):
+    """NaN, not only Inf, at the sqrt itself."""
+
+    def wrong(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + torch.sqrt(h - h) * 0
+
+
+@pytest.mark.parametrize(
+    "broken_part",
+    ["replay", "diagnose", "Live"],
+)
+@pytest.mark.parametrize("error", [ValueError, MemoryError, RecursionError, OSError, torch.OutOfMemoryError])
+def test_faults_of_ours_never_reach_training(
+    broken_part: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails in localising, the step is skipped, the loop goes on, and the finding says it is not known."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error("ours")
+
+    monkeypatch.setattr(localiser, broken_part, fail)
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    kept = Kept()
+    asked = rules("by: record" if broken_part == "Live" else "by: replay")
+    with gradwatch.watch(model, optimizer, rules=asked, sinks=[kept]):
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4)
+            model(broken(x) if step == 2 else x).sum().backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.step()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert moved == (step != 2)
+    assert [finding.phase for record in kept.records for finding in record.findings][:1] == ["unknown"]
+    assert len(kept.records) == 5
+
+
+def test_two_networks_with_an_optimizer_each() -> None:
+    """A generator's fault is found at its own step, through a critic that has stepped before."""
+    torch.manual_seed(0)
+    generator, critic = SqrtAtZero(), nn.Sequential(nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.01) for each in (generator, critic)]
+    kept = Kept()
+    with gradwatch.watch([generator, critic], optimizers, rules=rules(), sinks=[kept], strict=True):
+        for step in range(4):
+            x = torch.randn(5, 4)
+            fake = generator(broken(x) if step == 2 else x)
+            optimizers[1].zero_grad()
+            (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            critic(fake).mean().backward()
+            optimizers[0].step()
+    (finding,) = (one for record in kept.records for one in record.findings)
+    assert (finding.op, finding.module) == ("sqrt", "SqrtAtZero")
+
+
+def test_two_optimizers_of_one_backward_share_a_finding() -> None:
+    """The second of them does not run the step again, nor is it told that it is too late."""
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.01) for each in (model.enter, model.leave)]
+    kept = Kept()
+    with gradwatch.watch(model, optimizers, rules=rules(), sinks=[kept], strict=True):
+        for step in range(4):
+            for each in optimizers:
+                each.zero_grad()
+            x = torch.randn(5, 4)
+            out = model(broken(x) if step == 2 else x)
+            (out * float("nan") if step == 2 else out).sum().backward()
+            for each in optimizers:
+                each.step()
+    found = [one for record in kept.records for one in record.findings if one.phase != "unknown"]
+    assert {one.phase for one in found} == {"loss"}
+
+
+def test_compiled_models_are_run_again_as_they_are_written() -> None:
+    """Inside a compiled region the operation and the line are told all the same."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+    class Branchless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h + torch.sqrt((h - h) + x[0, 0].abs())  # fault
+
+    model = Branchless()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    compiled = torch.compile(model, backend="aot_eager")
+    kept = Kept()
+    with gradwatch.watch(compiled, optimizer, rules=rules(), sinks=[kept], strict=True):
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.rand(5, 4) + 1
+            if step == 2:
+                x[0, 0] = 0
+            compiled(x).sum().backward()
+            optimizer.step()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    (finding,) = (one for record in kept.records for one in record.findings)
+    assert (finding.phase, finding.op) == ("backward", "sqrt")
+    assert finding.frame is not None
+    assert finding.frame.source.endswith("# fault")
+
+
+def test_one_line_in_the_log() -> None:
+    """One line says rule, cause, line, remedy; a second incident within the minute is in the journal only."""
+    stream = io.StringIO()
+    torch.manual_seed(0)
+    Loop(SqrtAtZero(), bad=(1, 4), steps=7, sinks=[LogSink("console", stream)])
+    lines = [line for line in stream.getvalue().splitlines() if "gradwatch cause" in line]
+    assert len(lines) == 1
+    assert "the backward of sqrt in SqrtAtZero" in lines[0]
+
+
+def test_close_gives_everything_back() -> None:
+    """In the midst of a recording too."""
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    gw = gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[], strict=True)
+    model(broken(torch.randn(5, 4))).sum().backward()
+    optimizer.step()
+    assert torch.is_anomaly_enabled()
+    gw.close()
+    assert not torch.is_anomaly_enabled()
+    assert not _get_current_dispatch_mode_stack()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert "watched" not in torch.autograd._engine_run_backward.__name__

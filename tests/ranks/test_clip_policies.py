@@ -1,0 +1,67 @@
+"""Clip policies on two ranks: weights stay bit-identical, and sharded training comes to the same as replicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks.launch import launch
+from tests.ranks.policies import INJURED, SITUATIONS
+
+
+@pytest.fixture(scope="module")
+def homes() -> dict[str, list[Any]]:
+    """Every situation, from both ranks, out of one launch."""
+    return launch("tests.ranks.policies")
+
+
+def came_home(homes: dict[str, list[Any]], name: str) -> list[Any]:
+    for rank, home in enumerate(homes[name]):
+        assert "raised" not in home, f"rank {rank}\n{home['raised']}"
+    return homes[name]
+
+
+TRAINED = [name for name in SITUATIONS if name not in ("rows fsdp2", "rows fsdp1", "sharded later")]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_ranks_multiply_alike(homes: dict[str, list[Any]], name: str) -> None:
+    """The same weights, the same factors, the same states on both ranks at every step, whatever fails on one."""
+    first, second = came_home(homes, name)
+    assert first["hashes"] == second["hashes"]
+    assert first["states"] == second["states"]
+    assert first["skipped"] == list(INJURED)
+    shown = first["coefs"].keys() & second["coefs"].keys()
+    assert len(shown) >= 14
+    if name != "fault measured":  # it is what tells rank 1 what was left
+        same = [step for step in shown if not name.startswith("fault") or step not in ("8", "9")]
+        assert {step: first["coefs"][step] for step in same} == {step: second["coefs"][step] for step in same}
+    assert any(min(coefs) < 1 for coefs in first["coefs"].values())
+    assert first["errors"] == {}
+    assert bool(second["errors"]) == name.startswith("fault")
+
+
+@pytest.mark.parametrize("sharded", ["fsdp2", "fsdp1"])
+def test_sharded_factors_are_those_of_whole_gradients(homes: dict[str, list[Any]], sharded: str) -> None:
+    """Made of reduced norms: as under DDP, where every rank holds every gradient."""
+    whole, part = came_home(homes, "ddp")[0]["coefs"], came_home(homes, sharded)[0]["coefs"]
+    for step, coefs in whole.items():
+        assert part[step] == pytest.approx(coefs, rel=2e-3), step
+
+
+@pytest.mark.parametrize("name", ["rows fsdp2", "rows fsdp1"])
+def test_rows_of_a_shard_are_refused_at_attach(homes: dict[str, list[Any]], name: str) -> None:
+    """On both ranks, with the parameter, the reason and what to use."""
+    for home in came_home(homes, name):
+        assert (
+            "clip method 'agc' looks at whole rows, and 'a.weight' is sharded over the ranks" in home["said"]
+        )
+        assert "use a method that multiplies" in home["said"]
+
+
+def test_rows_sharded_after_the_attach_are_left_alone(homes: dict[str, list[Any]]) -> None:
+    """Said as a failed action; training goes on, the same on both ranks."""
+    first, second = came_home(homes, "sharded later")
+    assert first["hashes"] == second["hashes"]
+    assert first["errors"].keys() == second["errors"].keys() == {"action"}

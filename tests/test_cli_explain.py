@@ -1,0 +1,71 @@
+"""`gradwatch explain`: the page and the document of an incident, read from a journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradwatch
+from gradwatch.cli import main
+from tests.localise.models import SqrtAtZero
+from tests.localise.test_in_the_loop import broken, rules
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run, in which two steps broke, far apart."""
+    folder = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules=rules(), run_dir=folder, listen="127.0.0.1:0"):
+        for step in range(30):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4)
+            model(broken(x) if step in (2, 29) else x).sum().backward()
+            optimizer.step()
+    return folder
+
+
+def test_page(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What, where, the evidence, the remedy, how it was found; the newest run of --dir is taken."""
+    assert main(["explain", "non-finite-0-2", "--dir", str(runs)]) == 0
+    told = capsys.readouterr().out
+    for words in (
+        "## non-finite-0-2: the backward of sqrt in SqrtAtZero",
+        "return h + torch.sqrt(spread)  # fault",
+        "saved result: float32[5, 1], 5 zero of 5, 0 … 0",
+        "Put the epsilon inside",
+        "step 2, rank 0",
+        "first parameter in backward order: `enter.bias`",
+    ):
+        assert words in told
+    assert "\x1b" not in told
+
+
+def test_every_incident_as_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One document per incident, in strict JSON, with the remedy."""
+    assert main(["explain", "--dir", str(runs), "--json"]) == 0
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(constant)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)["findings"]
+    assert [one["incident"] for one in found] == ["non-finite-0-2", "non-finite-0-29"]
+    assert {one["remedy"]["id"] for one in found} == {"sqrt-at-zero"}
+    assert found[0]["where"].endswith("models.py:" + found[0]["where"].rsplit(":", 1)[1])
+
+
+def test_an_incident_that_is_not_there(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ones that are there are named."""
+    assert main(["explain", "other-0-1", "--dir", str(runs)]) == 2
+    assert "there are: non-finite-0-2, non-finite-0-29" in capsys.readouterr().err
+
+
+def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without runs is an error that says what to do."""
+    assert main(["explain", "--dir", str(tmp_path)]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
