@@ -177,14 +177,14 @@ def run_dashboard() -> Dashboard:
         number(
             "Firings",
             "Rule firings in the time range, the same rule on several ranks counted once.",
-            f"sum(max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range])))",
+            f"round(sum(max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range]))))",
             "short",
             steps((None, "green"), (0.5, "orange")),
         ),
         number(
-            "Non-finite steps",
+            "Non-finite",
             "Steps with a NaN or Inf in any gradient, in the time range.",
-            f"max(increase(gradwatch_nonfinite_steps_total{{{RANK}}}[$__range]))",
+            f"round(max(increase(gradwatch_nonfinite_steps_total{{{RANK}}}[$__range])))",
             "short",
             steps((None, "green"), (0.5, "red")),
         ),
@@ -408,19 +408,19 @@ def fleet_dashboard() -> Dashboard:
     panels: Sequence[Any] = (
         Row("Now"),
         number(
-            "Runs stepping",
+            "Stepping",
             "Runs that took a step in the last minutes.",
             f"count(run_id:gradwatch_steps:rate{{{job}}} > 0)",
             "short",
         ),
         number(
-            "Ranks answering",
+            "Ranks up",
             "Processes that answered the last scrape.",
             f"sum(run_id:gradwatch_targets:count{{{job}}})",
             "short",
         ),
         number(
-            "Runs with a firing rule",
+            "Firing",
             "Runs in which some rule was firing at the last step.",
             f"count(run_id:gradwatch_rules_active:count{{{job}}} > 0) or vector(0)",
             "short",
