@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests.localise.models import MODELS
+from tests.localise.suite import MODELS
 from tests.localise.trial import trial
 
 GOALS = (("module", 0.95), ("op", 0.90), ("at_line", 0.90))

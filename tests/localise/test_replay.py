@@ -15,7 +15,8 @@ from gradwatch.localise.diagnose import diagnose
 from gradwatch.localise.held import Holding
 from gradwatch.localise.replay import Refused, Trace, replay
 from tests.localise.jobs import KINDS, Job, train
-from tests.localise.models import BAD, MODELS, Faulty, SqrtAtZero
+from tests.localise.models import BAD, Faulty, SqrtAtZero
+from tests.localise.suite import MODELS
 from tests.localise.trial import trial
 
 

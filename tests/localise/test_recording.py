@@ -1,0 +1,160 @@
+"""Steps recorded as they run: what a replay could not tell, without a bit of the training changed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import gradwatch
+from tests.kept import Kept
+from tests.localise.models import Faulty, SqrtAtZero
+from tests.localise.test_in_the_loop import Loop, broken, rules
+
+
+def test_a_step_that_was_not_held_is_recorded_when_it_comes_again() -> None:
+    """Attached between backward and step, a watch knows nothing of the forward: the next steps are recorded."""
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model(broken(torch.randn(5, 4))).sum().backward()
+    kept = Kept()
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True):
+        optimizer.step()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(broken(torch.randn(5, 4))).sum().backward()
+            optimizer.step()
+        assert not _get_current_dispatch_mode_stack()
+    first, second = (finding for record in kept.records for finding in record.findings)
+    assert first.phase == "unknown"
+    assert "no call of the model" in first.note
+    assert "the next 2 steps are recorded" in first.note
+    assert (second.phase, second.op, second.by) == ("backward", "sqrt", "record")
+    assert second.frame is not None
+    assert second.frame.source.endswith("# fault")
+
+
+def trap(out: Tensor) -> Tensor:
+    """A loss function with a logarithm of 0 in the branch that is not taken."""
+    safe = torch.where(out > 1e9, torch.log(out - out), out)  # loss
+    return safe.sum()
+
+
+def test_the_loss_side_is_found_by_recording() -> None:
+    """A replay can only say that it is the loss; recorded, the line of the loss function is told."""
+    loop = Loop(nn.Linear(4, 3), bad=(), loss=trap, steps=5)
+    first, second = loop.findings
+    assert first.phase == "loss"
+    assert second.phase == "backward"
+    assert (second.op, second.module, second.by) == ("log", "", "record")
+    assert second.frame is not None
+    assert second.frame.source.endswith("# loss")
+
+
+def test_by_record_holds_nothing_and_finds_it_in_the_next_steps() -> None:
+    """`by: record` never replays."""
+    loop = Loop(SqrtAtZero(), bad=(2, 3), localise="by: record, else_record_steps: 3", steps=8)
+    first, second = loop.findings
+    assert first.phase == "unknown"
+    assert not first.note.startswith("no replay")
+    assert (second.op, second.by) == ("sqrt", "record")
+
+
+@pytest.mark.parametrize("case", ["plain", "modes"])
+def test_recording_changes_no_bit(case: str) -> None:
+    """Steps that are recorded compute what they would have computed, under the script's own modes too."""
+
+    class Mine(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Modal(SqrtAtZero):
+        def forward(self, x: Tensor) -> Any:
+            with Mine():
+                return super().forward(x) + nn.functional.dropout(x[:, :3])
+
+    kind = SqrtAtZero if case == "plain" else Modal
+    torch.manual_seed(0)
+    recorded = Loop(kind(), bad=(1,), localise="by: record, else_record_steps: 4", steps=8)
+    torch.manual_seed(0)
+    bare = Loop(kind(), bad=(1,), watched=False, steps=8)
+    for one, other in zip(recorded.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.is_anomaly_enabled()
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_recording_stays_out_of_a_mode_of_the_script() -> None:
+    """Inside a dispatch mode of the user's nothing is recorded, and it is said."""
+
+    class Mine(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mine() as mine:
+        loop = Loop(SqrtAtZero(), bad=(1, 2, 3), localise="by: record", steps=5)
+        assert _get_current_dispatch_mode_stack() == [mine]
+    assert any("dispatch mode of its own" in finding.note for finding in loop.findings)
+
+
+def test_a_mode_that_is_entered_while_recording_and_kept() -> None:
+    """The recording lies beneath the script's mode: it looks at nothing any more, and leaves when it can."""
+
+    class Mine(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    mine = Mine()
+
+    def meanwhile(step: int) -> None:
+        if step == 2:
+            mine.__enter__()
+        if step == 4:
+            mine.__exit__(None, None, None)
+
+    loop = Loop(
+        SqrtAtZero(), bad=(1,), localise="by: record, else_record_steps: 1", steps=8, meanwhile=meanwhile
+    )
+    assert not _get_current_dispatch_mode_stack()
+    assert not torch.is_anomaly_enabled()
+    assert [finding.phase for finding in loop.findings] == ["unknown"]
+
+
+def test_detect_anomaly_stops_the_training_and_only_for_its_steps() -> None:
+    """torch's own check raises at the next NaN; where none comes it is switched off again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says which line it was
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            Loop(Both(), bad=(1, 2), localise="by: detect_anomaly", steps=5)
+    torch.set_anomaly_enabled(False)
+    Loop(SqrtAtZero(), bad=(1,), localise="by: detect_anomaly, else_record_steps: 2", steps=6)
+    assert not torch.is_anomaly_enabled()
+
+
+class Both(Faulty):
+    """NaN, not only Inf, at the sqrt itself."""
+
+    def wrong(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + torch.sqrt(h - h) * 0
+
+
+def test_close_gives_everything_back() -> None:
+    """In the midst of a recording too."""
+    torch.manual_seed(0)
+    model = SqrtAtZero()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    gw = gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[], strict=True)
+    model(broken(torch.randn(5, 4))).sum().backward()
+    optimizer.step()
+    assert torch.is_anomaly_enabled()
+    gw.close()
+    assert not torch.is_anomaly_enabled()
+    assert not _get_current_dispatch_mode_stack()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert "watched" not in torch.autograd._engine_run_backward.__name__
