@@ -300,7 +300,8 @@ class Turn:
         factor = factor_on_device(bounds, norm if scale is None else norm / scale)
         made = self._shaped(k, grad, factor, 1.0 if scale is None else scale)
         self._running[k] = norm
-        return grad * factor if made is None else made
+        made = grad * factor if made is None else made
+        return made.to(grad.dtype)  # two 0-dim tensors multiply in the wider type
 
     def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
         """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""
