@@ -308,9 +308,10 @@ class Turn:
         lane = self._lane()
         if self._elementwise is None or k not in self._elementwise.at or lane is None or not grad.numel():
             return None
-        if grad.layout is not torch.strided:
+        if grad.layout is not torch.strided or grad.is_complex():  # they compare elements
             return None
-        return shaped(grad, lane.params[k].detach(), self._elementwise.at[k], factor, scale)
+        made = shaped(grad, lane.params[k].detach(), self._elementwise.at[k], factor, scale)
+        return made.to(grad.dtype)
 
     def _accumulates(self, k: int) -> bool:
         """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
