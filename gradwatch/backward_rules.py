@@ -50,11 +50,12 @@ def micro_drop_of(
     lane: Lane,
     failed: Callable[[str, BaseException], None],
     report: Callable[[str, BaseException], None],
+    cleared: Callable[[Lane], None],
 ) -> MicroDrop | None:
     """What tells the micro-batches of a lane apart; None where no rule asks for it."""
     if not drops_micro(ruleset):
         return None
-    return MicroDrop(lane, failed, lambda why: report("action", AttachError(why)))
+    return MicroDrop(lane, failed, lambda why: report("action", AttachError(why)), cleared)
 
 
 def limiter_of(

@@ -65,6 +65,9 @@ class Causes:
 
     def of(self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool) -> tuple[Finding, ...]:
         """What is known of the causes of this step's incidents; `late`: the step has been taken already."""
+        if snapshot.scalars.get("scaler_skip"):
+            self._localiser.forget()  # no step was taken: what led to it must not be taken for a part of the next
+            return ()
         found = []
         for rule in sorted(
             {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}

@@ -185,6 +185,8 @@ class Judging:
         course = self._courses.get(lane.index)
         if course is not None and course.local is not None:
             course.local.cleared()
+        if course is not None and course.limiter is not None:
+            course.limiter.forget()
 
     def close(self) -> None:
         """Remove the tensor hooks; publish what waits."""
@@ -238,7 +240,7 @@ class Judging:
                 course.micro = None
             if course.micro is None:
                 ruleset, around = self._engine.ruleset, self._around
-                course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report)
+                course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report, self.cleared)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         self._restore(lane)
         self._publish_bounds(course)

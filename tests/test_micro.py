@@ -126,6 +126,27 @@ def test_a_step_that_lost_all_its_micro_batches_is_skipped() -> None:
         assert job.digest() != before
 
 
+def test_a_window_that_was_cleared_counts_for_nothing() -> None:
+    """Micro-batches given up with `zero_grad()` are no part of the correction."""
+    job, reference, sink = Job({0: math.nan, 3: math.nan}), Job(), Kept()
+    with watch(job, sink):
+        job.micro(0.25)
+        job.micro(0.25)
+        job.optimizer.zero_grad()
+        for _ in range(4):
+            job.micro(0.25)
+        job.optimizer.step()
+        reference.seen = 2
+        for at in range(4):
+            if at == 1:
+                reference.seen += 1
+            else:
+                reference.micro(1 / 3)
+        reference.optimizer.step()
+    for one, other in zip(job.model.parameters(), reference.model.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
 def test_gradients_taken_in_between_are_nobodys_micro_batch() -> None:
     """`autograd.grad` in the midst of a window moves nothing, and gets its gradients."""
     job, bare, sink = Job(), Job(), Kept()

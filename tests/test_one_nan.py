@@ -38,7 +38,7 @@ def baselines(state: EngineState) -> Any:
 broken = st.sampled_from([math.nan, math.inf])
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     at=st.integers(0, 70),
@@ -71,7 +71,7 @@ def test_one_nan_one_event_no_extra_skip_baselines_as_if_it_had_not_been(
     assert baselines(hurt.state) == baselines(spared.state)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), hits=st.lists(st.booleans(), min_size=80, max_size=80), value=broken)
 def test_any_number_of_nans_are_skipped_and_nothing_is_learned_of_them(
     seed: int, hits: list[bool], value: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,3 +112,18 @@ def test_missing_gradients_are_absent() -> None:
     sampled = Sampler(frozenset({"zero_fraction"})).collect(0, params, lambda: grads)
     assert sampled is not None
     assert sampled.columns()["zero_fraction"].present.tolist() == [True, True, False, True, True, True]
+
+
+def test_a_ratio_never_comes_without_the_norm_it_is_relative_to() -> None:
+    """In each burst a rule on both columns has its three samples, and so `for: 3` is met within it."""
+    sampler, weights = Sampler(frozenset({"update_ratio", "weight_norm"})), [torch.ones(4, 4)]
+    both = []
+    for step in range(120):
+        sampled = sampler.collect(step, weights, lambda: [None])
+        sampler.moved(np.ones(1, np.bool_), step)
+        columns = {} if sampled is None else sampled.columns()
+        if "update_ratio" in columns:
+            assert "weight_norm" in columns
+            both.append(step)
+        weights[0] += 0.1
+    assert both == [1, 2, 3, 101, 102, 103]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import device
-from gradwatch.hooks.device import arrived, kept
+from gradwatch.hooks.device import arrived, clip_factor, kept
 from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
 from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
 from gradwatch.policies.norm import clip_coefficient
@@ -39,7 +40,7 @@ class Acting:
         self._failed = failed
         self._done = done
         self._skips = Skips(lambda error: failed("action", error))
-        self._gates: dict[int, tuple[Optimizer, Tensor, Any]] = {}
+        self._gates: dict[int, list[Gate]] = {}
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
@@ -84,14 +85,14 @@ class Acting:
             return instead, error
         return decision, None
 
-    def clip_ahead(self, lane: Lane, max_norm: float) -> bool:
+    def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
         The verdict finds the same total later, and tells the same coefficient. False where it failed.
         """
         try:
             if not lane.surely_within(max_norm):
-                lane.multiply(clip_coefficient(lane.total_applied(), max_norm))
+                self._multiply(optimizer, lane, clip_coefficient(lane.total_applied(), max_norm))
         except Exception as error:
             self._failed("action", error)
             return False
@@ -105,8 +106,18 @@ class Acting:
         if decision.skip:
             if turn is None or not turn.must_finish:
                 self._skips.skip(lane.index, optimizer, at_once=turn is not None)
+        elif decision.max_norm is not None and only_total(decision):
+            coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
+            self._multiply(optimizer if turn is None else None, lane, coefficient)
         elif decision.touches:
             _reshape(lane, decision)
+
+    def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
+        """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
+        if optimizer is None or coefficient == 1 or not divides(optimizer, lane):
+            lane.multiply(coefficient)
+        else:
+            self._divide(optimizer, lane, torch.tensor(1.0 / float(coefficient), device=where(lane)))
 
     def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
@@ -123,6 +134,8 @@ class Acting:
         carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
             standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
+        elif max_norm is not None and divides(optimizer, lane):
+            self._divide(optimizer, lane, torch.reciprocal(clip_factor(total / carried, max_norm)))
         elif max_norm is not None:
             device.clip(lane.grads(), total / carried, max_norm)
         if skips:
@@ -137,18 +150,24 @@ class Acting:
         before = getattr(optimizer, "found_inf", None)
         if before is not None:
             bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
-        self._gates[lane.index] = (optimizer, bad, before)
-        optimizer.found_inf = bad  # type: ignore[attr-defined]
+        self._set(optimizer, lane, "found_inf", bad)
+
+    def _divide(self, optimizer: Optimizer, lane: Lane, divisor: Tensor) -> None:
+        """Have a fused optimizer divide its gradients by a 0-dim factor on its way: no pass over them of our own."""
+        before = getattr(optimizer, "grad_scale", None)
+        if isinstance(before, Tensor):
+            divisor = before * divisor.to(before.device, non_blocking=True)
+        self._set(optimizer, lane, "grad_scale", divisor)
+
+    def _set(self, optimizer: Optimizer, lane: Lane, name: str, value: Tensor) -> None:
+        gate = Gate(optimizer, name, value, getattr(optimizer, name, None))
+        self._gates.setdefault(lane.index, []).append(gate)
+        setattr(optimizer, name, value)
 
     def open_gate(self, index: int) -> None:
-        """Restore `found_inf` as it was, not deleted: GradScaler deletes its own; not if it is no longer ours."""
-        optimizer, ours, before = self._gates.pop(index, (None, None, None))
-        if optimizer is None or getattr(optimizer, "found_inf", None) is not ours:
-            return
-        if before is None:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            optimizer.found_inf = before  # type: ignore[attr-defined]
+        """Restore `found_inf` and `grad_scale` as they were; not where they are no longer ours."""
+        for gate in self._gates.pop(index, ()):
+            gate.restore()
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
@@ -159,12 +178,44 @@ class Acting:
         self._skips.give_back(index, finished)
 
 
+class Gate(NamedTuple):
+    """What was set on a fused optimizer for the length of one step: `value` in place of `before` (None = nothing)."""
+
+    optimizer: Optimizer
+    name: str
+    value: Tensor
+    before: Any
+
+    def restore(self) -> None:
+        """Put it back, not deleted where a GradScaler will do that; not if it is no longer ours."""
+        if getattr(self.optimizer, self.name, None) is not self.value:
+            return
+        if self.before is None:
+            delattr(self.optimizer, self.name)
+        else:
+            setattr(self.optimizer, self.name, self.before)
+
+
+def only_total(decision: Decision) -> bool:
+    """Whether all that is to be done to the gradients is to bound their total norm."""
+    return decision.coef is None and decision.zero is None and not decision.elementwise
+
+
+def divides(optimizer: Optimizer, lane: Lane) -> bool:
+    """Whether the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
+
+    Not asked of sharded parameters, whose kernels want the divisor on a mesh.
+    """
+    return supports_scaling(optimizer) and not lane.distributed
+
+
+def where(lane: Lane) -> torch.device:
+    """Where the divisor of a lane's gradients is to lie."""
+    return lane.params[0].device
+
+
 def _reshape(lane: Lane, decision: Decision) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once."""
-    if decision.coef is None and decision.zero is None and not decision.elementwise:
-        if decision.max_norm is not None:
-            lane.multiply(clip_coefficient(lane.total_applied(), decision.max_norm))
-        return
     grads = lane.grads()
     coef = factors_of(decision, lane.total_applied() if decision.max_norm is not None else 0.0, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero

@@ -90,6 +90,10 @@ class Arrivals:
         self.drop()
         return True
 
+    def apart(self) -> None:
+        """Gradients are gone because we move them aside for the length of a backward: nobody cleared them."""
+        self._witness = None
+
     def drop(self) -> None:
         """What was heard so far no longer counts."""
         self.cleared = self.count

@@ -279,7 +279,7 @@ class Boundary:
         if max_norm is not None and turn is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
         if window.calm and max_norm is not None:
-            window.calm = self._acting.clip_ahead(lane, max_norm)
+            window.calm = self._acting.clip_ahead(optimizer, lane, max_norm)
         if window.calm:
             waiting.add(measured)
         if not window.calm or waiting.due():

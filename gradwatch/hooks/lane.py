@@ -130,6 +130,10 @@ class Lane:
         self._kept = None
         return self._arrivals.begins()
 
+    def apart(self) -> None:
+        """Our own doing moves the gradients aside for the length of a backward."""
+        self._arrivals.apart()
+
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
         return self._habit.may_end(self.step, self.backwards)

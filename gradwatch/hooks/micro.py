@@ -35,12 +35,18 @@ SCALED = (
 class MicroDrop:
     """Tensor hooks on all parameters of one lane that tell its micro-batches apart.
 
-    `failed` counts a fault of ours; `refused(reason)` is told once, when it switches itself off.
+    `failed` counts a fault of ours; `refused(reason)` is told once, when it switches itself off; `cleared(lane)`
+    where the gradients of earlier backwards are found to be gone.
     """
 
     def __init__(
-        self, lane: Lane, failed: Callable[[str, BaseException], None], refused: Callable[[str], None]
+        self,
+        lane: Lane,
+        failed: Callable[[str, BaseException], None],
+        refused: Callable[[str], None],
+        cleared: Callable[[Lane], None],
     ) -> None:
+        self._cleared = cleared
         self._lane = weakref.ref(lane)
         self._failed = failed
         self._refused = refused
@@ -53,7 +59,8 @@ class MicroDrop:
         self._poison: dict[int, Detail] = {}
         self.off = ""
         self._handles = [_listen(k, param, self) for k, param in enumerate(lane.params)]
-        self._unlisten = clipping.listen(self._guard(self.correct))
+        before_clip = self._guard(self.correct)
+        self._unlisten = clipping.listen(lambda _: before_clip())
 
     def close(self) -> None:
         """Remove the hooks, with every gradient where it belongs."""
@@ -88,6 +95,10 @@ class MicroDrop:
 
         return guarded
 
+    def _forget(self) -> None:
+        """Nothing has been kept or dropped since."""
+        self._kept, self._dropped, self._factor, self._poison = 0, 0, 1.0, {}
+
     # -- one backward ------------------------------------------------------------------------------------
 
     def begins(self, k: int, task: int) -> None:
@@ -98,6 +109,10 @@ class MicroDrop:
         self._ends.arm()  # a backward before this one that raised is settled first
         if self._open:  # back from a nested one
             return
+        if lane.begins():
+            self._forget()
+            self._cleared(lane)
+        lane.apart()
         if self._factor != 1.0:  # corrected too early: another micro-batch comes
             _multiply(lane.grads(), 1.0 / self._factor)
             self._factor = 1.0
@@ -168,9 +183,9 @@ class MicroDrop:
 
         `norm` is not finite where that of a micro-batch was not; `norm_applied` is of what is left.
         """
-        poison, self._poison = self._poison, {}
+        poison = self._poison
         window.empty = self._dropped > 0 and self._kept == 0
-        self._kept, self._dropped, self._factor = 0, 0, 1.0
+        self._forget()
         if poison and isinstance(window.raw, HostReading):
             window.calm = False
             raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})

@@ -182,7 +182,8 @@ class Sampler:
         scale = [torch.linalg.vector_norm(row.float(), dim=1) for row in rows]
         numels = np.array([max(1, dense(param).numel()) for param in params], np.float64)
         blown_up = np.sqrt(np.maximum(numels / np.minimum(numels, _taken(numels)), 1)).astype(np.float32)
-        if "weight_norm" in due:
+        # A rule on the ratio asks what it is relative to, also on a burst's last step, which would not be due for it.
+        if "weight_norm" in due or ("weight_norm" in self._wanted and "update_ratio" in due):
             sampled.parts["weight_norm"] = Arriving(scale, positions, sampled.count, blown_up)
             sampled.present["weight_norm"] = np.ones(sampled.count, bool)
         previous = self._previous

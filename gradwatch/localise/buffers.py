@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 from torch.nn import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,7 +25,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
-            (f"{prefix}.{name}" if prefix else name, module, name)
+            (f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
             for prefix, module in model.named_modules()
             if not isinstance(module, NORMS)
             for name, buffer in module._buffers.items()
@@ -39,10 +42,7 @@ class Buffers:
         learning = self._calls < LEARNING
         self._calls += 1
         found: dict[str, Tensor] = {}
-        for full, module, name in self._places:
-            buffer = module._buffers.get(name)
-            if buffer is None:
-                continue
+        for full, buffer in self._present():
             if full in self._changing or (learning and buffer.numel() <= SMALL):
                 found[full] = buffer.detach().clone()
             if learning:
@@ -53,8 +53,15 @@ class Buffers:
         """Look at what the forward that has just ended did to them."""
         if not self._seen:
             return
-        for full, module, name in self._places:
-            buffer = module._buffers.get(name)
-            if buffer is not None and self._seen.get(full) != (id(buffer), buffer._version):
+        for full, buffer in self._present():
+            if self._seen.get(full) != (id(buffer), buffer._version):
                 self._changing.add(full)
         self._seen.clear()
+
+    def _present(self) -> Iterator[tuple[str, Tensor]]:
+        # Modules are held weakly: a watch must not keep a model alive.
+        for full, ref, name in self._places:
+            module = ref()
+            buffer = None if module is None else module._buffers.get(name)
+            if buffer is not None:
+                yield full, buffer

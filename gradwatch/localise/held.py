@@ -35,7 +35,9 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
+TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel", "FSDPModule"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 
@@ -74,7 +76,8 @@ class Call:
     def surroundings(self) -> Iterator[None]:
         """Autocast and grad mode as they were."""
         with contextlib.ExitStack() as stack:
-            for device, (enabled, dtype) in self.autocast.items():
+            for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:
+                enabled, dtype = self.autocast.get(device, (False, None))
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(torch.enable_grad())
             yield
@@ -93,7 +96,6 @@ class Holding:
         self.calls: deque[Call] = deque()
         self.dropped = 0
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
-        self.refused = ""
         self._failed = failed
         self._max_bytes = max_bytes
         self._generators = Held()
@@ -102,7 +104,14 @@ class Holding:
         self._open: Call | None = None
         self._seen = 0
         self._before_params: list[int] | None = None
-        self._handles: list[RemovableHandle] = [
+        self._caller: tuple[CodeType, int] | None = None
+        self._handles: list[RemovableHandle] = []
+        self.refused = shared(model)
+        if not self.refused:
+            self._listen(model)
+
+    def _listen(self, model: nn.Module) -> None:
+        self._handles = [
             model.register_forward_pre_hook(Tap(self._guarded(self._begins)), with_kwargs=True),
             model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
         ]
@@ -168,11 +177,17 @@ class Holding:
             buffers=self._buffers.held(first=not self.calls),
             autocast=_autocasts(),
             training=module.training,
-            caller=calling(),
+            caller=self._called(),
             nbytes=sum(map(_nbytes, given)),
         )
         if self._seen < LOOKED_AT:
             self._before_params = _versions(module)
+
+    def _called(self) -> tuple[CodeType, int] | None:
+        """The line that calls the model: nearly always the same, and 5 us to find out."""
+        if self._generators.looking or self._caller is None:
+            self._caller = calling()
+        return self._caller
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self._open = self._open, None
@@ -225,6 +240,17 @@ class Holding:
             self.dropped += 1
 
 
+def shared(model: nn.Module) -> str:
+    """Why the forward of a model cannot be run by one rank alone; "" where it can."""
+    for module in model.modules():
+        kinds = {each.__name__ for each in type(module).__mro__}
+        if kinds & TALKING:
+            return f"the forward of {type(module).__name__} talks to other ranks"
+    if any(type(param).__name__ == "DTensor" for param in model.parameters()):
+        return "its parameters are spread over ranks"
+    return ""
+
+
 def inner(model: nn.Module) -> nn.Module:
     """The module whose forward computes, inside what DDP and torch.compile wrap around it."""
     while True:
@@ -258,7 +284,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
-    """Of every device that may compute here."""
+    """Of every device that may compute here; {} where it is off on all."""
+    if not ANY_AUTOCAST():
+        return {}
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
-from gradwatch.hooks import step_hooks
+from gradwatch.hooks import graph_task, step_hooks
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose
 from gradwatch.localise.held import Call, Holding, inner
@@ -236,7 +236,7 @@ class Localiser:
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The recording of this step ends."""
         try:
-            if self._live is not None and self._owns(optimizer):
+            if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._ends(self._live)
         except Exception as error:
             self._failed("localise", error)
@@ -255,13 +255,11 @@ class Localiser:
     def after_step(self, optimizer: Optimizer) -> None:
         """What led to this step cannot be run again; the recording of the next one begins."""
         try:
-            if not self._owns(optimizer):
-                return
             self._steps += 1
             for holding in self._holdings:
                 holding.taken(optimizer, self._steps - OLD)
                 holding.steps = self._steps
-            if self._live is not None:
+            if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._live.begin()
         except Refused as refusal:
             self._live = None
@@ -270,6 +268,11 @@ class Localiser:
         except Exception as error:
             self._live = None
             self._failed("localise", error)
+
+
+def _in_backward() -> bool:
+    """Whether an optimizer steps inside a backward: there nothing may be entered or left."""
+    return graph_task.current() != graph_task.NONE
 
 
 def _joined(*notes: str) -> str:

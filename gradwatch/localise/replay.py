@@ -28,8 +28,6 @@ from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
 from gradwatch.localise.values import describe, finite, state, tensors
 
-SHARDED = ("FullyShardedDataParallel", "FSDPModule")
-
 
 class Refused(Exception):  # noqa: N818 (an answer, not an error)
     """A replay would not be the step that was; the message says why."""
@@ -93,13 +91,6 @@ def refuse(model: nn.Module, call: Call) -> None:
     given = tensors((call.args, call.kwargs))
     if [tensor._version for tensor in given] != call.versions:
         raise Refused("an input was written into since the forward began")
-    for module in model.modules():
-        if type(module).__name__ == "SyncBatchNorm" or any(
-            each.__name__ in SHARDED for each in type(module).__mro__
-        ):
-            raise Refused(f"the forward of {type(module).__name__} talks to other ranks")
-    if any(type(param).__name__ == "DTensor" for param in model.parameters()):
-        raise Refused("its parameters are spread over ranks")
 
 
 class _Step(nn.Module):

@@ -419,3 +419,42 @@ def test_close_gives_everything_back() -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert "watched" not in torch.autograd._engine_run_backward.__name__
+
+
+def test_a_step_that_the_scaler_rejected_is_not_part_of_the_next() -> None:
+    """The overflow of a rejected step is the scaler's affair; the NaN after it has its own cause."""
+    torch.manual_seed(0)
+    model, kept = SqrtAtZero(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True):
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4)
+            scaler.scale(model(broken(x) if step in (2, 3) else x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            held = gradwatch.watching.live_watches()[-1]._causes._localiser._holdings[0]
+            assert not held.calls
+    assert not [one for record in kept.records for one in record.findings]
+
+
+def test_data_parallel_replicas_replay_their_own_module(tmp_path: Path) -> None:
+    """Under DistributedDataParallel the module inside is run again; its reducer hears nothing."""
+    torch.manual_seed(0)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, kept = SqrtAtZero(), Kept()
+        replica = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(replica.parameters(), 0.01)
+        with gradwatch.watch(replica, optimizer, rules=rules(), sinks=[kept], strict=True):
+            for step in range(5):
+                optimizer.zero_grad()
+                x = torch.randn(5, 4)
+                replica(broken(x) if step == 2 else x).sum().backward()
+                optimizer.step()
+        (finding,) = (one for record in kept.records for one in record.findings)
+        assert (finding.phase, finding.op, finding.module) == ("backward", "sqrt", "SqrtAtZero")
+        assert len(kept.records) == 5
+    finally:
+        torch.distributed.destroy_process_group()

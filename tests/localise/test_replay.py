@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -182,13 +184,24 @@ def test_refused_where_the_mode_was_switched() -> None:
 
 
 def test_refused_where_other_ranks_would_be_asked() -> None:
-    """A forward with a collective in it cannot be run by one rank."""
+    """A forward with a collective in it cannot be run by one rank: it is not even held."""
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     holding = Holding(model, failed)
-    model.eval()
-    model(torch.ones(3, 2)).sum().backward()
-    with pytest.raises(Refused, match="SyncBatchNorm"):
-        again(model, holding)
+    assert "SyncBatchNorm talks to other ranks" in holding.refused
+    assert not model._forward_hooks
+
+
+def test_a_model_that_is_held_can_go() -> None:
+    """Nothing that is held keeps a model alive, its buffers included."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_buffer("table", torch.zeros(3))
+    holding = Holding(model, failed)
+    model(torch.ones(1, 2)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert holding.model() is None
 
 
 def test_large_gradients_at_the_outputs_are_let_go() -> None:

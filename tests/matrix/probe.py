@@ -64,7 +64,7 @@ class Probe:
         """`loss.backward()`; what it added to a gradient is what a tensor hook sees."""
         before = {name: None if p.grad is None else wide(p.grad).clone() for name, p in self.named().items()}
         for name, old in before.items():
-            if old is None or not old.any():  # what earlier backwards left has been cleared
+            if old is None:  # what earlier backwards left has been cleared
                 self._local.pop(name, None)
         loss.backward(**options)
         for name, param in self.named().items():
