@@ -300,16 +300,18 @@ class Turn:
         factor = factor_on_device(bounds, norm if scale is None else norm / scale)
         made = self._shaped(k, grad, factor, 1.0 if scale is None else scale)
         self._running[k] = norm
-        return grad * factor if made is None else made
+        made = grad * factor if made is None else made
+        return made.to(grad.dtype)  # two 0-dim tensors multiply in the wider type
 
     def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
         """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""
         lane = self._lane()
         if self._elementwise is None or k not in self._elementwise.at or lane is None or not grad.numel():
             return None
-        if grad.layout is not torch.strided:
+        if grad.layout is not torch.strided or grad.is_complex():  # they compare elements
             return None
-        return shaped(grad, lane.params[k].detach(), self._elementwise.at[k], factor, scale)
+        made = shaped(grad, lane.params[k].detach(), self._elementwise.at[k], factor, scale)
+        return made.to(grad.dtype)
 
     def _accumulates(self, k: int) -> bool:
         """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""

@@ -87,7 +87,7 @@ class ModuleBounds:
                 return None
         else:
             factor = factor_on_device(bounds, self._norm_on_device(present))
-        made = tuple(grad * factor if isinstance(grad, Tensor) else grad for grad in grads)
+        made = tuple((grad * factor).to(grad.dtype) if isinstance(grad, Tensor) else grad for grad in grads)
         return made if isinstance(grad_input, tuple) else made[0]
 
     def _norm_on_device(self, grads: list[Tensor]) -> Tensor:

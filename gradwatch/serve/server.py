@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradwatch.errors import GradwatchError
 from gradwatch.serve.answers import metrics, runs, sd
-from gradwatch.serve.fleet import Fleet, Scanner
+from gradwatch.serve.fleet import Scanner
 from gradwatch.serve.page import fleet_page, runbook_index, runbook_page
 from gradwatch.sinks.http import Content, RequestError, plain
 from gradwatch.sinks.listen import Address, listening_socket
@@ -27,9 +27,9 @@ class Server:
     """Scans every `every_seconds` and serves `/`, `/metrics`, `/sd`, `/runs.json`, `/healthz`, `/runbooks/NAME`.
 
     Raises GradwatchError where the port is taken: Prometheus is told one address, another would be found by nobody.
-    A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503 when that
-    is a minute and three intervals ago. `lists` are folders of file_sd from which processes of this machine that were
-    killed are to be taken after a quarter of an hour.
+    A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503 when
+    nothing could be read for a minute and three intervals. `lists` are folders of file_sd, from which processes of
+    this machine that were killed are to be taken after a quarter of an hour.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Server:
         self._lists = tuple(lists)
         self._on_error = on_error
         self._stop = threading.Event()
-        self._fleet = Fleet((), 0.0, 0.0)
+        self._alive = time.monotonic()
+        self._tell, scanner.progress = scanner.progress, self._progress
         self._answers: Mapping[str, Content] = {}
         listener = listening_socket(address)
         bound = Address(*listener.getsockname()[:2])
@@ -61,10 +62,10 @@ class Server:
         return self._endpoint.address
 
     def serve(self) -> None:
-        """Scan and answer until `stop`; the first answers are there after the first scan."""
-        self._look()
+        """Scan and answer until `stop`; before the first scan is done (it reads what ended) pages answer 503."""
         self._endpoint.start()
         try:
+            self._look()
             while not self._stop.wait(self._every):
                 self._look()
         finally:
@@ -80,7 +81,7 @@ class Server:
 
     def _look(self) -> None:
         try:
-            self._fleet = fleet = self.scanner.scan()
+            fleet = self.scanner.scan()
             for each in self._lists:
                 sweep(each, time.time())
             self._answers = {
@@ -89,8 +90,14 @@ class Server:
                 "/sd": sd(fleet, self._reach),
                 "/runs.json": runs(fleet),
             }
+            self._alive = time.monotonic()
         except Exception as error:
             self._failed(error)
+
+    def _progress(self, done: int, total: int) -> None:
+        """A folder was read: a long first look at thousands of runs is no hang."""
+        self._alive = time.monotonic()
+        self._tell(done, total)
 
     def _failed(self, error: BaseException) -> None:
         self.scanner.errors += 1
@@ -119,9 +126,9 @@ class Server:
         return answer
 
     def _health(self, hurried: bool) -> Content:
-        late = time.time() - self._fleet.scanned_at
+        late = time.monotonic() - self._alive
         if late > _LATE_SECONDS + 3 * self._every:
-            raise RequestError(503, f"The run folders were last looked at {late:.0f} s ago.")
+            raise RequestError(503, f"No run folder could be read for {late:.0f} s.")
         return plain("ok")
 
 

@@ -24,7 +24,7 @@ from gradwatch.stack.pace import Pace
 from gradwatch.stack.yamltext import to_yaml
 
 MADE = "Made by `gradwatch deploy export`; change the rule file and export again, not this file."
-_NOT_SHIPPED = frozenset({"constraints.txt", "grafana/generate.py"})
+_NOT_SHIPPED = ("constraints.txt", "*.py")
 """In the folder for those who work on gradwatch itself."""
 _ONLY_BY_DEFAULT = frozenset({"prometheus/alerts_test.yml"})
 """Says what the shipped alerts do, so it goes with them alone."""
@@ -68,7 +68,9 @@ def files(options: Options) -> dict[str, str]:
     found = {}
     for path in sorted(shipped.rglob("*")):
         name = path.relative_to(shipped).as_posix()
-        left_out = name in _NOT_SHIPPED or (name in _ONLY_BY_DEFAULT and not options.are_defaults)
+        left_out = any(map(path.match, _NOT_SHIPPED)) or (
+            name in _ONLY_BY_DEFAULT and not options.are_defaults
+        )
         if path.is_file() and not left_out and "__pycache__" not in path.parts:
             found[name] = path.read_text(encoding="utf-8")
     found |= {name: make() for name, make in made(options).items()}

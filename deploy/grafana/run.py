@@ -1,0 +1,307 @@
+"""The dashboard of one run: is it healthy, where is it not, what was done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grafana_foundation_sdk.builders import bargauge, heatmap
+from grafana_foundation_sdk.builders.dashboard import (
+    AnnotationQuery,
+    Dashboard,
+    Row,
+)
+from panels import (
+    OK_IS_ZERO,
+    RANK,
+    RATE,
+    RUN,
+    SOURCE,
+    board,
+    lines,
+    number,
+    query,
+    rows_of,
+    steps,
+    variable,
+    with_all,
+)
+
+ANNOTATIONS = {
+    "Rule firings": (
+        f"max by (rule, severity) (increase(gradwatch_rule_firings_total{{{RANK}}}[1m])) > 0",
+        "{{rule}}",
+        "severity {{severity}}",
+    ),
+    "Actions": (
+        f"max by (rule, action) (increase(gradwatch_actions_total{{{RANK}}}[1m])) > 0",
+        "{{action}}",
+        "for {{rule}}",
+    ),
+    "Run start": (
+        f"min by (run_id) (gradwatch_run_start_timestamp_seconds{{{RUN}}}) * 1000",
+        "{{run_id}}",
+        "start",
+    ),
+}
+
+
+def run_dashboard() -> Dashboard:
+    """One run: is it healthy, where is it not, what was done about it."""
+    made = board("gradwatch-run", "gradwatch / run", "The gradients of one training run, rank by rank.")
+    made = made.with_variable(
+        variable("run_id", "Run", 'label_values(gradwatch_run_info{job=~"$job"}, run_id)')
+    )
+    made = made.with_variable(
+        variable("rank", "Rank", f"label_values(gradwatch_run_info{{{RUN}}}, rank)", ".*")
+    )
+    made = made.with_variable(
+        variable("group", "Group", f"label_values(gradwatch_group_grad_norm{{{RUN}}}, group)", ".*")
+    )
+    for name, colour in (("Rule firings", "red"), ("Actions", "orange"), ("Run start", "blue")):
+        made = made.annotation(
+            AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
+        )
+    steps_rate = f"rate(gradwatch_steps_total{{{RANK}}}[{RATE}])"
+    panels: Sequence[Any] = (
+        Row("Is it healthy?"),
+        number(
+            "Rules firing",
+            "Rules that were firing at the last step of any rank.",
+            f"sum(max by (rule) (gradwatch_rule_active{{{RANK}}}))",
+            "short",
+            OK_IS_ZERO,
+        ),
+        number("Steps / s", "Optimizer steps per second of a rank.", f"max({steps_rate})", "ops"),
+        number(
+            "Since last step",
+            "Age of the oldest last step among the ranks.",
+            f"time() - min(max without (optimizer) (gradwatch_last_step_timestamp_seconds{{{RANK}}}))",
+            "s",
+            steps((None, "green"), (300, "red")),
+        ),
+        number(
+            "Firings",
+            "Rule firings in the time range, the same rule on several ranks counted once.",
+            f"round(sum(max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range]))))",
+            "short",
+            steps((None, "green"), (0.5, "orange")),
+        ),
+        number(
+            "Non-finite",
+            "Steps with a NaN or Inf in any gradient, in the time range.",
+            f"round(max(increase(gradwatch_nonfinite_steps_total{{{RANK}}}[$__range])))",
+            "short",
+            steps((None, "green"), (0.5, "red")),
+        ),
+        number(
+            "Clipped",
+            "Share of the steps of the time range whose gradients were made smaller, by whomever.",
+            f"max(increase(gradwatch_clipped_steps_total{{{RANK}}}[$__range]) "
+            f"/ increase(gradwatch_steps_total{{{RANK}}}[$__range]))",
+            "percentunit",
+        ),
+        number(
+            "Overhead",
+            "Share of the time of recent steps that gradwatch itself took.",
+            f"max(gradwatch_overhead_ratio{{{RANK}}})",
+            "percentunit",
+            steps((None, "green"), (0.05, "red")),
+        ),
+        number(
+            "Coverage",
+            "Share of the parameters that can be measured; below 100 % gradwatch is partly blind.",
+            f"min(gradwatch_coverage_ratio{{{RANK}}})",
+            "percentunit",
+            steps((None, "red"), (1, "green")),
+        ),
+        Row("Norms"),
+        lines(
+            "Gradient norm",
+            "L2 norm over all parameters: before any clipping, and as the optimizer got it. A gap is a step with NaN.",
+            "none",
+            query(f"max(gradwatch_grad_norm{{{RANK}}})", "before clipping"),
+            query(f"max(gradwatch_grad_norm_applied{{{RANK}}})", "applied"),
+            query(f"max(gradwatch_grad_norm_recent_max{{{RANK}}})", "maximum of 60 s"),
+            log=True,
+        ),
+        lines(
+            "By group",
+            "L2 norm per group of the rule file, before any clipping.",
+            "none",
+            query(f'max by (group) (gradwatch_group_grad_norm{{{RANK},group=~"$group"}})', "{{group}}"),
+            log=True,
+        ),
+        heatmap.Panel()
+        .title("Distribution of the norm")
+        .description(
+            "How many steps had a gradient norm in each decade; steps that were not finite are left out."
+        )
+        .datasource(SOURCE)
+        .unit("none")
+        .span(12)
+        .height(8)
+        .with_target(
+            query(
+                f"sum by (le) (increase(gradwatch_step_grad_norm_bucket{{{RANK}}}[{RATE}]))",
+                "{{le}}",
+                heat=True,
+            )
+        ),
+        lines(
+            "Spread over ranks",
+            "Smallest and largest norm among the ranks; they differ only where ranks judge before the reduction.",
+            "none",
+            query(f"min(gradwatch_grad_norm{{{RANK}}})", "smallest"),
+            query(f"max(gradwatch_grad_norm{{{RANK}}})", "largest"),
+            log=True,
+        ),
+        Row("Where?"),
+        lines(
+            "Firing rules",
+            "Which rules were firing at the last step.",
+            "short",
+            query(
+                f"max by (rule) (gradwatch_rule_active{{{RANK}}})",
+                "{{rule}}",
+            ),
+        ),
+        rows_of(
+            "Firings by rule",
+            "How often each rule has fired since the run began.",
+            "short",
+            f"sort_desc(max by (rule, kind, severity) (gradwatch_rule_firings_total{{{RANK}}}))",
+        ),
+        bargauge.Panel()
+        .title("Largest norms")
+        .description(
+            "The twenty exported parameters with the largest gradient norm; NaN is never among them."
+        )
+        .datasource(SOURCE)
+        .unit("none")
+        .span(12)
+        .height(10)
+        .with_target(
+            query(
+                f'sort_desc(topk(20, max by (param) (gradwatch_param_grad_norm{{{RANK},group=~"$group"}})))',
+                "{{param}}",
+                instant=True,
+            )
+        ),
+        bargauge.Panel()
+        .title("Smallest norms")
+        .description("The twenty exported parameters with the smallest gradient norm that is not zero.")
+        .datasource(SOURCE)
+        .unit("none")
+        .span(12)
+        .height(10)
+        .with_target(
+            query(
+                f'sort(bottomk(20, max by (param) (gradwatch_param_grad_norm{{{RANK},group=~"$group"}}) > 0))',
+                "{{param}}",
+                instant=True,
+            )
+        ),
+        Row("What did gradwatch do?"),
+        lines(
+            "Actions",
+            "Actions carried out per minute, by rule.",
+            "short",
+            query(
+                f"max by (rule, action) (rate(gradwatch_actions_total{{{RANK}}}[{RATE}])) * 60",
+                "{{action}} for {{rule}}",
+            ),
+            query(
+                f"max by (rule, action) (rate(gradwatch_shadow_actions_total{{{RANK}}}[{RATE}])) * 60",
+                "{{action}} for {{rule}} (shadow)",
+            ),
+        ),
+        lines(
+            "Clip coefficient",
+            "The norm applied over the norm before clipping; 1 is untouched.",
+            "none",
+            query(
+                f"min(gradwatch_grad_norm_applied{{{RANK}}} / gradwatch_grad_norm{{{RANK}}})", "coefficient"
+            ),
+        ),
+        lines(
+            "Skipped steps",
+            "Steps skipped by gradwatch, and those the GradScaler rejected itself, since the run began.",
+            "short",
+            query(f"max(gradwatch_skipped_steps_total{{{RANK}}})", "by gradwatch"),
+            query(f"max(gradwatch_scaler_skips_total{{{RANK}}})", "by the GradScaler"),
+        ),
+        lines(
+            "Loss scale",
+            "Of the GradScaler; nothing without one.",
+            "none",
+            query(f"max(gradwatch_loss_scale{{{RANK}}})", "loss scale"),
+            log=True,
+        ),
+        Row("Ranks"),
+        lines(
+            "Steps / s by rank",
+            "All ranks step together; one that falls away has been lost.",
+            "ops",
+            query(f"max by (rank) ({steps_rate})", "rank {{rank}}"),
+        ),
+        lines(
+            "Since last step by rank",
+            "The rank whose line rises first is the one that hangs.",
+            "s",
+            query(
+                f"time() - max by (rank) (gradwatch_last_step_timestamp_seconds{{{RANK}}})", "rank {{rank}}"
+            ),
+        ),
+        lines(
+            "Step time",
+            "Mean time from one optimizer step to the next.",
+            "s",
+            query(
+                f"sum by (rank) (rate(gradwatch_step_duration_seconds_sum{{{RANK}}}[{RATE}])) "
+                f"/ sum by (rank) (rate(gradwatch_step_duration_seconds_count{{{RANK}}}[{RATE}]))",
+                "rank {{rank}}",
+            ),
+        ),
+        lines(
+            "Answering",
+            "Whether each rank answered the last scrape (1) or not (0).",
+            "short",
+            query(f"max by (rank) (up{{{RANK}}})", "rank {{rank}}"),
+        ),
+        Row("gradwatch itself"),
+        lines(
+            "Time per step",
+            "What gradwatch takes of a step: median and 99th percentile.",
+            "s",
+            *(
+                query(
+                    f"histogram_quantile({quantile}, sum by (le) "
+                    f"(rate(gradwatch_observe_duration_seconds_bucket{{{RANK}}}[{RATE}])))",
+                    name,
+                )
+                for quantile, name in ((0.5, "median"), (0.99, "99 %"))
+            ),
+        ),
+        lines(
+            "Faults",
+            "Faults kept out of training since the run began, by component.",
+            "short",
+            query(f"sum by (component) (gradwatch_internal_errors_total{{{RANK}}})", "{{component}}"),
+        ),
+        lines(
+            "Components",
+            "Which parts work (1) and which are switched off after repeated faults (0).",
+            "short",
+            query(f"min by (component) (gradwatch_component_up{{{RANK}}})", "{{component}}"),
+        ),
+        lines(
+            "Parameters",
+            "Watched, exported with a series of their own, and left out because max_series is reached.",
+            "short",
+            query(f"max(gradwatch_params{{{RANK}}})", "watched"),
+            query(f"max(gradwatch_params_exported{{{RANK}}})", "exported"),
+            query(f"max(gradwatch_series_dropped{{{RANK}}})", "left out"),
+        ),
+    )
+    return with_all(made, panels)

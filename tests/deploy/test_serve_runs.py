@@ -1,0 +1,153 @@
+"""What `gradwatch serve` makes of run folders: how each run ended, and its last counters."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwatch.health import Health
+from gradwatch.serve.answers import metrics, sd
+from gradwatch.serve.fleet import Fleet
+from gradwatch.serve.page import fleet_page
+from gradwatch.sinks.exposition import render
+from gradwatch.sinks.families import families
+from gradwatch.sinks.lasting import lasting
+from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.snapshot import Decision
+from tests.binaries import require
+from tests.deploy.run_folders import a_run, history, record_run, scan, series
+
+
+def test_a_finished_run_keeps_its_last_counters(tmp_path: Path, dead_pid: int) -> None:
+    """The same numbers that the process itself would have shown in a last scrape."""
+    run = a_run(tmp_path, pid=dead_pid)
+    records = record_run(run, history())
+    (member,) = scan(tmp_path).members
+    assert member.state == "finished"
+    assert member.summary is not None
+    live = PrometheusSink(None, params="off")
+    live.open(run, Health())
+    for record in records:
+        live.write(record)
+    expected = series(render(lasting(families(live.view()))))
+    served = series(render(lasting(families(member.summary.view()))))
+    # A summary has an end, and nobody's health; all else is equal, nonfinite elements and histograms included.
+    ours = {"gradwatch_run_end_timestamp_seconds{}", "gradwatch_run_outcome{outcome=finished}"}
+    assert served.keys() - expected.keys() == ours
+    assert {name: value for name, value in expected.items() if served.get(name) != pytest.approx(value)} == {}
+
+
+@pytest.mark.parametrize(
+    ("last", "close", "outcome"),
+    [(None, True, "finished"), (Decision(stop=True), True, "stopped"), (None, False, "died")],
+)
+def test_how_it_ended(
+    last: Decision | None, close: bool, outcome: str, tmp_path: Path, dead_pid: int
+) -> None:
+    """Closed in order, stopped by a rule, or killed."""
+    record_run(a_run(tmp_path, pid=dead_pid), history(last=last), close)
+    fleet = scan(tmp_path)
+    assert [member.state for member in fleet.members] == [outcome]
+    text = metrics(fleet, 60).body.decode()
+    assert f'outcome="{outcome}"' in text
+    assert 'gradwatch_steps_total{job="gradwatch",run_id="run-1",rank="0",instance="run-1/0"} 20' in text
+    assert "gradwatch_last_step_timestamp_seconds" not in text
+    assert fleet_page(fleet, time.time()).body.count(b"<tr>") == 2
+
+
+def test_a_live_process_is_a_target_and_its_journal_is_not_read(tmp_path: Path) -> None:
+    """Found by its endpoint file; gone from the list at its clean exit."""
+    run = a_run(tmp_path)
+    sink = PrometheusSink("127.0.0.1:0")
+    sink.open(run, Health())
+    record_run(run, history(), close=False)
+    fleet = scan(tmp_path)
+    (group,) = json.loads(sd(fleet).body)
+    assert sink.url == f"http://{group['targets'][0]}/metrics"
+    assert group["labels"] == {"run_id": "run-1", "rank": "0", "instance": "run-1/0"}
+    assert (fleet.members[0].state, fleet.members[0].summary) == ("running", None)
+    sink.close()
+    assert json.loads(sd(scan(tmp_path)).body) == []
+
+
+def test_a_killed_process_is_mourned_and_then_forgotten(tmp_path: Path, dead_pid: int) -> None:
+    """Prometheus is to find it down for a quarter of an hour, also across restarts of serve."""
+    run = a_run(tmp_path, pid=dead_pid)
+    record_run(run, history(), close=False)
+    endpoint = tmp_path / "run-1" / "endpoint-rank0.json"
+    says = {"host": "127.0.0.1", "port": 29440, "pid": dead_pid, "run_id": "run-1", "rank": 0, "attempt": 0}
+    endpoint.write_text(json.dumps({**says, "node": platform.node()}))
+    fleet = scan(tmp_path)
+    assert [member.state for member in fleet.members] == ["died"]
+    assert [group["targets"] for group in json.loads(sd(fleet).body)] == [["127.0.0.1:29440"]]
+    long_ago = time.time() - 1000
+    for path in (tmp_path / "run-1").iterdir():
+        os.utime(path, (long_ago, long_ago))
+    assert json.loads(sd(scan(tmp_path)).body) == []
+
+
+def test_a_restart_takes_the_place_of_its_first_attempt(tmp_path: Path, dead_pid: int) -> None:
+    """The counters of attempt 0 must not be served beside the live ones of attempt 1."""
+    record_run(a_run(tmp_path, pid=dead_pid), history(), close=False)
+    again = a_run(tmp_path, attempt=1)
+    sink = PrometheusSink("127.0.0.1:0")
+    sink.open(again, Health())
+    record_run(again, history(5), close=False)
+    fleet = scan(tmp_path)
+    assert [(member.state, member.rank) for member in fleet.members] == [("running", 0)]
+    assert "gradwatch_steps_total" not in metrics(fleet, 60).body.decode()
+    sink.close()
+
+
+def test_an_open_endpoint_of_another_machine(tmp_path: Path) -> None:
+    """Its processes cannot be seen: a target by its machine's name, or by the name Prometheus needs."""
+    (tmp_path / "far").mkdir()
+    says = {"host": "0.0.0.0", "port": 29440, "pid": 1, "run_id": "far", "rank": 3, "attempt": 0}
+    path = tmp_path / "far" / "endpoint-rank3.json"
+    path.write_text(json.dumps({**says, "node": "node-9"}))
+    fleet = scan(tmp_path)
+    assert json.loads(sd(fleet).body)[0]["targets"] == ["node-9:29440"]
+    assert json.loads(sd(fleet, "gateway").body)[0]["targets"] == ["gateway:29440"]
+    os.utime(path, (1, 1))
+    assert scan(tmp_path).members[0].state == "silent"
+
+
+def test_copies_of_a_run_do_not_void_the_scrape(tmp_path: Path, dead_pid: int) -> None:
+    """Equal series twice would; the copy that last gave a sign of life is shown."""
+    record_run(a_run(tmp_path / "a", pid=dead_pid), history())
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    record_run(a_run(tmp_path / "a", "run-2", pid=dead_pid), history())
+    fleet = scan(tmp_path / "a", tmp_path / "b")
+    assert sorted(member.run_id for member in fleet.members) == ["run-1", "run-2"]
+    found = series(metrics(fleet, 60).body)
+    assert found["gradwatch_serve_processes{state=finished}"] == 2
+
+
+def test_promtool_finds_nothing_to_say(tmp_path: Path, dead_pid: int) -> None:
+    """A page of ended runs and of serve's own metrics, linted by Prometheus' own tool."""
+    for number in range(3):
+        record_run(a_run(tmp_path, f"run-{number}", pid=dead_pid), history())
+    body = metrics(scan(tmp_path), 60).body
+    done = subprocess.run(
+        [require("promtool"), "check", "metrics"], input=body, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_only_what_ended_lately_is_served_and_not_without_bound(tmp_path: Path, dead_pid: int) -> None:
+    """Runs of last week are history of Prometheus, not of this page; the fleet page still has them."""
+    record_run(a_run(tmp_path, pid=dead_pid), history())
+    fleet = scan(tmp_path)
+    later = Fleet(fleet.members, fleet.scanned_at + 7200, 0.0)
+    assert b"gradwatch_steps_total" not in metrics(later, 3600).body
+    assert b"run-1" in fleet_page(later, time.time()).body
+    many = Fleet(fleet.members * 1000, fleet.scanned_at, 0.0)
+    assert len(many.ended_since(0.0, 200)) == 200
+    assert b"500 older ones are not shown" in fleet_page(many, time.time()).body
