@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch import judging, watching
+from gradwatch import judging, loop, watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
@@ -158,9 +158,9 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(lane.Lane, "settle", broken)
             train(gw, model, optimizer, skip_nan=False)
-        assert len(calls) == watching.FAILURES
+        assert len(calls) == loop.FAILURES
         assert gw.health.up()["boundary"] is False
-        monkeypatch.setattr(watching, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(loop, "PAUSE_SECONDS", 0.0)
         gw._paused_until = 0.0
         train(gw, model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch import judging, watching
+from gradwatch import judging, loop
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.hooks import group, local, ranks, reduce
@@ -177,7 +177,7 @@ def without(rank: int, how: str) -> dict[str, Any]:
         stack.enter_context(mock.patch.object(group, "WAIT_SECONDS", 1.0))
         gw = collector = None
         if how == "missing" and rank == 1:
-            next(watching._ordinal)  # its attach failed
+            next(loop._ordinal)  # its attach failed
         else:
             gw, collector = stack.enter_context(watched(model, optimizer, text, strict=False))
         for step in range(8):
@@ -213,7 +213,7 @@ def paused(rank: int) -> dict[str, Any]:
         return original(*args)
 
     with (
-        mock.patch.object(watching, "PAUSE_SECONDS", 0.2),
+        mock.patch.object(loop, "PAUSE_SECONDS", 0.2),
         mock.patch.object(Lane, "settle", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):

@@ -1,0 +1,374 @@
+"""The composition root: the one place where capture, rules, actions and sinks meet and the loop closes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.backward_rules import check_backward, module_bounds_of
+from gradwatch.causes import Causes, localising
+from gradwatch.engine import Engine
+from gradwatch.engine.backward import asks_backward, drops_micro
+from gradwatch.errors import AttachError, TrainingStopped
+from gradwatch.finding import Finding
+from gradwatch.health import Health
+from gradwatch.hooks.assemble import with_modules
+from gradwatch.hooks.boundary import Boundary
+from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.clipping import BeforeClip
+from gradwatch.hooks.deferred import Measured
+from gradwatch.hooks.device import capturing
+from gradwatch.hooks.flat import FlatTaps
+from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
+from gradwatch.hooks.modules import ModuleTaps, taps_on
+from gradwatch.hooks.pipeline import PipelineStages
+from gradwatch.hooks.placement import placed
+from gradwatch.hooks.ranks import Ranks
+from gradwatch.hooks.shards import local_taps, torn
+from gradwatch.hooks.window import Window
+from gradwatch.judging import Judging
+from gradwatch.rank_rules import check_ranks, check_shards, wants
+from gradwatch.rules import RuleSet
+from gradwatch.settings import Settings, run_info, sink_specs
+from gradwatch.sinks import Sink, make_sink
+from gradwatch.sinks.breaker import Breaker
+from gradwatch.snapshot import Decision, Event, RunInfo, Sites, Snapshot, Verdict
+
+FAILURES = 3  # faults of ours in a row before watching pauses
+PAUSE_SECONDS = 60.0
+IN_GRAPH = (
+    "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
+)
+BLIND = (
+    "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
+    "give them to the optimizer (add_param_group, or a new one)"
+)
+STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
+REPORTED = (
+    "capture",
+    "boundary",
+    "engine",
+    "action",
+    "precision",
+    "modules",
+    "norm_local",
+    "ranks",
+    "localise",
+)
+
+
+_ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
+
+
+class Loop:
+    """Capture, rules, actions and sinks put together, and what the hooks ask of them (`hooks.boundary.Judge`)."""
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        ruleset: RuleSet,
+        settings: Settings,
+        sinks: Sequence[Sink] | None,
+        origin: str,
+        active: bool = True,
+        on_escalate: Callable[[Event], object] | None = None,
+    ) -> None:
+        self.ruleset = ruleset
+        self.origin = origin
+        self.health = Health(on_first=self._say_once)
+        self._strict = settings.strict
+        self._closed = not active
+        self._on_escalate = on_escalate
+        self._said_blind = False
+        self._given = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._failures = 0
+        self._captured = False
+        self._causes: Causes | None = None
+        self._paused_until = 0.0
+        run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
+        self._engine = Engine(ruleset, self.run.rank)
+        self._ranks = Ranks(
+            f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
+        )
+        self._judging = Judging(self._engine, self._ranks, self)
+        self._sinks: list[Breaker] = self._judging.sinks
+        if active:
+            self._attach(models, optimizers, settings, sinks)
+
+    def _attach(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        settings: Settings,
+        sinks: Sequence[Sink] | None,
+    ) -> None:
+        specs = sink_specs(self.ruleset, settings, self.run.rank)
+        chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
+        self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
+        self._capture.cleared = self._judging.cleared
+        self._taps: ModuleTaps | None = None
+        self._flat = FlatTaps((), self._capture.hear, self.failed)
+        try:
+            if not self._capture.hears and not self._capture.lazy_names():
+                raise AttachError(
+                    "no parameter of the model wants a gradient, so there is nothing to watch; "
+                    "attach after unfreezing it (requires_grad_)"
+                )
+            asked, columns = self.ruleset.modules, self._engine.columns & MODULE_COLUMNS
+            if asked is not None and columns:
+                self._taps = taps_on(models, asked.names, asked.tap, columns, self.failed)
+            self._flat = FlatTaps(models, self._capture.hear, self.failed)
+            self._engine.check(self._all_sites())
+            check_ranks(self._engine, self.run.world_size)
+            wanted = [param for param in self._capture.params if param.requires_grad]
+            check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
+            check_backward(self._engine, models, self.run.world_size)
+        except BaseException:
+            if self._taps is not None:
+                self._taps.close()
+            self._flat.close()
+            self._capture.close()
+            raise
+        if self._taps is not None:
+            self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
+            self._judging.module_bounds = self._taps.bounds
+        self._judging.listen(local_taps(wanted, self._capture.models()))
+        if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
+            self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
+        self._boundary = Boundary(self._capture, self)
+        self._stages = PipelineStages(self._stage_scaled, self.failed)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
+        for component in REPORTED:
+            self.health.mark(component, True)
+        self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
+        for sink in self._sinks:
+            sink.open(self.run)
+        self._bind_early()
+
+    def _catch_up(self) -> None:
+        """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
+        if not self._closed and os.getpid() == self.run.pid and self._boundary.is_here():
+            self._boundary.settle_deferred()
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive; the watch closes itself when there is none."""
+        return [] if self._closed else self._capture.models()
+
+    # -- for the boundary (hooks/boundary.py: Judge) -----------------------------------------------------
+
+    def bound(self, lane: Lane) -> None:
+        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
+        self._catch_up()  # what waits was measured on the parameters as they were
+        self._capture.drop_dead()
+        modules = () if self._taps is None or lane.index else self._taps.names
+        self._judging.bind(lane, modules, local_taps(lane.params, self._capture.models()))
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
+        """Read the extra columns of this step; the result assembles, judges and publishes it."""
+        return self._judging.measure(lane, window, None if lane.index else self._taps)
+
+    def forget(self, lane: Lane) -> None:
+        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
+        self._judging.forget(lane)
+        if self._causes is not None:
+            self._causes.forget()
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+        if self._causes is None or lane.inside_backward:
+            return ()
+        return self._causes.of(verdict, decision, snapshot, late=lane.step != snapshot.step)
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
+        if self._closed or os.getpid() != self.run.pid or self._pausing():
+            return False
+        if self._capture.lane_of(optimizer) is not None:
+            return True
+        if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
+            return True
+        return self._capture.holds(optimizer)
+
+    def needs_host(self, lane: Lane) -> bool:
+        """Whether some rule acts on this very step, and no device can decide it alone."""
+        # A device knows only its own rank's part of a pooled norm.
+        return self._engine.acts_on_host or self._ranks.talks(lane)
+
+    def pooled(self, lane: Lane) -> bool:
+        """Whether the ranks put together what each knows of these gradients."""
+        return self._ranks.talks(lane)
+
+    def arrive(self, optimizer: Optimizer) -> None:
+        """A step boundary begins."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._judging.at_boundary(self._capture.lane_of(optimizer))
+            self._ranks.arrive(self._capture.lane_of(optimizer))
+
+    def depart(self, optimizer: Optimizer) -> None:
+        """A step boundary ends; no rank is left waiting for this one."""
+        if not self._closed and os.getpid() == self.run.pid:
+            self._ranks.depart(self._capture.lane_of(optimizer))
+
+    def enter(self, lane: Lane) -> None:
+        """The ranks meet at the first boundary of a lane, and its rules are bound to what they know together."""
+        if self._ranks.enter(lane):
+            self._stages.look()
+            self.bound(lane)
+
+    def skips_nonfinite(self, lane: Lane) -> bool:
+        """Whether some rule skips non-finite steps."""
+        return self._engine.skips_nonfinite
+
+    def max_norm(self, lane: Lane) -> float | None:
+        """The standing clip of the rule file; None without one."""
+        return self._judging.max_norm(lane)
+
+    def captured(self) -> None:
+        """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
+        if not self._captured:
+            self._captured = True
+            self.health.report("capture", AttachError(IN_GRAPH))
+
+    def failed(self, component: str, error: BaseException) -> None:
+        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
+        if isinstance(error, TrainingStopped):
+            raise error
+        self.health.report(component, error)
+        if component in STEP_PATH:
+            self._failures += 1
+        if self._failures >= FAILURES:
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            self._failures = 0
+            self.health.mark(component, False)
+        if self._strict:
+            raise error
+
+    def judged(self) -> None:
+        """A step was judged without a fault."""
+        self._failures = 0
+
+    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
+        """What was really done of a decision; its Record is published now."""
+        try:
+            self._judging.acted(lane, decision, error)
+        except Exception as fault:  # a stop must not be lost for it
+            self.health.report("action", fault)
+
+    def escalated(self, event: Event) -> bool:
+        """Call the user's `on_escalate`; its faults are counted, but for `TrainingStopped`, which stops training."""
+        if self._on_escalate is None:
+            return False
+        try:
+            with torch.enable_grad():
+                self._on_escalate(event)
+        except TrainingStopped:
+            return True
+        except Exception as error:
+            self.failed("on_escalate", error)
+        return False
+
+    def remark(self, lane: Lane) -> None:
+        """A few marks did not tell the truth about this lane: put every mark back."""
+        lane.ambiguous = True
+        self._capture.restore(lane)
+
+    def _bind_early(self) -> None:
+        """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
+        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
+            for optimizer in self._waiting():
+                lane = self._capture.adopt(optimizer)
+                lane.born = False  # it hears its window from the first backward on
+                self.bound(lane)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _of_ranks(self, component: str, error: BaseException) -> None:
+        """Something about the other ranks: told, but no fault of ours that would pause anything."""
+        self.health.report(component, error)
+        self.health.mark(component, not self._ranks.alone)
+
+    def _backward_ended(self) -> None:
+        if self._resting():
+            return
+        if capturing():
+            return  # a read of ours would become part of the user's CUDA graph, or break it
+        self._judging.backward_ended()
+        with torch.no_grad():
+            for lane in self._capture.lanes:
+                if not self._judging.knows(lane):
+                    self.bound(lane)
+                if lane.backwards and lane.due():
+                    lane.read()
+
+    def _stage_scaled(self, stage: nn.Module) -> None:
+        """The gradients of a pipeline stage are final: read again what its backwards left."""
+        if self._closed or self._pausing():
+            return
+        params = set(map(id, stage.parameters()))
+        with torch.no_grad():
+            for lane in self._capture.lanes:
+                if self._judging.knows(lane) and not params.isdisjoint(lane.param_ids):
+                    lane.read()
+
+    def _resting(self) -> bool:
+        return self._closed or os.getpid() != self.run.pid or self._pausing()
+
+    def _pausing(self) -> bool:
+        """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
+        if not self._paused_until or time.monotonic() < self._paused_until:
+            return bool(self._paused_until)
+        self._paused_until = 0.0
+        for lane in self._capture.lanes:
+            lane.discard()
+            lane.tainted = True
+        for component in STEP_PATH:
+            self.health.mark(component, True)
+        return False
+
+    def _waiting(self) -> list[Optimizer]:
+        """Optimizers named at attach that have no lane yet."""
+        if not self._wanted:
+            return []
+        found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]
+        self._named.update(found)
+        self._wanted.clear()
+        return [optimizer for optimizer in found if self._capture.lane_of(optimizer) is None]
+
+    def spent(self) -> float:
+        """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""
+        boundary, capture = self._boundary, self._capture
+        spent = boundary.spent_seconds + capture.spent_seconds
+        boundary.spent_seconds = capture.spent_seconds = 0.0
+        return spent
+
+    def coverage_now(self) -> float:
+        """The coverage as of this boundary; a fall is said once, until it is whole again."""
+        ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
+        if missing and not self._said_blind:
+            listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
+        self._said_blind = bool(missing)
+        return ratio
+
+    def _all_sites(self) -> Sites:
+        return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)
+
+    def _say_once(self, component: str, error: BaseException) -> None:
+        for breaker in self._sinks:
+            say = getattr(breaker.sink, "internal_error", None)
+            if say is not None:
+                say(component, error)
