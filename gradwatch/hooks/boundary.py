@@ -128,15 +128,15 @@ class Boundary:
         if graph_task.current() != graph_task.NONE:
             self._guarded("boundary", lambda: self._step_in_backward(optimizer))
             return None
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if hasattr(closure, "gradwatch_evaluations"):
+            return None  # a subclass whose step calls super().step(closure): wrapped already
         nested = self._is_nested(optimizer)
         if not nested:
             self._evaluations.pop(id(optimizer), None)  # of a step that raised
-        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._guarded("boundary", lambda: self._at_step(optimizer, nested))
             return None
-        if hasattr(closure, "gradwatch_evaluations"):
-            return None  # a subclass whose step calls super().step(closure): wrapped already
         self._evaluations[id(optimizer)] = turn = Evaluations(None)
         self._guarded("boundary", lambda: self._remember(optimizer, turn))
 
@@ -404,16 +404,24 @@ class Boundary:
             self._judge.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        turn = self._evaluations.pop(id(optimizer), None)
+        lane, turn = self._capture.lane_of(optimizer), self._evaluations.get(id(optimizer))
+        inside = 0 if lane is None else self._inside.get(lane.index, 0)
+        if lane is not None and inside and turn is not None and step_hooks.steps_under_way(optimizer) > 1:
+            self._inside[lane.index] = max(1, inside - 1)  # its `super().step()` has returned, and no more
+            return
+        self._evaluations.pop(id(optimizer), None)
+        if lane is not None and inside:
+            self._leave(lane, inside - 1, turn)
+        # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
         if turn is not None and turn.skipped and turn.memory is not None:
             turn.memory.restore()
-        lane = self._capture.lane_of(optimizer)
-        if lane is None or not self._inside.get(lane.index):
-            return
+
+    def _leave(self, lane: Lane, inside: int, turn: Evaluations | None) -> None:
+        """A call of a lane's step has returned; `inside` others are open around it."""
+        self._inside[lane.index] = inside
         if turn is not None and turn.count > 1:
             self._judge.forget(lane)
-        self._inside[lane.index] -= 1
-        if self._inside[lane.index]:
+        if inside:
             return
         self._acting.give_back(lane.index)
         self._acting.open_gate(lane.index)
