@@ -8,6 +8,7 @@ may come and go at any time; torch's own dict is touched only outside a step.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ class StepListener(Protocol):
 
 
 _listeners: list[StepListener] = []
+_ignored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
 _begun = 0
 
@@ -46,6 +48,11 @@ def listen(listener: StepListener) -> Callable[[], None]:
         _tidy()
 
     return remove
+
+
+def ignore(optimizer: Optimizer) -> None:
+    """No listener hears of this optimizer: one that stands in for another."""
+    _ignored.add(optimizer)
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +130,8 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     global _begun
+    if _ignored and optimizer in _ignored:
+        return None
     _begun += 1
     changed = None
     position = 0
@@ -136,5 +145,5 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in tuple(_listeners):
+    for listener in () if _ignored and optimizer in _ignored else tuple(_listeners):
         listener.after_step(optimizer)
