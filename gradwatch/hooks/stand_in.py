@@ -1,7 +1,7 @@
 """A stand-in that takes a withheld step in an optimizer's place: a deep copy which shares nothing with it.
 
 However a step reaches its parameters, and wherever it keeps what it counts, it finds copies: attributes, groups,
-state, models and inner optimizers are copied with one memo, so that they refer to each other as before. What it
+state and models are copied with one memo, so that they refer to each other as before. What it
 cannot be rid of are ways around its attributes (a weak reference, a dict keyed by `id(param)`), and a step that is
 lost among copies may raise. So it is tried on a stand-in of its own first, unheard by anybody's hooks; where
 that raises or moves a weight, or the copy cannot be made, there is no stand-in.
@@ -34,6 +34,8 @@ def stand_in_for(
     """One that can take the step called with these arguments; `ours`: ids of the hooks that it shall not call."""
     if any(value is not None for value in (*args[1:], *kwargs.values())):
         return None  # a closure, a scaler: they know the real one
+    if len(with_inner(optimizer)) > 1:
+        return None  # the one it wraps has steps of its own, which are watched
     random = RandomNumbers(optimizer)
     try:
         if not _steps_among_copies(optimizer, args, kwargs):
@@ -43,11 +45,10 @@ def stand_in_for(
         return None
     finally:
         random.restore()
-    for real, each in found:
-        for name in HOOKS:
-            hooks = {number: hook for number, hook in vars(real)[name].items() if number not in ours}
-            vars(each)[name].update({number: _as_of(real, hook) for number, hook in hooks.items()})
-    return found[0][1]
+    for name in HOOKS:
+        hooks = {number: hook for number, hook in vars(optimizer)[name].items() if number not in ours}
+        vars(found)[name].update({number: _as_of(optimizer, hook) for number, hook in hooks.items()})
+    return found
 
 
 class RandomNumbers:
@@ -73,7 +74,7 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _steps_among_copies(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the step raises nothing on a stand-in and leaves every weight alone; what it moved is put back."""
-    stand_in, before = _copied(optimizer)[0][1], Copy(optimizer, whole=True)
+    stand_in, before = _copied(optimizer), Copy(optimizer, whole=True)
     fine = False
     with _unheard(), contextlib.suppress(Exception):
         unhooked(type(optimizer).step)(stand_in, *args[1:], **kwargs)
@@ -83,24 +84,19 @@ def _steps_among_copies(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dic
     return fine
 
 
-def _copied(optimizer: Optimizer) -> list[tuple[Optimizer, Optimizer]]:
-    """The optimizer and those it wraps, each with its copy; without hooks, with gradients."""
-    pairs: list[tuple[Optimizer, Optimizer]] = [
-        (real, object.__new__(type(real))) for real in with_inner(optimizer)
-    ]
-    memo: dict[int, Any] = {id(real): each for real, each in pairs}
-    for real, each in pairs:  # `step` is what an LR scheduler puts there, around the real one
-        held = {
-            name: value
-            for name, value in vars(real).items()
-            if name != "step" and not name.startswith("_optimizer_")
-        }
-        vars(each).update(copy.deepcopy(held, memo))
-        vars(each).update({name: collections.OrderedDict() for name in vars(real) if name not in vars(each)})
-        vars(each).pop("step", None)
-        step_hooks.ignore(each)
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """The optimizer once more, without hooks, with gradients."""
+    found: Optimizer = object.__new__(type(optimizer))
+    step_hooks.ignore(found)
+    memo: dict[int, Any] = {id(optimizer): found}
+    mine = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}
+    mine.pop("step", None)  # an LR scheduler puts it there, around the real one
+    vars(found).update(copy.deepcopy(mine, memo))
+    vars(found).update(
+        {name: collections.OrderedDict() for name in vars(optimizer) if name.startswith("_optimizer_")}
+    )
     _give_gradients(memo)
-    return pairs
+    return found
 
 
 def _give_gradients(memo: dict[int, Any]) -> None:

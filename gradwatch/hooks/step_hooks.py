@@ -8,7 +8,6 @@ may come and go at any time; torch's own dict is touched only outside a step.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, Protocol
@@ -30,7 +29,7 @@ class StepListener(Protocol):
 
 
 _listeners: list[StepListener] = []
-_ignored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_IGNORED = "_gradwatch_ignores"  # an attribute of optimizers that we have made
 _handles: list[RemovableHandle] = []
 _begun = 0
 
@@ -52,7 +51,7 @@ def listen(listener: StepListener) -> Callable[[], None]:
 
 def ignore(optimizer: Optimizer) -> None:
     """No listener hears of this optimizer: one that stands in for another."""
-    _ignored.add(optimizer)
+    vars(optimizer)[_IGNORED] = True
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +129,7 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     global _begun
-    if _ignored and optimizer in _ignored:
+    if _IGNORED in vars(optimizer):
         return None
     _begun += 1
     changed = None
@@ -145,5 +144,5 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in () if _ignored and optimizer in _ignored else tuple(_listeners):
+    for listener in () if _IGNORED in vars(optimizer) else tuple(_listeners):
         listener.after_step(optimizer)
