@@ -354,3 +354,23 @@ def test_a_step_that_raises_by_itself_raises_as_without_us() -> None:
         optimizer.step()
         assert digest(list(model.parameters())) != before
         assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_skip_under_a_grad_scaler(unscale: bool) -> None:
+    """The scaler steps the real optimizer as ever, its scale goes on growing, and the masters stay."""
+    model, optimizer, _ = job(Masters)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    with Recorder(model) as recorder:
+        for skip in (False, True, False):
+            recorder.decide = lambda snapshot, skip=skip: Decision(skip=skip)  # type: ignore[misc]
+            optimizer.zero_grad()
+            scaler.scale(model(X).pow(2).sum()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            before = digest(list(model.parameters()), optimizer.masters)  # type: ignore[attr-defined]
+            scaler.step(optimizer)
+            scaler.update()
+            after = digest(list(model.parameters()), optimizer.masters)  # type: ignore[attr-defined]
+            assert (before == after) == skip
+        assert scaler.get_scale() == 2048.0
