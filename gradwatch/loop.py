@@ -69,7 +69,7 @@ _ordinal = itertools.count()  # of watches, attached or not: ranks that run one 
 
 
 class Loop:
-    """Capture, rules, actions and sinks put together, and what the hooks ask of them (`hooks.boundary.Judge`)."""
+    """Capture, rules, actions and sinks put together, and what the hooks ask of them (`hooks.judge.Judge`)."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Loop:
         """The watched models that are still alive; the watch closes itself when there is none."""
         return [] if self._closed else self._capture.models()
 
-    # -- for the boundary (hooks/boundary.py: Judge) -----------------------------------------------------
+    # -- for the boundary (hooks/judge.py) -----------------------------------------------------
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""

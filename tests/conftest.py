@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # one worker per core: more threads than that only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Time decides no test: neither how long one example takes nor how long it takes to think of one.
+settings.register_profile("gradwatch", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gradwatch")
 
 
 @pytest.fixture

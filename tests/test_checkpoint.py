@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.checkpoint import Vitals, joined, read_tag, tag_name, write_tag
@@ -78,7 +78,6 @@ def test_a_critical_rule_that_fires_is_reason_enough() -> None:
             assert gw.healthy == (severity == "warning")
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["fine", "nan", "inf", "skipped", "zeroed", "rejected", "firing"]), max_size=30)
 )

@@ -137,7 +137,7 @@ DEEDS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(DEEDS)
 def test_whatever_a_loop_does_arrivals_are_those_still_there(deeds: list[str]) -> None:
     """In any order of backwards, clears, steps and failing steps: numbers in order, arrivals and norms right."""

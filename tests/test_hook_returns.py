@@ -130,7 +130,7 @@ specs = st.lists(
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=10, suppress_health_check=SLOW)
 @given(specs)
 def test_no_gradient_is_touched(specs: list[Spec]) -> None:
     """A sample of the kinds below: hooks return None, and every bit of every gradient is as without us."""
@@ -138,7 +138,7 @@ def test_no_gradient_is_touched(specs: list[Spec]) -> None:
 
 
 @pytest.mark.soak
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=500, suppress_health_check=SLOW)
 @given(specs)
 def test_ten_thousand_gradients_are_not_touched(specs: list[Spec]) -> None:
     """P3 in full: 500 backwards of 20 gradients."""

@@ -142,7 +142,7 @@ def test_awkward_numbers_keep_their_bits(tmp_path: Path, value: float) -> None:
         st.text(max_size=8).filter(lambda key: key not in ("kind", "arrays")), st.text(max_size=8)
     ),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_payloads_round_trip(arrays: dict[str, Any], fields: dict[str, str]) -> None:
     """Any arrays and any fields come back bit for bit."""
     decoded = decode_payload(encode_payload("x", fields, arrays))
@@ -154,7 +154,7 @@ def test_payloads_round_trip(arrays: dict[str, Any], fields: dict[str, str]) -> 
 
 
 @given(st.binary(max_size=64), st.binary(max_size=200))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_foreign_payload_is_refused_not_run(head: bytes, rest: bytes) -> None:
     """Decoding arbitrary bytes gives an entry or a ValueError, nothing else (P34)."""
     for data in (head + rest, len(head).to_bytes(4, "little") + head + rest):
@@ -318,7 +318,6 @@ def test_several_optimizers_share_a_journal(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 200_000))
-@settings(deadline=None)
 def test_the_first_cadence_keeps_the_rate_of_writing(sites: int) -> None:
     """The cadence is a power of two giving at most twice 4 KiB of norms a step."""
     every = Cadence.base(sites)

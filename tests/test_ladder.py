@@ -80,7 +80,6 @@ def test_the_rung_ends_with_its_window() -> None:
     assert {frozenset(orders(record)) for record in kept.records} == {frozenset(), frozenset({"clip"})}
 
 
-@settings(deadline=None)
 @given(
     acted=st.lists(st.booleans(), min_size=1, max_size=40),
     ladder=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=3),
@@ -220,7 +219,7 @@ def test_escalated_skips_are_not_learned() -> None:
     assert found[0] == found[1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(alphabet="0123456789 in", max_size=12))
 def test_what_is_no_pace_is_refused_with_its_place(after: str) -> None:
     """`after:` is `k in n` with k <= n, anything else an error at its line."""

@@ -69,7 +69,7 @@ def acted(made: list[Spec], method: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=5, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=5, suppress_health_check=SLOW)
 @given(made=specs)
 def test_a_gradient_stays_what_it_is(method: str, on_device: bool, made: list[Spec]) -> None:
     """A sample of dtypes, forms and contents, on the host and on the path of a device; no fault, no abort."""
@@ -90,7 +90,7 @@ def test_they_do_act() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=500, suppress_health_check=SLOW)
 @given(made=specs)
 def test_ten_thousand_gradients_stay_what_they_are(method: str, made: list[Spec]) -> None:
     """P3 in full, for each policy: 500 backwards of 20 gradients."""

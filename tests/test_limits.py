@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.detectors import Above, Below, Drift, LossSpike, Sample, Spike
@@ -38,7 +38,6 @@ def any_limits(size: int = 3) -> st.SearchStrategy[Limits]:
     return st.builds(Limits, rows, st.none() | arrays(size), st.none() | flags)
 
 
-@settings(deadline=None)
 @given(any_limits(), any_limits(), any_limits())
 def test_limits_are_a_join_semilattice(a: Limits, b: Limits, c: Limits) -> None:
     """Joining is commutative, associative and idempotent, so the order of rules in a file never matters."""
@@ -48,7 +47,6 @@ def test_limits_are_a_join_semilattice(a: Limits, b: Limits, c: Limits) -> None:
     assert a | Limits() == a
 
 
-@settings(deadline=None)
 @given(any_limits(), any_limits(), st.lists(NORMS, min_size=3, max_size=3))
 def test_a_join_is_never_milder_than_either(a: Limits, b: Limits, norms: list[float]) -> None:
     """Of two orders for one gradient the smaller coefficient holds; 1 is what nobody ordered."""
@@ -72,7 +70,6 @@ def test_a_join_is_never_milder_than_either(a: Limits, b: Limits, norms: list[fl
     assert np.array_equal((a | b).coefficients(norms), expected)
 
 
-@settings(deadline=None)
 @given(any_limits())
 def test_a_nonfinite_norm_is_never_multiplied(limits: Limits) -> None:
     """NaN and Inf get the coefficient 1, so one bad element never spreads over its tensor."""
@@ -88,7 +85,6 @@ def warmed(rules: list[Rule], seed: int, steps: int = 60, groups: tuple[Group, .
 
 
 @pytest.mark.parametrize("of", ["norm", "rms"])
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), above=st.floats(4, 12), half_life=st.sampled_from([10, 100]))
 def test_the_score_of_a_limit_is_the_threshold(of: str, seed: int, above: float, half_life: int) -> None:
     """`score(limit(state)) == threshold`, in terms of the column the rule reads and of the norm the hook sees."""
@@ -103,7 +99,6 @@ def test_the_score_of_a_limit_is_the_threshold(of: str, seed: int, above: float,
     assert np.allclose(score, above, rtol=1e-3)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000), site=st.integers(0, 3), factor=st.floats(1.01, 100) | st.floats(0.5, 0.99)
 )

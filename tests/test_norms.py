@@ -48,7 +48,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str, scale: float, 
     return grad
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SHAPES, DTYPES, LAYOUTS, st.sampled_from([1e-4, 1.0, 1e3]), st.integers(0, 9))
 def test_norm_of_any_gradient(
     shape: tuple[int, ...], dtype: torch.dtype, layout: str, scale: float, seed: int
@@ -58,7 +58,7 @@ def test_norm_of_any_gradient(
     assert math.sqrt(sum_of_squares(grad)) == pytest.approx(reference(grad), rel=1e-5, abs=1e-30)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(SHAPES, DTYPES, LAYOUTS), min_size=1, max_size=30), st.data())
 def test_batched_read_equals_one_by_one(
     specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
@@ -84,7 +84,7 @@ def test_whole_bucket_changing_shape() -> None:
     assert np.sqrt(got).tolist() == pytest.approx([5**0.5] * 6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=200),
 )
@@ -99,7 +99,7 @@ def test_second_look_is_exact(values: list[float]) -> None:
         assert detail.norm == pytest.approx(math.hypot(*exact), rel=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 3000), st.floats(-44, 37), st.integers(0, 5))
 def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) -> None:
     """Over the whole range of float32: whatever is not looked at twice is within 1e-5."""
@@ -109,7 +109,7 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
         assert math.sqrt(squares[0]) == pytest.approx(reference(grad), rel=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(SHAPES, DTYPES, st.floats(-44, 4)), min_size=1, max_size=12), st.data())
 def test_what_a_glance_lets_pass_is_right(
     specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject

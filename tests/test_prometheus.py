@@ -172,7 +172,7 @@ def test_hostile_names_in_full(tmp_path: Path) -> None:
     _scrape_of(names, tmp_path)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(names=NAMES)
 def test_hostile_names(names: list[str], tmp_path: Path) -> None:
     """Names found by hypothesis."""

@@ -165,7 +165,7 @@ def test_shipped_packs_fit_the_schema(pack: Path) -> None:
     VALIDATOR.validate(YAML(typ="safe", pure=True).load(pack.read_text(encoding="utf-8")))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(documents())
 def test_schema_and_loader_agree(document: dict[str, Any]) -> None:
     """A changed document is refused for its shape by both or by neither."""

@@ -295,14 +295,14 @@ def test_mutants_in_full() -> None:
     assert assault(50_000, seed=2025) > 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=200) | st.lists(st.sampled_from(ALPHABET), max_size=60).map("".join))
 def test_any_text_is_accepted_or_refused(text: str) -> None:
     """Arbitrary unicode and arbitrary strings of YAML's own signs never raise anything but RuleFileError."""
     problems_of(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_accepted_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     """Arbitrary bytes in a file are refused with a place."""

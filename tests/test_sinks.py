@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.sinks import Sink, find_sink, make_sink, register_sink, sink_names
+from gradwatch.rules import SINK_KINDS
+from gradwatch.sinks import _REGISTERED, Sink, find_sink, make_sink, register_sink, sink_names
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus import PrometheusSink
 
@@ -62,6 +64,17 @@ def test_what_is_wrong_is_said(kind: str, options: dict[str, object], says: str)
     assert says in str(refused.value)
 
 
+@pytest.fixture
+def own_kinds() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    registered, kinds = dict(_REGISTERED), set(SINK_KINDS)
+    yield
+    for taken in _REGISTERED.keys() - registered.keys():
+        del _REGISTERED[taken]
+    SINK_KINDS.intersection_update(kinds)
+
+
+@pytest.mark.usefixtures("own_kinds")
 def test_a_sink_of_ones_own() -> None:
     """Registered under a new name it is as good as built in; a name is never taken twice."""
     kind = "only-in-this-test"

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradwatch.hooks.empty_lists import EmptyLists
 from gradwatch.snapshot import Decision
 from tests.recorder import Recorder
 
@@ -326,36 +327,119 @@ def test_skip_of_an_optimizer_that_is_not_torchs(kind: Callable[..., Optimizer])
 
 
 class NeedsLists(Optimizer):
-    """Cannot do with an empty list."""
+    """Cannot do with an empty list, and has counted the step by the time it says so."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        self.calls += 1
+        self.state["shared"]["noise"] = torch.rand(())
+        for group in self.param_groups:
+            group["k"] += 1
+            flat = torch.cat([param.grad.view(-1) for param in group["params"]])
+            for param in group["params"]:
+                param.sub_(param.grad / flat.norm(), alpha=group["lr"])
+        return loss
+
+
+class ByState(Optimizer):
+    """Reaches its parameters by its state, past the lists."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            flat = torch.cat([param.grad.view(-1) for param in group["params"]])
-            for param in group["params"]:
-                param.sub_(param.grad / flat.norm(), alpha=group["lr"])
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("m", torch.zeros_like(param))
+        for param, entry in self.state.items():
+            if param.grad is not None:
+                param.data.sub_(entry["m"].add_(param.grad), alpha=0.1)
+        return loss
 
 
-def test_an_optimizer_that_cannot_do_with_empty_lists_raises_once_only() -> None:
-    """Its lists are back at the next step, and every later skip is exact without a word."""
+class Climbs(torch.optim.SGD):
+    """A step that moves the weights on its own after its `super().step(closure)`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=1e-3)
+        return loss
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("kind", [Naive, NeedsLists, ByState, Climbs])
+def test_a_skip_never_raises_and_is_exact_from_the_first(
+    kind: Callable[..., Optimizer], first: int, by_closure: bool
+) -> None:
+    """Empty lists or not: no step raises, nothing moves, nobody's hooks hear of a trial, no random number is gone."""
+    torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizer = NeedsLists(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    heard: list[Optimizer] = []
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: heard.append(optimizer))
+
+    def backward() -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss: torch.Tensor = model(X).pow(2).sum()
+            loss.backward()
+        return loss
+
+    def step() -> None:
+        if by_closure and kind is not Naive:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+
     with Recorder(model) as recorder:
+        for _ in range(first):
+            step()
+        hooks_a_step = len(heard) / first if first else None
         recorder.decide = lambda snapshot: Decision(skip=True)
-        before = digest(list(model.parameters()))
-        for number in range(4):
-            optimizer.zero_grad()
-            model(X).sum().backward()
-            if number:
-                optimizer.step()
-            else:
-                with pytest.raises((RuntimeError, ValueError)):
-                    optimizer.step()
-            assert digest(list(model.parameters())) == before
-        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        for _ in range(3):
+            heard.clear()
+            before = everything(optimizer)
+            step()
+            assert everything(optimizer) == before
+            assert optimizer.param_groups[0]["params"] == list(model.parameters())
+            assert all(param.grad is not None for param in model.parameters())
+            assert hooks_a_step in (None, len(heard))
+        recorder.decide = lambda snapshot: Decision()
+        before = everything(optimizer)
+        step()
+        assert everything(optimizer) != before
+        assert recorder.errors == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [(Naive, True), (NeedsLists, False), (ByState, False), (Climbs, False)],
+)
+def test_which_optimizers_can_do_with_empty_lists(kind: Callable[..., Optimizer], does: bool) -> None:
+    """Tried without a trace: weights, groups, state, counters, random numbers and lists are as before."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X).pow(2).sum().backward()
+        optimizer.step()
+    before, drawn = everything(optimizer), torch.get_rng_state()
+    assert EmptyLists().do_for(optimizer, with_closure=False) is does
+    assert everything(optimizer) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
 # -- step hooks of other people ------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ def test_script_that_never_closes_exits_cleanly(tmp_path: Path) -> None:
     """P8: a script that forgets close() ends by itself, with its own status and a readable journal."""
     code = f"""
 import torch, gradwatch, sys
-model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 gw = gradwatch.watch(model, optimizer, run_dir={str(tmp_path)!r}, listen="127.0.0.1:0")
 for _ in range(5):
     optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()

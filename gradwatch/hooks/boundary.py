@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,65 +22,17 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import graph_task, precision, step_hooks
 from gradwatch.hooks.acting import Acting, why_stopped
 from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.deferred import Deferred, Measured
+from gradwatch.hooks.deferred import Deferred
 from gradwatch.hooks.device import Number, arrived, capturing, kept, on_host
 from gradwatch.hooks.evaluations import Evaluations, Memory, evaluates_often
 from gradwatch.hooks.in_backward import InBackward
+from gradwatch.hooks.judge import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
-
-
-class Judge(Protocol):
-    """What the boundary asks of the composition root."""
-
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is watched."""
-
-    def bound(self, lane: Lane) -> None:
-        """A lane was made or its parameters changed."""
-
-    def needs_host(self, lane: Lane) -> bool:
-        """Whether a rule may act on this very step, so that the numbers must be waited for."""
-
-    def pooled(self, lane: Lane) -> bool:
-        """Whether the ranks put together what each knows of these gradients."""
-
-    def skips_nonfinite(self, lane: Lane) -> bool:
-        """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
-
-    def arrive(self, optimizer: Optimizer) -> None:
-        """A step boundary begins, at which other ranks may wait for this one."""
-
-    def enter(self, lane: Lane) -> None:
-        """The lane that stands at this boundary; its ranks meet at the first."""
-
-    def depart(self, optimizer: Optimizer) -> None:
-        """The boundary has been left, by a fault of ours or not: see to it that nobody waits any longer."""
-
-    def max_norm(self, lane: Lane) -> float | None:
-        """The standing clip of the total norm, which a device applies without the host; None = none."""
-
-    def captured(self) -> None:
-        """A step was captured in a CUDA graph: nobody will see its replays."""
-
-    def measure(self, lane: Lane, window: Window) -> Measured:
-        """Note everything about a window that must be read now; the result judges it, now or some steps later.
-
-        Where a rule may have something to say at once, `window.calm` is taken away.
-        """
-
-    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
-        """What was really done at this boundary, and the fault that kept it from being as decided."""
-
-    def forget(self, lane: Lane) -> None:
-        """What was heard since the last Snapshot of a lane belongs to no step."""
-
-    def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours."""
 
 
 class Boundary:
@@ -128,15 +80,15 @@ class Boundary:
         if graph_task.current() != graph_task.NONE:
             self._guarded("boundary", lambda: self._step_in_backward(optimizer))
             return None
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if hasattr(closure, "gradwatch_evaluations"):
+            return None  # a subclass whose step calls super().step(closure): wrapped already
         nested = self._is_nested(optimizer)
         if not nested:
             self._evaluations.pop(id(optimizer), None)  # of a step that raised
-        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._guarded("boundary", lambda: self._at_step(optimizer, nested))
             return None
-        if hasattr(closure, "gradwatch_evaluations"):
-            return None  # a subclass whose step calls super().step(closure): wrapped already
         self._evaluations[id(optimizer)] = turn = Evaluations(None)
         self._guarded("boundary", lambda: self._remember(optimizer, turn))
 
@@ -404,16 +356,24 @@ class Boundary:
             self._judge.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        turn = self._evaluations.pop(id(optimizer), None)
+        lane, turn = self._capture.lane_of(optimizer), self._evaluations.get(id(optimizer))
+        inside = 0 if lane is None else self._inside.get(lane.index, 0)
+        if lane is not None and inside and turn is not None and step_hooks.steps_under_way(optimizer) > 1:
+            self._inside[lane.index] = max(1, inside - 1)  # its `super().step()` has returned, and no more
+            return
+        self._evaluations.pop(id(optimizer), None)
+        if lane is not None and inside:
+            self._leave(lane, inside - 1, turn)
+        # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
         if turn is not None and turn.skipped and turn.memory is not None:
             turn.memory.restore()
-        lane = self._capture.lane_of(optimizer)
-        if lane is None or not self._inside.get(lane.index):
-            return
+
+    def _leave(self, lane: Lane, inside: int, turn: Evaluations | None) -> None:
+        """A call of a lane's step has returned; `inside` others are open around it."""
+        self._inside[lane.index] = inside
         if turn is not None and turn.count > 1:
             self._judge.forget(lane)
-        self._inside[lane.index] -= 1
-        if self._inside[lane.index]:
+        if inside:
             return
         self._acting.give_back(lane.index)
         self._acting.open_gate(lane.index)

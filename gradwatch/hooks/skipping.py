@@ -3,8 +3,9 @@
 torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that, so theirs
 find empty parameter lists, and what they count or keep beside them (in groups, in entries of `state` that belong
 to no parameter) is put back. An optimizer that reaches its parameters by another way (LBFGS's `_params`, one
-that wraps another), or that could not do with empty lists, takes its step, which is then taken back from copies:
-memory for the weights and the state once more, at a skipped step only.
+that wraps another), or that cannot do with empty lists (`hooks.empty_lists`: tried before the first skip), takes
+its step, which is then taken back from copies: memory for the weights and the state once more, at a skipped step
+only.
 
 Nobody else's step hooks see any of this: the gradients go after the last of their pre-hooks has run, and are
 back before the first of their post-hooks.
@@ -13,19 +14,16 @@ back before the first of their post-hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks import step_hooks
-
-TORCHS = ("params", "state", "param_groups", "defaults")
-COUNTED_BY_TORCH = frozenset({"_step_count"})  # LR schedulers look at it: a skipped step was called
-DEPTH = 3  # containers within containers in which an optimizer may keep parameters
+from gradwatch.hooks.copies import Copy, keeps_own_lists, with_inner
+from gradwatch.hooks.empty_lists import EmptyLists
 
 
 class Skips:
@@ -34,11 +32,13 @@ class Skips:
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._open: dict[int, Withheld] = {}
-        self._needs_lists: set[type[Optimizer]] = set()  # raised when their lists were empty
+        self._empty_lists = EmptyLists()
 
     def skip(self, index: int, optimizer: Optimizer, at_once: bool) -> None:
-        """Let the step that is under way find nothing to do; `at_once`: its pre-hooks have all run."""
-        self._open[index] = withheld = Withheld(optimizer, type(optimizer) in self._needs_lists)
+        """Let the step that is under way find nothing to do; `at_once`: its pre-hooks have all run, in its closure."""
+        self._open[index] = withheld = Withheld(
+            optimizer, lambda: self._empty_lists.do_for(optimizer, at_once)
+        )
         # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
         if at_once or step_hooks.steps_under_way(optimizer) != 1:
             withheld.withhold()
@@ -69,17 +69,19 @@ class Skips:
         if withheld is None:
             return
         if not finished and withheld.emptied:
-            self._needs_lists.add(type(withheld.optimizer))
+            self._empty_lists.refuse(
+                withheld.optimizer
+            )  # it raised for another reason, or not: copies from now on
         withheld.give_back(finished)
         withheld.let_go()
 
 
 class Withheld:
-    """One step of one optimizer, withheld."""
+    """One step of one optimizer, withheld; `may_empty`: whether its step can do with empty parameter lists."""
 
-    def __init__(self, optimizer: Optimizer, with_lists: bool) -> None:
+    def __init__(self, optimizer: Optimizer, may_empty: Callable[[], bool]) -> None:
         self.optimizer = optimizer
-        self._with_lists = with_lists
+        self._may_empty = may_empty
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._lists: list[tuple[dict[str, Any], list[Any]]] = []
         self._copies: list[Copy] = []
@@ -119,8 +121,8 @@ class Withheld:
             self._grads = [(param, param.grad) for group in groups for param in group["params"]]
             for param, _ in self._grads:
                 param.grad = None
-        elif self._with_lists or keeps_own_lists(optimizer):
-            self._copies = [Copy(each, whole=True) for each in _with_inner(optimizer)]
+        elif keeps_own_lists(optimizer) or not self._may_empty():
+            self._copies = [Copy(each, whole=True) for each in with_inner(optimizer)]
         else:
             self._copies = [Copy(optimizer, whole=False)]
             self._lists = [(group, group["params"]) for group in groups]
@@ -146,87 +148,6 @@ class Withheld:
         self._handles.clear()
 
 
-class Copy:
-    """What a step may change beside the gradients; `whole` with the weights and the state of each parameter."""
-
-    def __init__(self, optimizer: Optimizer, whole: bool) -> None:
-        self._optimizer = optimizer
-        self._weights = [(param, param.detach().clone()) for param in _params(optimizer)] if whole else []
-        self._groups = [
-            (group, {key: copied(value) for key, value in group.items() if key != "params"})
-            for group in optimizer.param_groups
-        ]
-        self._known = set(optimizer.state)
-        self._state = {
-            key: copied(entry)
-            for key, entry in optimizer.state.items()
-            if whole or not isinstance(key, Tensor)
-        }
-        self._counts = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if type(value) in (int, float) and name not in COUNTED_BY_TORCH
-        }
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back, to the bit."""
-        for param, before in self._weights:
-            param.copy_(before)
-        for group, rest in self._groups:
-            group.update(rest)
-        state = self._optimizer.state
-        for key in set(state) - self._known:
-            del state[key]
-        state.update(self._state)
-        vars(self._optimizer).update(self._counts)
-
-
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether its step is torch's own, inherited or not: one that passes over parameters without a gradient."""
     return type(optimizer).step.__module__.startswith(("torch.optim", "torch.distributed.optim"))
-
-
-def keeps_own_lists(optimizer: Optimizer) -> bool:
-    """Whether an optimizer reaches parameters by another way than `group["params"]`."""
-    mine = set(map(id, _params(optimizer)))
-    own = [value for name, value in vars(optimizer).items() if name not in TORCHS]
-    own += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
-    return any(_reaches(value, mine, optimizer.param_groups, DEPTH) for value in own)
-
-
-def _reaches(value: Any, mine: set[int], groups: list[dict[str, Any]], depth: int) -> bool:
-    if isinstance(value, Tensor):
-        return id(value) in mine
-    if isinstance(value, Optimizer):
-        emptied = set(map(id, groups))
-        return not all(id(group) in emptied for group in value.param_groups)
-    inside: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inside = (*value.keys(), *value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = value
-    return depth > 0 and any(_reaches(each, mine, groups, depth - 1) for each in inside)
-
-
-def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer and those it wraps."""
-    yield optimizer
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and value is not optimizer:
-            yield from _with_inner(value)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def copied(value: Any) -> Any:
-    """A copy of what a step may write to in place: tensors and plain containers of them."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: copied(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    return value

@@ -165,7 +165,7 @@ class Localiser:
             return self._later(ask, more, finding)
         self._last = (newest, finding)
         spent = time.perf_counter() - started
-        return finding.told(note=_joined(finding.note, f"the step was run again in {spent:.2f} s"))
+        return finding.told(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
 
     def _of_closure(self) -> Finding | None:
         """The exact path, if the step is one; None where it is not, or finds nothing."""

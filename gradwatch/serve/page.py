@@ -17,6 +17,7 @@ h1{font-size:1.3em}table{border-collapse:collapse}
 td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 th{font-weight:600;white-space:nowrap}pre{white-space:pre-wrap}
 .running,.finished{color:#157f3b}.died,.stopped{color:#c4161c}.silent,.unreadable{color:#8a6d00}
+.running,.finished,.died,.stopped,.silent,.unreadable{white-space:nowrap}
 """
 
 

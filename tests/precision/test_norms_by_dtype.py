@@ -139,7 +139,7 @@ def test_float64_gradients_beyond_the_squares_of_float64() -> None:
             assert not seen.columns["nonfinite"].values.any()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arrays(
         np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -51,7 +51,7 @@ def spoken(layouts: list[Layout], windows: list[Window], **more: object) -> Told
     return Told(layouts[0], np.sum(vectors, axis=0))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(0, 10**6))
 def test_shards_add_up_to_the_whole(world: int, seed: int) -> None:
     """Norms, calls and total of a parameter cut into pieces are those of the uncut one."""
@@ -108,7 +108,7 @@ def test_sampled_columns_add_up() -> None:
     np.testing.assert_allclose(found["update_ratio"].values, 0.5 / 5.0, rtol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 40), st.integers(0, 10**6))
 def test_one_bit_on_one_rank_is_found(world: int, seed: int) -> None:
     """The rank and the parameter whose norm differs in its last bit; equal norms, NaN included, are equal."""
