@@ -265,6 +265,27 @@ def test_a_library_that_is_absent_is_named_with_its_extra(
     assert f"is not installed; install gradwatch with it: pip install 'gradwatch[{kind}]'" in done.stdout
 
 
+def test_gradwatch_run_refuses_before_the_script_is_started(tmp_path: Path) -> None:
+    """A job of many hours does not begin unwatched for a library that is not there: exit status 2, and what to do."""
+    rules = tmp_path / "absent.gradwatch.yaml"
+    rules.write_text("version: 1\nextends: [default]\nsinks: [wandb]\n")
+    hidden = (
+        ABSENT.split("from gradwatch.errors")[0]
+        + "from gradwatch.cli import main; sys.exit(main(sys.argv[4:]))"
+    )
+    command = ["run", "--rules", str(rules), "--", sys.executable, "-c", "print('started')"]
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, "wandb", "-", str(tmp_path), *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "pip install 'gradwatch[wandb]'" in done.stderr
+    assert "started" not in done.stdout
+
+
 @pytest.mark.parametrize("kind", ["wandb", "tensorboard", "mlflow"])
 def test_a_pace_that_is_none_is_refused(kind: str) -> None:
     """`every: 0` would be a division by zero at the first step."""
@@ -273,7 +294,7 @@ def test_a_pace_that_is_none_is_refused(kind: str) -> None:
 
 
 JOB = """
-import random, sys
+import logging, random, signal, sys, warnings
 import torch
 from torch import nn
 import gradwatch
@@ -291,6 +312,8 @@ if watch is not None:
     assert not watch.health.errors(), watch.health.errors()
 print([value.hex() for param in model.parameters() for value in param.double().flatten().tolist()])
 print(random.random(), torch.rand(1).item())
+print(warnings.filters, [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], sys.excepthook,
+      logging.getLogger().handlers, logging.getLogger().level)
 """
 FILE = """
 version: 1
