@@ -17,7 +17,6 @@ from gradwatch.policies import POLICIES
 from gradwatch.rulefile.schema import (
     ACTIONS,
     NAME,
-    SINKS,
     ClipEntry,
     Defaults,
     Document,
@@ -29,6 +28,7 @@ from gradwatch.rulefile.schema import (
     detector_model,
     policy_model,
 )
+from gradwatch.rulefile.sink_options import SINKS
 from gradwatch.rules import SINK_KINDS
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
