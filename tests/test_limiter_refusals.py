@@ -136,7 +136,7 @@ def test_a_hook_that_would_return_another_kind_of_tensor_returns_nothing(
 ) -> None:
     """P3: the same shape, dtype and layout, or None."""
     job, bare = Job(POLICY % (METHODS[4], "backward", ""), strict=False), Job()
-    monkeypatch.setattr(limiter_module, "shaped", lambda grad, *rest: grad.double())
+    monkeypatch.setattr(limiter_module, "shaped", lambda grad, *rest: grad.unsqueeze(0))
     assert same(job.backward(100.0), bare.backward(100.0))
     assert job.gw is not None
     assert job.gw.health.errors()["action"] == 6
