@@ -20,11 +20,11 @@ Tap = Literal["output", "full_backward"]
 NOT_BUILT: frozenset[str] = frozenset({"snapshot"})
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
-SINK_KINDS: set[str] = {"prometheus", "journal", "log", "alertmanager", "textfile", "pushgateway"}
+SINK_KINDS: set[str] = {
+    *("prometheus", "journal", "log", "alertmanager", "textfile", "pushgateway"),
+    *("otlp", "wandb", "tensorboard", "mlflow"),
+}
 """Sink kinds a rule file may name. Whoever registers a further sink adds its name here."""
-
-SINKS_NOT_BUILT: frozenset[str] = frozenset({"otlp"})
-"""Sink kinds of the language that this version does not have."""
 
 
 @dataclass(frozen=True, slots=True)

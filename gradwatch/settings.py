@@ -64,7 +64,9 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
     specs = DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks
     chosen = []
     for spec in specs:
-        options: dict[str, Any] = {key: value for key, value in spec.options.items() if key != "dir"}
+        options: dict[str, Any] = dict(spec.options)
+        if spec.kind == "journal":
+            options.pop("dir", None)  # it names the folder of all runs, and is part of RunInfo.directory
         if spec.kind == "prometheus" and settings.listen:
             options["listen"] = settings.listen
         if spec.kind == "prometheus" and settings.file_sd:

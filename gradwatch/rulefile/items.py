@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from gradwatch.rulefile.check import check
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
 from gradwatch.rulefile.schema import ACTIONS, SINKS
-from gradwatch.rules import SINK_KINDS, SINKS_NOT_BUILT, Action, SinkSpec
+from gradwatch.rules import SINK_KINDS, Action, SinkSpec
 
 SINK_GROUP = "gradwatch.sinks"
 
@@ -107,5 +107,5 @@ def _third_party(name: str) -> bool:
 
 def _unknown_sink(name: str, mark: Mark, problems: Problems) -> None:
     known = sorted(SINK_KINDS)
-    built = "; it is not built yet" if name in SINKS_NOT_BUILT else problems.meant(name, known)
-    problems.add(mark, "GW204", f"unknown sink {quoted(name)}{built}", f"sinks: {', '.join(known)}")
+    meant = problems.meant(name, known)
+    problems.add(mark, "GW204", f"unknown sink {quoted(name)}{meant}", f"sinks: {', '.join(known)}")

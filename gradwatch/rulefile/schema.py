@@ -285,6 +285,7 @@ class LogOptions(Model):
     format: Literal["console", "json"] = unset("For people, or for machines.")
 
 
+Name = Annotated[str, Field(min_length=1, max_length=128)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s@]{1,1000}$")]
 
 
@@ -316,7 +317,48 @@ class PushgatewayOptions(Model):
     job: Annotated[str, Field(min_length=1, max_length=100)] = unset("The job label; gradwatch.")
 
 
+class OTLPOptions(Model):
+    """All metrics but those of single parameters, sent to an OpenTelemetry collector over HTTP."""
+
+    url: Url = unset("Base URL of the collector; http://127.0.0.1:4318. /v1/metrics is appended.")
+    every_seconds: Annotated[float, Field(ge=1)] = unset("How often they are sent; 15.")
+    token_file: Annotated[str, Field(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
+
+
+class WandbOptions(Model):
+    """A run of its own in Weights & Biases."""
+
+    project: Name = unset("By default that of the script's own run, then WANDB_PROJECT, then gradwatch.")
+    entity: Name = unset("User or team; by default that of the script's own run.")
+    group: Name = unset("Runs that belong together; by default that of the script's own run.")
+    every: Count = unset("A point every so many steps (10), and whenever something happens.")
+    alerts: bool = unset("Alert when a rule fires, at most once a minute and rule; true.")
+
+
+class TensorBoardOptions(Model):
+    """Event files for TensorBoard."""
+
+    dir: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+        "Folder of the event files; tensorboard in the folder of the run."
+    )
+    every: Count = unset("A point every so many steps (10), and whenever something happens.")
+
+
+class MLflowOptions(Model):
+    """The script's own MLflow run where there is one, else a new one."""
+
+    tracking_uri: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+        "Where MLflow keeps its runs; by default what MLflow is set to."
+    )
+    experiment: Name = unset("Experiment of a new run; MLFLOW_EXPERIMENT_NAME, then gradwatch.")
+    every: Count = unset("A point every so many steps (10), and whenever something happens.")
+
+
 SINKS: Mapping[str, type[Model]] = {
+    "otlp": OTLPOptions,
+    "wandb": WandbOptions,
+    "tensorboard": TensorBoardOptions,
+    "mlflow": MLflowOptions,
     "alertmanager": AlertmanagerOptions,
     "textfile": TextfileOptions,
     "pushgateway": PushgatewayOptions,

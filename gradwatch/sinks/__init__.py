@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.health import Health
 from gradwatch.rules import SINK_KINDS
 from gradwatch.snapshot import Record, RunInfo
@@ -53,9 +53,13 @@ _REGISTERED: dict[str, SinkFactory | str] = {
     "alertmanager": "gradwatch.sinks.alertmanager:AlertmanagerSink",
     "journal": "gradwatch.sinks.journal:JournalSink",
     "log": "gradwatch.sinks.log:LogSink",
+    "mlflow": "gradwatch.sinks.mlflow:MLflowSink",
+    "otlp": "gradwatch.sinks.otlp:OTLPSink",
     "prometheus": "gradwatch.sinks.prometheus:PrometheusSink",
     "pushgateway": "gradwatch.sinks.pushgateway:PushgatewaySink",
+    "tensorboard": "gradwatch.sinks.tensorboard:TensorBoardSink",
     "textfile": "gradwatch.sinks.textfile:TextfileSink",
+    "wandb": "gradwatch.sinks.wandb:WandbSink",
 }
 
 
@@ -89,7 +93,11 @@ def find_sink(kind: str) -> SinkFactory:
 
 
 def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
-    """Build a sink by name; raises AttachError that names the unknown kind or option, or the wrong value."""
+    """Build a sink by name.
+
+    Raises:
+        AttachError: the kind or an option is unknown, a value is wrong, or a library is not installed.
+    """
     factory, chosen = find_sink(kind), dict(options or {})
     parameters = inspect.signature(factory).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -99,20 +107,20 @@ def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
                 raise AttachError(f"sink {kind!r} has no option {option!r}{hint}")
     try:
         return factory(**chosen)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, MissingDependencyError) as error:
         raise AttachError(f"sink {kind!r}: {error}") from error
 
 
 def _imported(path: str) -> SinkFactory:
     module, _, attribute = path.partition(":")
-    with _generator_kept():
+    with generator_kept():
         factory: SinkFactory = getattr(import_module(module), attribute)
     return factory
 
 
 def _plugin(kind: str) -> SinkFactory:
     for entry in entry_points(group="gradwatch.sinks", name=kind):
-        with _generator_kept():
+        with generator_kept():
             factory: SinkFactory = entry.load()
         return factory
     names = sink_names()
@@ -122,7 +130,7 @@ def _plugin(kind: str) -> SinkFactory:
 
 
 @contextmanager
-def _generator_kept() -> Iterator[None]:
+def generator_kept() -> Iterator[None]:
     """Imports may draw from Python's generator (structlog imports rich, which does); the job's must not move."""
     state = random.getstate()
     try:

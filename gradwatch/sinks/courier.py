@@ -1,7 +1,8 @@
 """One thread for every sink that talks to a network or waits for somebody's disk; training waits for neither.
 
 A sink hands over a *round*: something to do, done again after the seconds it asks for and whenever it is woken.
-Rounds take turns, so what one may wait for must be bounded (a timeout on every request).
+Rounds take turns, so what one may wait for must be bounded (a timeout on every request); what is not gets a
+`Courier` of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Round:
 class Courier:
     """The thread, and the rounds it makes; it ends when nobody has anything for it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = THREAD_NAME) -> None:
+        self._name = name
         self._condition = threading.Condition()
         self._rounds: list[Round] = []
         self._thread: threading.Thread | None = None
@@ -64,7 +66,7 @@ class Courier:
         with self._condition:
             self._rounds.append(made)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         return made
 

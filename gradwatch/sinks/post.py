@@ -26,8 +26,12 @@ def post_json(url: str, document: Any, token_file: str | None = None) -> None:
 
     `token_file` holds a bearer token and is read every time: tokens are changed while jobs run.
     """
-    headers: dict[str, str] = {"Content-Type": "application/json", **_authorization(token_file)}
-    body = json.dumps(document).encode("ascii")
+    post(url, json.dumps(document).encode("ascii"), "application/json", token_file)
+
+
+def post(url: str, body: bytes, content_type: str, token_file: str | None = None) -> None:
+    """POST `body`; OSError unless the answer is 2xx. `token_file` as in `post_json`."""
+    headers: dict[str, str] = {"Content-Type": content_type, **_authorization(token_file)}
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
         pass

@@ -1,0 +1,189 @@
+"""OTLP over HTTP: every metric but those of single parameters, to an OpenTelemetry collector.
+
+The names are those of Prometheus. A collector or a Prometheus with an OTLP receiver makes the same series of them
+that a scrape would have given, so the dashboards and alerts of deploy/ hold.
+
+opentelemetry's classes hold the data and encode it. Its exporter is not used: on every export, successful ones too,
+it draws a jitter from Python's global generator, and training that shuffles or augments with `random` would
+come out different. Its requests would also be retried inside one round of the courier, for up to 10 s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gradwatch.health import Health
+from gradwatch.sinks import generator_kept
+from gradwatch.sinks.courier import Round, courier
+from gradwatch.sinks.exposition import Family, Labels
+from gradwatch.sinks.extras import require
+from gradwatch.sinks.families import families
+from gradwatch.sinks.lasting import labelled
+from gradwatch.sinks.post import checked_url, post
+from gradwatch.sinks.printable import printable
+from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.targets import target_labels
+from gradwatch.snapshot import Record, RunInfo
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint, Metric, MetricsData, NumberDataPoint
+
+DEFAULT_URL = "http://127.0.0.1:4318"
+_CLOSE_SECONDS = 2.0
+_CONTENT_TYPE = "application/x-protobuf"
+
+
+class OTLPSink:
+    """Sends the present metrics to `url`/v1/metrics every `every_seconds`, and once more at the end.
+
+    By default `OTEL_EXPORTER_OTLP_ENDPOINT` names the collector, then http://127.0.0.1:4318. `token_file` holds a
+    bearer token. Every rank sends; `run_id` and `rank` are attributes of the resource and of every point.
+    Counters and histograms are cumulative since the start of the run: what a lost request held, the next one has.
+
+    NaN and Inf are sent as they are: a double of OTLP holds them, and an absent norm would look like no step.
+    A backend that refuses them still has `gradwatch_nonfinite_steps_total`. Needs the extra `otlp`.
+
+    Raises:
+        MissingDependencyError: opentelemetry is not installed.
+        ValueError: `url` is no URL, or `every_seconds` less than 1.
+    """
+
+    name = "otlp"
+
+    def __init__(
+        self, url: str | None = None, every_seconds: float = 15.0, token_file: str | None = None
+    ) -> None:
+        require("opentelemetry.sdk.metrics.export", "otlp")
+        require("opentelemetry.exporter.otlp.proto.common.metrics_encoder", "otlp")
+        if not 1 <= every_seconds < float("inf"):
+            raise ValueError("every_seconds must be 1 or more")
+        base = url or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT_URL
+        self._url = f"{checked_url(base)}/v1/metrics"
+        self._every, self._token_file = every_seconds, token_file
+        self._metrics = PrometheusSink(None, params="off")
+        self._run, self._labels = RunInfo("", ""), ()  # type: tuple[RunInfo, Labels]
+        self._round: Round | None = None
+        self._pid = 0
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Import opentelemetry and get a courier; the first metrics are on their way at once."""
+        with generator_kept():
+            import opentelemetry.exporter.otlp.proto.common.metrics_encoder
+            import opentelemetry.sdk.metrics.export  # noqa: F401
+        self._run, self._pid = run, os.getpid()
+        self._labels = tuple(
+            (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
+        )
+        self._metrics.open(run, health)
+        if self._round is None:
+            self._round = courier().enter(self.name, self._send, health)
+        courier().wake(self._round)
+
+    def write(self, record: Record) -> None:
+        """Add one step to the totals."""
+        self._metrics.write(record)
+
+    def flush(self, timeout: float) -> bool:
+        """Send now; False where the collector has not taken it after `timeout` seconds."""
+        if self._round is None or self._pid != os.getpid():
+            return True
+        return courier().settle(self._round, timeout)
+
+    def close(self) -> None:
+        """Send the final values, waiting at most 2 s."""
+        ended, self._round = self._round, None
+        if ended is None or self._pid != os.getpid():
+            return
+        courier().settle(ended, _CLOSE_SECONDS)
+        courier().leave(ended)
+
+    def _send(self) -> float:
+        from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+
+        shown = labelled(families(self._metrics.view()), self._labels)
+        body = encode_metrics(metrics_data(shown, self._run, time.time_ns())).SerializeToString()
+        post(self._url, body, _CONTENT_TYPE, self._token_file)
+        return self._every
+
+
+def metrics_data(shown: Iterable[Family], run: RunInfo, now: int) -> MetricsData:
+    """The families as OpenTelemetry's data model has them; `now` is Unix nanoseconds."""
+    from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    scope = InstrumentationScope("gradwatch", run.versions.get("gradwatch"))
+    start = int(run.start_time * 1e9)
+    metrics = [_metric(family, start, now) for family in shown if family]
+    resource = Resource(_identity(run))
+    return MetricsData([ResourceMetrics(resource, [ScopeMetrics(scope, metrics, "")], "")])
+
+
+def _identity(run: RunInfo) -> Mapping[str, str | int]:
+    """https://opentelemetry.io/docs/specs/semconv/resource: job and instance are made of the first two."""
+    labels = target_labels(run)
+    return {
+        "service.name": "gradwatch",
+        "service.instance.id": labels["instance"],
+        "service.version": run.versions.get("gradwatch", ""),
+        "host.name": run.host,
+        "process.pid": run.pid,
+        "run_id": labels["run_id"],
+        "rank": labels["rank"],
+    }
+
+
+def _metric(family: Family, start: int, now: int) -> Metric:
+    from opentelemetry.sdk.metrics.export import AggregationTemporality, Gauge, Histogram, Metric, Sum
+
+    cumulative, data = AggregationTemporality.CUMULATIVE, None  # type: AggregationTemporality, Any
+    if family.metric.kind == "histogram":
+        data = Histogram(list(_histograms(family, start, now)), cumulative)
+    elif family.metric.kind == "counter":
+        data = Sum(list(_numbers(family, start, now)), cumulative, is_monotonic=True)
+    else:
+        data = Gauge(list(_numbers(family, None, now)))
+    # No unit but seconds: "1" would become a suffix _ratio in Prometheus.
+    unit = "s" if family.metric.name.endswith("_seconds") else ""
+    return Metric(family.metric.name, family.metric.help, unit, data)
+
+
+def _numbers(family: Family, start: int | None, now: int) -> Iterator[NumberDataPoint]:
+    from opentelemetry.sdk.metrics.export import NumberDataPoint
+
+    for _, labels, value in family.every():
+        yield NumberDataPoint(dict(labels), start or 0, now, float(value))
+
+
+def _histograms(family: Family, start: int, now: int) -> Iterator[HistogramDataPoint]:
+    """Counts per bucket of the cumulated ones that Prometheus has; nobody has kept a least and a largest value."""
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint
+
+    unknown: Any = None
+    for labels, series in _by_labels(family).items():
+        bounds = [float(bound) for bound in series if bound not in ("_sum", "_count")]
+        cumulated = [int(series[bound]) for bound in series if bound not in ("_sum", "_count")]
+        counts = [count - before for count, before in zip(cumulated, [0, *cumulated], strict=False)]
+        yield HistogramDataPoint(
+            attributes=dict(labels),
+            start_time_unix_nano=start,
+            time_unix_nano=now,
+            count=int(series["_count"]),
+            sum=series["_sum"],
+            bucket_counts=counts,
+            explicit_bounds=bounds[:-1],  # the last one is +Inf
+            min=unknown,
+            max=unknown,
+        )
+
+
+def _by_labels(family: Family) -> dict[Labels, dict[str, float]]:
+    """The series of each histogram of a family: buckets by their upper bound in order, "_sum" and "_count"."""
+    found: dict[Labels, dict[str, float]] = {}
+    for suffix, labels, value in family.every():
+        own = tuple(pair for pair in labels if pair[0] != "le")
+        found.setdefault(own, {})[dict(labels).get("le", suffix)] = value
+    return found
