@@ -17,7 +17,7 @@ from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
 from gradwatch.errors import GradwatchError
-from gradwatch.hooks.assemble import Extras, assemble
+from gradwatch.hooks.assemble import Extras, assemble, of_norms
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
@@ -150,7 +150,14 @@ class Judging:
         scalars: Mapping[str, Any],
         at: Clock,
     ) -> Decision:
-        """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        """What is decided of a window; a fault of ours does not make this rank part from the others.
+
+        Where it knows the numbers that they judge, it looks again, at the norms alone: rules and policies on norms
+        decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks)
+        miss this step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite
+        gradients, and its baselines miss the step. And plain replicas, which tell each other nothing, cannot hear
+        of a fault before there is a window to look at (in `Lane.settle`): the others clip that step, this one not.
+        """
         course.decided = None
         try:
             decision = self._decided(lane, course, window, extras, scalars, at)
@@ -158,12 +165,23 @@ class Judging:
             return decision
         except Exception as error:
             course.vitals.unjudged(lane.step)
-            totals = self._ranks.totals(lane, window)
-            if totals is None:
+            values = {name: arrived(value) for name, value in scalars.items()}
+            shared = self._ranks.norms_alone(lane, window, values)
+            if shared is None:
                 raise
             self._around.failed("boundary", error)
-            lane.reduced_total = totals.applied
-            return course.decided or course.bound.fallback(totals.raw)
+            lane.reduced_total = shared.total_applied
+            return course.decided or self._second_look(lane, course, window, shared, at)
+
+    def _second_look(self, lane: Lane, course: Course, window: Window, shared: Shared, at: Clock) -> Decision:
+        """What is decided by the norms alone; by their total alone, should that fail too."""
+        try:
+            found = of_norms(lane.index, course.sites, shared.window, shared.values)
+            return self._conclude(Case(lane, course, window, shared, found), at)
+        except Exception as error:
+            self._around.failed("boundary", error)
+            course.vitals.unjudged(lane.step)
+            return course.decided or course.bound.fallback(shared.window.total())
 
     def _decided(
         self,
@@ -180,11 +198,17 @@ class Judging:
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
-        self._publishing.release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
         found = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
-        case = Case(lane, course, window, shared, found)
-        verdict, decision = self._ask(course, found)
+        return self._conclude(Case(lane, course, window, shared, found), at)
+
+    def _conclude(self, case: Case, at: Clock) -> Decision:
+        """Decide of a Snapshot, foresee what that makes of it, and publish both."""
+        lane, course, window, shared, found = case
+        self._publishing.release(course)  # left by a boundary that failed
+        # Where some rank has no facts it learns nothing: what others learned now would part them later.
+        verdict, decision = (UNJUDGED, Decision()) if shared.blind else self._ask(course, found)
+        course.decided = decision.at(shared.own)  # the engine has learned this step, and must not do so again
         decision = self._permitted(case, verdict, decision)
         course.decided = decision.at(shared.own)
         decision, snapshot = self._foreseen(case, decision)
