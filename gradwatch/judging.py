@@ -153,9 +153,9 @@ class Judging:
         """What is decided of a window; a fault of ours does not make this rank part from the others.
 
         Where it knows the numbers that they judge, it looks again, at the norms alone: rules and policies on norms
-        decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks)
-        miss this step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite
-        gradients, and its baselines miss the step. And plain replicas, which tell each other nothing, cannot hear
+        decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks) miss this
+        step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite gradients,
+        and its baselines miss the step. And plain replicas, which tell each other nothing, cannot hear
         of a fault before there is a window to look at (in `Lane.settle`): the others clip that step, this one not.
         """
         course.decided = None

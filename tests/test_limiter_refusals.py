@@ -134,9 +134,9 @@ def test_a_fault_in_a_hook_passes_the_gradient_unchanged(
 def test_a_hook_that_would_return_another_kind_of_tensor_returns_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """P3: the same shape, dtype and layout, or None."""
+    """P3: the same shape, dtype and layout, or None; another dtype is brought back, another shape refused."""
     job, bare = Job(POLICY % (METHODS[4], "backward", ""), strict=False), Job()
-    monkeypatch.setattr(limiter_module, "shaped", lambda grad, *rest: grad.unsqueeze(0))
+    monkeypatch.setattr(limiter_module, "shaped", lambda grad, *rest: grad.reshape(1, *grad.shape))
     assert same(job.backward(100.0), bare.backward(100.0))
     assert job.gw is not None
     assert job.gw.health.errors()["action"] == 6
