@@ -1,10 +1,10 @@
 """A stand-in that takes a withheld step in an optimizer's place: a deep copy which shares nothing with it.
 
 However a step reaches its parameters, and wherever it keeps what it counts, it finds copies: attributes, groups,
-state and models are copied with one memo, so that they refer to each other as before. What it
-cannot be rid of are ways around its attributes (a weak reference, a dict keyed by `id(param)`), and a step that is
-lost among copies may raise. So it is tried on a stand-in of its own first, unheard by anybody's hooks; where
-that raises or moves a weight, or the copy cannot be made, there is no stand-in.
+state and models are copied with one memo, so that they refer to each other as before. What it cannot be rid of are
+ways around its attributes (a weak reference, a dict keyed by `id(param)`), and a step that is lost among copies may
+raise. So it is tried on a stand-in of its own first, unheard by anybody's hooks (what it prints, it prints twice);
+where that raises or moves a weight, or the copy cannot be made, there is no stand-in.
 """
 
 from __future__ import annotations
