@@ -360,11 +360,12 @@ class Judging:
         except Exception as error:
             course.vitals.unjudged(lane.step)
             totals = self._ranks.totals(lane, window)
-            if totals is None:
-                raise
+            if totals is None and self._ranks.several:
+                raise  # the other ranks cannot know what this one would do
             self._around.failed("boundary", error)
-            lane.reduced_total = totals.applied
-            return course.decided or course.bound.fallback(totals.raw)
+            if totals is not None:
+                lane.reduced_total = totals.applied
+            return course.decided or course.bound.fallback(window.total() if totals is None else totals.raw)
 
     def _publish_bounds(self, course: Course) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
@@ -464,17 +465,22 @@ class Judging:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict, snapshot)
+            decision, course.state = course.bound.decide(state, verdict, snapshot, self._policy_failed)
         except Exception as error:
             self._around.failed("engine", error)
-            # The other ranks judge the same numbers without this fault: do as they are about to.
-            if not self._ranks.several:
-                return UNJUDGED, Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
-            alone = course.bound.fallback(snapshot.total_norm)
-            decision, course.state = course.bound.clip(alone, course.state, snapshot)
-            return UNJUDGED, decision
+            return UNJUDGED, self._unjudged(course, snapshot)
         self._around.judged()
         return verdict, decision
+
+    def _unjudged(self, course: Course, snapshot: Snapshot) -> Decision:
+        """What holds without a verdict: as the other ranks are about to do, who have the same numbers and no fault."""
+        alone = course.bound.fallback(snapshot.total_norm)
+        decision, course.state = course.bound.clip(alone, course.state, snapshot, self._policy_failed)
+        return decision
+
+    def _policy_failed(self, error: Exception) -> None:
+        """A policy of `clip:` is at fault; the verdict, the skip and the other policies are not its to cost."""
+        self._around.failed("action", error)
 
     def _climbed(self, verdict: Verdict, decision: Decision) -> Decision:
         """The decision after the user's callback has heard of the rungs reached on this step: it may want a stop."""
