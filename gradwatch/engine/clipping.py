@@ -126,10 +126,11 @@ class Clipping:
     ) -> Iterator[tuple[BoundPolicy, State, tuple[NDArray[np.float64], BoolArray]]]:
         with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
             clipped = 1 if self.at == "backward" else snapshot.coef
-            norms = snapshot.norm.astype(np.float64) * clipped
+            norms = snapshot.wide_norm() * clipped
         for name in ("nonfinite", "norm_overflow"):
             if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
-                norms[snapshot.columns[name].values > 0] = np.nan
+                marked = snapshot.columns[name].values > 0
+                norms[marked & (np.isfinite(snapshot.norm) | ~np.isfinite(norms))] = np.nan
         calls = snapshot.calls > 0
         for one, state in zip(self.policies, states, strict=True):
             yield one, state, one.measured(norms, calls)
