@@ -145,6 +145,9 @@ class Snapshot:
         return self.scalars.get(name)
 
 
+PARTLY = "some gradients had been changed when it failed"
+"""Noted on the exception of an action that failed halfway."""
+
 EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed"]
 OnError = Literal["pass", "skip_step", "stop"]
 ON_ERROR: tuple[OnError, ...] = ("pass", "skip_step", "stop")
