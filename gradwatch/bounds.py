@@ -8,11 +8,14 @@ Axes: S sites.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+LARGEST = float(np.finfo(np.float32).max)
 
 Array64 = NDArray[np.float64]
 
@@ -52,6 +55,9 @@ class OneBound:
         """
         if self.low <= norm <= self.high:
             return None
+        if norm > LARGEST:
+            wide = np.float32(self.target / norm)
+            return float(wide if self.enlarges else min(np.float32(1), wide))
         with np.errstate(over="ignore"):
             found = np.float32(1) / (np.float32(norm) + np.float32(self.eps)) * np.float32(self.target)
         return float(found if self.enlarges else min(np.float32(1), found))
@@ -59,7 +65,7 @@ class OneBound:
 
 def factor_of(bounds: tuple[OneBound, ...], norm: float) -> float:
     """The smallest factor of those bounds that say anything; 1 where none does, or the norm is 0 or not finite."""
-    if not 0 < norm <= float(np.finfo(np.float32).max):
+    if not 0 < norm < math.inf:
         return 1.0
     factors = [factor for bound in bounds if (factor := bound.factor(norm)) is not None]
     return min(factors) if factors else 1.0

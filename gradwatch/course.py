@@ -87,7 +87,7 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
         before = float(snapshot.norm[site])
         if 0 < before < math.inf and math.isfinite(norm):
             after[site] = norm / before
-    norms = (snapshot.norm * after)[snapshot.calls > 0].astype(np.float64)
+    norms = (snapshot.wide_norm() * after)[snapshot.calls > 0]
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradwatch.rules import Rule
-from gradwatch.snapshot import Decision, Event, Record, Snapshot
+from gradwatch.snapshot import PARTLY, Decision, Event, OnError, Record, Snapshot
 
 INSTEAD = {
     "pass": "the gradient passed unchanged",
@@ -28,6 +28,13 @@ def failed(
     return replace(record, snapshot=plain, verdict=verdict, decision=done)
 
 
+def _instead(on_error: OnError, error: Exception) -> str:
+    if PARTLY not in getattr(error, "__notes__", ()):
+        return INSTEAD[on_error]
+    passed = "the rest of the gradients passed unchanged" if on_error == "pass" else INSTEAD[on_error]
+    return f"{PARTLY}, {passed}"
+
+
 def _event(record: Record, rule: Rule, error: Exception) -> Event:
     snapshot, orders = record.snapshot, record.decision.orders
     named = tuple(sorted(order.action for order in orders if order.rule == rule.id and not order.shadow))
@@ -44,7 +51,7 @@ def _event(record: Record, rule: Rule, error: Exception) -> Event:
         count=len(sites),
         first_cause=sites[0] if sites else "",
         actions=named,
-        summary=f"Action failed: {', '.join(named)}; {INSTEAD[record.decision.on_error]}.",
+        summary=f"Action failed: {', '.join(named)}; {_instead(record.decision.on_error, error)}.",
         description=f"{type(error).__name__}: {error}",
         labels=rule.labels,
     )

@@ -167,9 +167,11 @@ class Judging:
             course.vitals.unjudged(lane.step)
             values = {name: arrived(value) for name, value in scalars.items()}
             shared = self._ranks.norms_alone(lane, window, values)
-            if shared is None:
-                raise
+            if shared is None and self._ranks.several:
+                raise  # the other ranks cannot know what this one would do
             self._around.failed("boundary", error)
+            if shared is None:
+                return course.decided or course.bound.fallback(window.total())
             lane.reduced_total = shared.total_applied
             return course.decided or self._second_look(lane, course, window, shared, at)
 
@@ -298,17 +300,22 @@ class Judging:
         """The engine's verdict; a fault in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict, snapshot)
+            decision, course.state = course.bound.decide(state, verdict, snapshot, self._policy_failed)
         except Exception as error:
             self._around.failed("engine", error)
-            # The other ranks judge the same numbers without this fault: do as they are about to.
-            if not self._ranks.several:
-                return UNJUDGED, Decision(max_norm=course.bound.max_norm)  # a bound needs no verdict
-            alone = course.bound.fallback(snapshot.total_norm)
-            decision, course.state = course.bound.clip(alone, course.state, snapshot)
-            return UNJUDGED, decision
+            return UNJUDGED, self._unjudged(course, snapshot)
         self._around.judged()
         return verdict, decision
+
+    def _unjudged(self, course: Course, snapshot: Snapshot) -> Decision:
+        """What holds without a verdict: as the other ranks are about to do, who have the same numbers and no fault."""
+        alone = course.bound.fallback(snapshot.total_norm)
+        decision, course.state = course.bound.clip(alone, course.state, snapshot, self._policy_failed)
+        return decision
+
+    def _policy_failed(self, error: Exception) -> None:
+        """A policy of `clip:` is at fault; the verdict, the skip and the other policies are not its to cost."""
+        self._around.failed("action", error)
 
     def _climbed(self, verdict: Verdict, decision: Decision) -> Decision:
         """The decision after the user's callback has heard of the rungs reached on this step: it may want a stop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from gradwatch.course import Course, Held
+from gradwatch.course import Course, Held, reshaped
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
 from gradwatch.sinks.breaker import Breaker
@@ -34,7 +34,8 @@ class Publishing:
         held = course.held
         if held is not None and error is not None:
             rules = tuple(one.rule for one in course.bound.plan.rules)
-            record = failed(held.record, held.plain, done, error, rules)
+            left = reshaped(held.plain, done, held.plain.total_norm_applied, {})
+            record = failed(held.record, left, done, error, rules)
             health = course.vitals.after(held.plain, record.verdict, done)
             course.record = record = replace(record, checkpoint=health)
             course.held = Held(record, held.plain)

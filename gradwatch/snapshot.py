@@ -7,6 +7,7 @@ one of these objects hands it over and never writes to it again, so a sink may k
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -119,6 +120,14 @@ class Snapshot:
             return Column(np.zeros(len(self.sites), np.float32), present)
         return None
 
+    def wide_norm(self) -> NDArray[np.float64]:
+        """float64[S]: `norm`; where it only overflowed float32 the total norm, which is finite and no smaller."""
+        norms = self.norm.astype(np.float64)
+        overflow = self.columns.get("norm_overflow")
+        if overflow is not None and math.isfinite(self.total_norm):
+            norms[(overflow.values > 0) & np.isinf(norms) & (self.calls > 0)] = self.total_norm
+        return norms
+
     def nonfinite(self) -> BoolArray:
         """bool[S]: the gradients that hold a NaN or Inf; by their norms where nobody counted elements."""
         told: BoolArray = ~np.isfinite(self.norm)
@@ -135,6 +144,9 @@ class Snapshot:
             return self.loss_scale
         return self.scalars.get(name)
 
+
+PARTLY = "some gradients had been changed when it failed"
+"""Noted on the exception of an action that failed halfway."""
 
 EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed"]
 OnError = Literal["pass", "skip_step", "stop"]

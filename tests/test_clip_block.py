@@ -443,7 +443,7 @@ def test_a_fault_in_a_policy_lets_the_gradient_pass(monkeypatch: pytest.MonkeyPa
         (model(X).square().mean() * 100).backward()
         before = grads_of(model)
         optimizer.step()
-        assert gw.health.errors() == {"engine": 1}
+        assert gw.health.errors() == {"action": 1}
         assert all(torch.equal(a, b) for a, b in zip(before, grads_of(model), strict=True))
 
 

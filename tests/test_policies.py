@@ -68,7 +68,7 @@ def test_gradients_are_clipped_as_clip_grad_norm_clips_them(scale: float) -> Non
     assert all(torch.equal(grad * factor, param.grad) for grad, param in zip(ours, params, strict=True))
 
 
-@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_not_finite_clips_nothing(norm: float) -> None:
     """torch would multiply every gradient by NaN or 0."""
     assert clip_coefficient(norm, 1.0) == np.float32(1)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gradwatch.engine.ladder import due_actions
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.engine.series import MODULE_COLUMNS
-from gradwatch.policies.norm import EPSILON, clip_coefficient
+from gradwatch.policies.norm import clip_coefficient, clip_coefficients
 from gradwatch.rules import Action
 from gradwatch.snapshot import RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
 
@@ -134,10 +134,8 @@ def _bound_total(one: RulePlan, target: float, snapshot: Snapshot) -> Decision:
 
 def _bounded(applied_K: NDArray[np.float64], target_K: NDArray[np.float64]) -> Array32:
     """float32[K] min(1, target / (norm + 1e-6)), as torch computes it; 1 where the norm is not finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        norm, target = applied_K.astype(np.float32), target_K.astype(np.float32)
-        coef = np.minimum(np.float32(1), np.float32(1) / (norm + EPSILON) * target)
-    return np.where(np.isfinite(norm) & np.isfinite(target), coef, np.float32(1)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return clip_coefficients(applied_K, target_K, np.isfinite(target_K))
 
 
 def _applied(
@@ -146,7 +144,7 @@ def _applied(
     """float64[K] each: the norm of what the optimizer is about to get of each series, and its elements."""
     index, owners = _places(one, snapshot)
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.square(snapshot.norm.astype(np.float64) * snapshot.coef)
+        squares = np.square(snapshot.wide_norm() * snapshot.coef)
     parts = np.where(here, squares, 0.0)[index]
     numels = np.where(here, np.maximum(snapshot.sites.numels, 1), 0).astype(np.float64)[index]
     size = len(one.shown)
@@ -197,11 +195,12 @@ def _multiplied(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -
         return Decision()
     k = int(ordered[np.argmax(np.abs(np.log(np.maximum(coef_S[ordered], 1e-45))))])
     coefficient, total = float(coef_S[k]), one.series.scope != "param"
-    before = float(snapshot.norm[k] * snapshot.coef[k])
+    found = snapshot.wide_norm() * snapshot.coef
+    before = float(found[k])
     if total:  # one factor for a group or a total: its norm says more than that of any of its parameters
         group = np.flatnonzero(coef_S == coef_S[k])
         with np.errstate(over="ignore", invalid="ignore"):
-            norms = snapshot.norm[group].astype(np.float64) * snapshot.coef[group]
+            norms = found[group]
             before = float(np.sqrt(np.dot(norms, norms)))
     told = Order(
         one.rule.id,

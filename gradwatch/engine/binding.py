@@ -13,7 +13,7 @@ from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.admission import admit
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
-from gradwatch.engine.clipping import clips_only_total, needs_host
+from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
 from gradwatch.engine.plan import Needs, Plan, make_plan
@@ -34,6 +34,11 @@ STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
 
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 """Scalars that a GradScaler makes: their rules are judged on the steps it rejects too."""
+
+
+def raised(error: Exception) -> None:
+    """A fault of a policy where nobody counts it."""
+    raise error
 
 
 class Engine:
@@ -207,7 +212,7 @@ class BoundEngine:
         return module_bounds(self.plan, state)
 
     def decide(
-        self, state: EngineState, verdict: Verdict, snapshot: Snapshot
+        self, state: EngineState, verdict: Verdict, snapshot: Snapshot, failed: Failed = raised
     ) -> tuple[Decision, EngineState]:
         """The orders that follow from a verdict, joined over all rules; `state` is the one `evaluate`
         returned for this snapshot, and the one returned here has learned what was decided of it.
@@ -223,23 +228,24 @@ class BoundEngine:
             decision |= standing(one, verdict.standing[one.rule.id], snapshot)
         if verdict.acting or verdict.standing:
             decision = settled(decision)
-        return self.clip(decision, state, snapshot) if self.clipping.policies else (decision, state)
+        return self.clip(decision, state, snapshot, failed) if self.clipping.policies else (decision, state)
 
     def clip(
-        self, decision: Decision, state: EngineState, snapshot: Snapshot
+        self, decision: Decision, state: EngineState, snapshot: Snapshot, failed: Failed = raised
     ) -> tuple[Decision, EngineState]:
         """The decision with the factors of the standing policies, and the state that has learned this step.
 
         A step that is skipped, that the GradScaler rejected or that is provisional is learned by none of them.
+        `failed` is told of a policy at fault, which then does nothing on this step; without it the fault is raised.
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state
         at_step = self.clipping.at == "step"  # else the hooks have done it
-        coef = self.clipping.coefficients(state.clips, snapshot) if at_step else None
+        coef = self.clipping.coefficients(state.clips, snapshot, failed) if at_step else None
         decision = decision if coef is None else decision | Decision(coef=coef)
         if decision.skip or snapshot.provisional:
             return decision, state
-        return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot))
+        return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot, failed))
 
     def fallback(self, total_norm: float) -> Decision:
         """The orders that hold without a verdict, should `evaluate` fail on one rank of several.

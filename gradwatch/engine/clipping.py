@@ -13,9 +13,9 @@ Axes: S sites, I sites of one policy, K its series (a site each, or a group of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ from gradwatch.rules import Clip, ClipAt, ClipPolicy, RuleSet
 from gradwatch.snapshot import BoolArray, Sites, Snapshot
 
 Index = NDArray[np.intp]
+Failed = Callable[[Exception], None]
+"""Told of a policy (another's, most likely) that raised, or gave factors that no gradient can bear."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,19 +100,24 @@ class Clipping:
         """The states of policies that have seen nothing."""
         return tuple(one.policy.init(len(one.names)) for one in self.policies)
 
-    def coefficients(self, states: tuple[State, ...], snapshot: Snapshot) -> NDArray[np.float32] | None:
-        """float32[S], of all policies the smallest; None where every factor is 1."""
+    def coefficients(
+        self, states: tuple[State, ...], snapshot: Snapshot, failed: Failed
+    ) -> NDArray[np.float32] | None:
+        """float32[S], of all policies the smallest; None where every factor is 1.
+
+        A policy that fails, or whose factors no gradient can bear, is told to `failed`: its factors are 1 there.
+        """
         # Infinite where no policy says anything, so that a factor above 1 is not lowered by those that are silent.
         factors = np.full(len(snapshot.norm), np.inf, np.float32)
         for one, state, (norms, present) in self._measured(states, snapshot):
-            one.spread(one.policy.coefficients(state, norms, present), factors)
+            one.spread(_sound(one, state, norms, present, failed), factors)
         factors[factors == np.inf] = 1
         return None if (factors == 1).all() else factors
 
-    def learn(self, states: tuple[State, ...], snapshot: Snapshot) -> tuple[State, ...]:
-        """The states after a step that the optimizer takes; not to be asked of any other."""
+    def learn(self, states: tuple[State, ...], snapshot: Snapshot, failed: Failed) -> tuple[State, ...]:
+        """The states after a step that the optimizer takes, not to be asked of any other; as it was where it fails."""
         return tuple(
-            one.policy.learn(state, norms, present)
+            _learned(one, state, norms, present, failed)
             for one, state, (norms, present) in self._measured(states, snapshot)
         )
 
@@ -119,10 +126,11 @@ class Clipping:
     ) -> Iterator[tuple[BoundPolicy, State, tuple[NDArray[np.float64], BoolArray]]]:
         with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
             clipped = 1 if self.at == "backward" else snapshot.coef
-            norms = snapshot.norm.astype(np.float64) * clipped
+            norms = snapshot.wide_norm() * clipped
         for name in ("nonfinite", "norm_overflow"):
             if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
-                norms[snapshot.columns[name].values > 0] = np.nan
+                marked = snapshot.columns[name].values > 0
+                norms[marked & (np.isfinite(snapshot.norm) | ~np.isfinite(norms))] = np.nan
         calls = snapshot.calls > 0
         for one, state in zip(self.policies, states, strict=True):
             yield one, state, one.measured(norms, calls)
@@ -142,6 +150,49 @@ class Clipping:
     def restored(self, saved: Mapping[str, Any]) -> tuple[State, ...]:
         """The states that `to_dict` told, as far as policies and series are still there; all else is empty."""
         return tuple(_filled(one, saved.get(one.key)) for one in self.policies)
+
+
+def _sound(
+    one: BoundPolicy, state: State, norms: NDArray[np.float64], present: BoolArray, failed: Failed
+) -> NDArray[np.float32]:
+    """float32[K] the factors of one policy; 1 where they are not finite or negative, and where it fails."""
+    try:
+        factors = np.asarray(_again(lambda: one.policy.coefficients(state, norms, present)), np.float32)
+        if factors.shape != norms.shape:
+            raise GradwatchError(f"{factors.shape} factors for {norms.shape} series")
+    except Exception as error:
+        failed(error)
+        return np.ones(len(norms), np.float32)
+    sound = np.isfinite(factors) & (factors >= 0)
+    if sound.all():
+        return factors
+    k = int(np.argmin(sound))
+    series = f" of {one.names[k]!r}" if one.names[k] else ""
+    failed(
+        GradwatchError(
+            f"clip.{one.place}: method {one.policy.method!r} gave the factor {factors[k]}{series}, and of"
+            f" {np.count_nonzero(~sound)} of {len(sound)} series none that is finite and at least 0; 1 is taken instead"
+        )
+    )
+    return np.where(sound, factors, np.float32(1))
+
+
+def _again(ask: Callable[[], Any]) -> Any:
+    """Ask twice if need be: a passing fault on one rank must not part it from the others, who have none."""
+    try:
+        return ask()
+    except Exception:
+        return ask()
+
+
+def _learned(
+    one: BoundPolicy, state: State, norms: NDArray[np.float64], present: BoolArray, failed: Failed
+) -> State:
+    try:
+        return cast(State, _again(lambda: one.policy.learn(state, norms, present)))
+    except Exception as error:
+        failed(error)
+        return state
 
 
 MOST_REMEMBERED = 1 << 24

@@ -63,11 +63,12 @@ class Bank:
 
 
 def _narrow(values: FloatArray) -> FloatArray:
-    """As float32, infinite beyond its range (and then not learned); one float64 would widen the stack."""
+    """As float32, since one float64 would widen the stack; but for finite values beyond its range."""
     if values.dtype == np.float32:
         return values
     with np.errstate(over="ignore"):
-        return values.astype(np.float32)
+        narrow = values.astype(np.float32)
+    return values if (np.isinf(narrow) & np.isfinite(values)).any() else narrow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -241,13 +241,18 @@ class Reader:
         if found is not None:
             return found.values, found.present, bool(found.present.all())
         if name == "norm":
-            return snapshot.norm, self.called, self.everywhere
+            return self._norms(), self.called, self.everywhere
         if name == "rms":
-            return snapshot.norm / self._roots, self.called, self.everywhere
+            return self._norms() / self._roots, self.called, self.everywhere
         if name == "calls":
             return snapshot.calls, self._everyone, True
         derived = snapshot.column(name) if name in DERIVED else None
         return None if derived is None else (derived.values, derived.present, self.everywhere)
+
+    def _norms(self) -> FloatArray:
+        """[S]: beyond float32 too, where an overflow was told."""
+        snapshot = self.snapshot
+        return snapshot.wide_norm() if "norm_overflow" in snapshot.columns else snapshot.norm
 
     def _count(self, name: str) -> tuple[Any, BoolArray, bool]:
         """Counts of elements; at sites where the capture gave none, 1 if the norm itself tells, else 0.

@@ -23,8 +23,12 @@ from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
 from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
+from gradwatch.hooks.versions import versions_of
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.snapshot import Decision, Order
+from gradwatch.snapshot import PARTLY, STANDING_CLIP, Decision, Order
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Factors below this have no reciprocal in float32, or not all their digits."""
 
 Done = Callable[[Lane, Decision, Exception | None], None]
 """Told once a Decision was carried out: what really was, and the fault that kept it from being as decided."""
@@ -50,16 +54,23 @@ class Acting:
             self.give_back(index)
 
     def carry_out(
-        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        max_norm: float | None = None,
     ) -> None:
         """Do what was decided of a step on the host; `turn` is its closure's, None without one.
+
+        `max_norm` is the file's own bound on the total, which holds where the action of a rule fails.
 
         Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged, or
         what the rule's `on_error` says is done instead.
         """
         error: Exception | None = None
         if not decision.stop:
-            decision, error = self._attempt(optimizer, lane, decision, turn)
+            decision, error = self._attempt(optimizer, lane, decision, turn, max_norm)
         self._done(lane, decision, error)
         if error is not None:
             self._failed("action", error)
@@ -69,19 +80,28 @@ class Acting:
             raise TrainingStopped(why_stopped(decision, lane))
 
     def _attempt(
-        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        max_norm: float | None,
     ) -> tuple[Decision, Exception | None]:
         """Carry it out; what was done in the end, and the fault that made it differ from what was decided."""
+        found = versions_of(lane.grads()) if decision.touches and not decision.skip else None
         try:
             self._carry_out(optimizer, lane, decision, turn)
         except Exception as error:
             self.give_back(lane.index)  # the gradient passes unchanged
-            instead = in_place_of(decision)
+            if found is not None and versions_of(lane.grads()) != found:
+                # To divide again would not give back the same bits.
+                error.__dict__.setdefault("__notes__", []).append(PARTLY)
+            instead = in_place_of(decision, max_norm)
             try:
                 self._carry_out(optimizer, lane, instead, turn)
             except Exception:  # not even that can be done: it is told as a failure all the same
                 self.give_back(lane.index)
-                instead = replace(instead, skip=False)
+                instead = replace(instead, skip=False, max_norm=None)
             return instead, error
         return decision, None
 
@@ -114,7 +134,8 @@ class Acting:
 
     def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
         """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
-        if optimizer is None or coefficient == 1 or not divides(optimizer, lane):
+        # The divisor of a fused optimizer is a float32 too.
+        if coefficient == 1 or coefficient < SMALLEST or optimizer is None or not divides(optimizer, lane):
             lane.multiply(coefficient)
         else:
             self._divide(optimizer, lane, torch.tensor(1.0 / float(coefficient), device=where(lane)))
@@ -250,11 +271,15 @@ def _zero_nonfinite(grad: Tensor) -> None:
     values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
 
 
-def in_place_of(decision: Decision) -> Decision:
-    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask."""
+def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
+    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask.
+
+    The file's own bound on the total, `max_norm`, holds all the same, unless it was that which failed.
+    """
     instead = decision.on_error
     if instead == "pass":
-        return Decision()
+        by_rule = any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
+        return Decision(max_norm=max_norm if by_rule else None)
     rules = {order.rule for order in decision.orders if not order.shadow}
     orders = frozenset(Order(rule, instead) for rule in rules)
     return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)

@@ -80,7 +80,10 @@ def assemble(
     applied = total if after is raw else _total(after, window)
     if not columns and not applied < FLOAT32_MAX:
         # Finite at the end of backward and not any longer: the optimizer is about to get it all the same.
-        columns = _suspicions(window, window.after.details, after, as_float32(after), missing)
+        wide = as_float32(after)
+        columns = _suspicions(window, window.after.details, after, wide, missing)
+        if columns and not columns["nonfinite"].values.any():  # no clip, then, and no NaN: judge what it gets
+            raw, norms, total = after, wide, applied
     _sampled(columns, extras, count, missing)
     return Snapshot(
         optimizer=optimizer,

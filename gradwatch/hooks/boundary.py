@@ -238,7 +238,7 @@ class Boundary:
             waiting.judge_all(self._judging_failed)
         if not window.calm:
             window.at_hand = True
-            self._acting.carry_out(optimizer, lane, measured.judge(), turn)
+            self._acting.carry_out(optimizer, lane, measured.judge(), turn, max_norm)
 
     def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
         """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""

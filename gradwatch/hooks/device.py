@@ -196,9 +196,11 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     The arithmetic of `gradwatch.policies.norm.clip_coefficient`, and 1 for a non-finite norm, so that a bad
     element is never spread.
     """
-    norm = norm.to(torch.float32)
-    factor = torch.reciprocal(norm + 1e-6) * max_norm
-    return torch.where(torch.isfinite(norm), factor.clamp(max=1.0), torch.ones_like(norm))
+    narrow = norm.to(torch.float32)
+    factor = torch.reciprocal(narrow + 1e-6) * max_norm
+    beyond = (max_norm / norm).to(torch.float32)  # of a float64 norm that float32 cannot hold
+    factor = torch.where(torch.isfinite(narrow), factor, beyond).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
 
 
 def capturing() -> bool:

@@ -338,7 +338,7 @@ class Lane:
         left = arrived(scale)
         if self.distributed or len(changed) * 2 > len(grads):
             after = HostReading(self._reader.read(grads), self._floor, left)
-            if raw.looked:
+            if raw.looked or not after.finite():  # is it an element, or only the sum of squares?
                 after.look(grads)
             return after
         return raw.with_norms({k: _norm_of(grads[k]) / (left or math.nan) for k in changed})

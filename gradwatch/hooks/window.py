@@ -111,4 +111,4 @@ def as_usual(raw: Reading, after: Reading) -> bool:
     """Whether a glance was enough for these gradients, and says that they are finite."""
     if not isinstance(raw, HostReading) or raw.looked:
         return False
-    return after is raw or (isinstance(after, HostReading) and after.finite())
+    return after is raw or (isinstance(after, HostReading) and after.finite() and not after.details)

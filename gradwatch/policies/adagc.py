@@ -16,6 +16,7 @@ from gradwatch.policies.policy import (
     Share,
     State,
     Steps,
+    finite,
     register_policy,
     usable,
 )
@@ -62,7 +63,7 @@ class AdaGC(Policy):
 
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
         """Together while warming up, each parameter by itself after."""
-        return self._factors(cast(AdaGCState, state), norms, usable(norms, present)).astype(np.float32)
+        return self._factors(cast(AdaGCState, state), norms, finite(norms, present)).astype(np.float32)
 
     def _factors(self, state: AdaGCState, norms: Floats, known: BoolArray) -> Floats:
         found = np.where(known, norms, 0.0)

@@ -17,6 +17,7 @@ from gradwatch.policies.policy import (
     Policy,
     Positive,
     State,
+    finite,
     register_policy,
     usable,
 )
@@ -56,7 +57,7 @@ class Baseline(Policy):
 
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
         """Against the bound where the norm is an anomaly, 1 elsewhere."""
-        known = usable(norms, present)
+        known = finite(norms, present)
         anomaly = self._spike.score(state, Sample(norms, known)) > self.above  # NaN, no judgement, is none
         if not anomaly.any():
             return np.ones(len(norms), np.float32)

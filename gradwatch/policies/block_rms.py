@@ -13,8 +13,8 @@ from gradwatch.policies.policy import (
     Policy,
     Positive,
     State,
+    finite,
     register_policy,
-    usable,
 )
 from gradwatch.snapshot import BoolArray
 
@@ -36,5 +36,5 @@ class BlockRMS(Policy):
 
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
         """`norms[K]` are root mean squares here."""
-        found = np.where(usable(norms, present), norms, 0.0)
+        found = np.where(finite(norms, present), norms, 0.0)
         return (1.0 / np.maximum(1.0, found / self.threshold)).astype(np.float32)

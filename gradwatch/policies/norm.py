@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,8 +15,8 @@ from gradwatch.policies.policy import (
     Policy,
     Positive,
     State,
+    finite,
     register_policy,
-    usable,
 )
 from gradwatch.snapshot import BoolArray
 
@@ -45,21 +46,28 @@ class ClipByNorm(Policy):
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> np.float32:
-    """float32 multiplier min(1, max_norm / (total_norm + 1e-6)); 1 where the norm is not finite.
+    """float32 multiplier min(1, max_norm / (total_norm + 1e-6)); 1 where the norm is NaN or infinite.
 
     torch computes `max_norm / tensor` as reciprocal times scalar, all in float32; so does this. A NaN or
     Inf norm gives 1, not NaN or 0: clipping must never spread one bad element over all parameters.
     """
-    if not abs(total_norm) <= LARGEST:
+    if not math.isfinite(total_norm):
         return ONE
+    if total_norm > LARGEST:  # of finite elements: where torch's float32 norm is infinite, ours is known
+        return min(ONE, np.float32(max_norm / total_norm))
     norm = np.float32(total_norm)
     return min(ONE, ONE / (norm + EPSILON) * np.float32(max_norm))
 
 
 def clip_coefficients(norms: Floats, bounds: Floats | float, present: BoolArray) -> Coefficients:
     """float32[K] `clip_coefficient` of K norms, each against its own bound (inf = none); 1 where missing."""
-    known = usable(norms, present)
-    narrow = np.where(known, norms, 0.0).astype(np.float32)
+    known = finite(norms, present)
+    held = np.where(known, norms, 0.0)
+    beyond = held > LARGEST
+    narrow = np.where(beyond, 0.0, held).astype(np.float32)
     with np.errstate(over="ignore"):
         factors = np.minimum(ONE, ONE / (narrow + EPSILON) * np.asarray(bounds, np.float32))
+        if beyond.any():
+            wide = np.minimum(1.0, bounds / np.where(beyond, held, 1.0)).astype(np.float32)
+            factors = np.where(beyond, wide, factors)
     return np.where(known, factors, ONE)

@@ -15,8 +15,8 @@ from gradwatch.policies.policy import (
     Policy,
     Positive,
     State,
+    finite,
     register_policy,
-    usable,
 )
 from gradwatch.snapshot import BoolArray
 
@@ -42,7 +42,7 @@ class Normalize(Policy):
 
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
         """Such that the norm becomes `target`, as far as `eps` lets it."""
-        meant = usable(norms, present) & (norms > 0)
+        meant = finite(norms, present) & (norms > 0)
         if self.low is not None or self.high is not None:
             low = 0.0 if self.low is None else self.low
             high = np.inf if self.high is None else self.high

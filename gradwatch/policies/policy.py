@@ -81,8 +81,13 @@ class Policy(AnyPolicy):
 
 
 def usable(norms: Floats, present: BoolArray) -> BoolArray:
-    """bool[K]: the norms that are there and that float32 can hold; all else gets the factor 1."""
+    """bool[K]: the norms that are there and that float32 can hold; nothing is learned of any other."""
     return present & (np.abs(norms) <= LARGEST)  # a NaN compares as False
+
+
+def finite(norms: Floats, present: BoolArray) -> BoolArray:
+    """bool[K]: the norms that are there and finite, beyond float32 too; all else gets the factor 1."""
+    return present & np.isfinite(norms)
 
 
 POLICIES: dict[str, type[AnyPolicy]] = {}

@@ -1,0 +1,60 @@
+"""A rule's clip that fails halfway: the file's own clip holds all the same, and what was done is told as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.rulefile import parse_rules
+from tests.kept import Kept
+
+RULES = """
+version: 1
+rules:
+  big: {detect: {kind: above, of: norm, threshold: 0.1}, do: [clip: {to: 0.1}]}
+clip: {total: {method: norm, max_norm: 1.0}}
+"""
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_the_standing_clip_holds_where_a_rules_clip_fails(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `done` gradients were multiplied the foreach call fails, once."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = gradwatch.watch(
+        model, optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path / "run"
+    )
+    multiply, calls = torch._foreach_mul_, []
+
+    def halfway(grads: Any, factors: Any) -> None:
+        calls.append(len(grads))
+        if len(calls) > 1:
+            return multiply(grads, factors)
+        for grad, factor in zip(grads[:done], factors, strict=False):
+            grad.mul_(factor)
+        raise RuntimeError("halfway")
+
+    monkeypatch.setattr(torch, "_foreach_mul_", halfway)
+    (model(torch.randn(4, 6)).sum() * 100).backward()
+    optimizer.step()
+    total = (
+        float(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None)) ** 0.5
+    )
+    assert total <= 1.0001
+    assert done or total == pytest.approx(1.0, rel=1e-4)
+    watch.flush()
+    record = kept.records[-1]
+    assert record.decision.max_norm == 1.0
+    assert record.snapshot.total_norm_applied == pytest.approx(1.0, rel=1e-4)
+    told = [event.summary for event in record.verdict.events if event.kind == "failed"]
+    assert len(told) == 1
+    assert ("some gradients had been changed" in told[0]) == bool(done)
+    watch.close()
