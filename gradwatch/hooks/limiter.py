@@ -279,9 +279,11 @@ class Turn:
             return None  # one bad element must not spread; the verdict at the boundary deals with it
         unscaled = norm / (self.scale or math.nan)
         factor = factor_of(at_site(self._bounds, k), unscaled)
-        made = self._shaped(k, grad, factor, self.scale)
+        made = self._shaped(k, grad, factor, self.scale) if self._speaks(k, unscaled, factor) else None
         if made is None and factor == 1.0:
             return None
+        if made is not None and torch.equal(made, grad):
+            return None  # nothing was done: two ways of adding up one norm must not be taken for a clip
         if not self._accumulates(k):
             return None
         self._running[k] = unscaled
@@ -300,6 +302,11 @@ class Turn:
         self._running[k] = norm
         made = grad * factor if made is None else made
         return made.to(grad.dtype)  # two 0-dim tensors multiply in the wider type
+
+    def _speaks(self, k: int, norm: float, factor: float) -> bool:
+        """Whether elementwise policies may change a gradient of this norm, known without its loss scale."""
+        policies = () if self._elementwise is None else self._elementwise.at.get(k, ())
+        return factor != 1.0 or not all(policy.idle(norm) for policy in policies)
 
     def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
         """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""
