@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from gradwatch.checkpoint import Vitals, joined
 from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, unclipped
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.actions import settled
-from gradwatch.engine.backward import asks_backward, drops_micro
+from gradwatch.engine.backward import asks_backward, at_step, drops_micro
 from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
@@ -207,7 +208,8 @@ class Judging:
     def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> None:
         """Bind the rules to a lane and its tapped modules; baselines go on by name."""
         sites = with_modules(self._ranks.sites(lane), modules)
-        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
+        engine = self._at_step if self.moved_to_step(lane) else self._engine
+        bound = engine.bind(self._ranks.with_ranks(lane, sites))
         before = self._courses.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         needs = bound.needs
@@ -227,7 +229,11 @@ class Judging:
         if self._in_backward:
             ruleset, around = self._engine.ruleset, self._around
             acted = None if before is None else before.limiter
-            if acted is None or not acted.off:
+            if acted is not None and acted.off:
+                acted.close()
+                acted.forget()
+                course.limiter = acted  # what it would do is done at the step
+            else:
                 course.limiter = limiter_of(
                     ruleset, bound, lane, taps, around.failed, around.health.report, acted
                 )
@@ -254,6 +260,23 @@ class Judging:
         if refused:
             self._around.failed("action", AttachError(refused))
         return standing_of(clipping, [place[name] for name in names], names, torn)
+
+    @functools.cached_property
+    def _at_step(self) -> Engine:
+        """The rules with nothing left to do in the backward."""
+        return Engine(at_step(self._engine.ruleset), self._engine.rank)
+
+    def moved_to_step(self, lane: Lane) -> bool:
+        """Whether hooks that were to clip inside the backward have switched themselves off."""
+        course = self._courses.get(lane.index)
+        return course is not None and course.limiter is not None and bool(course.limiter.off)
+
+    def _move_to_step(self, lane: Lane, course: Course) -> None:
+        """What hooks in the backward do no more is done at the step from this one on."""
+        bound = self._at_step.bind(course.bound.sites)
+        course.state = bound.adopt(course.state, course.bound)
+        course.bound, course.sites = bound, bound.sites
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
@@ -292,6 +315,8 @@ class Judging:
         course = self._courses[lane.index]
         if course.limiter is not None:
             course.limiter.settle(window)
+            if course.limiter.off and course.bound.asked:
+                self._move_to_step(lane, course)
         if course.micro is not None:
             course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None

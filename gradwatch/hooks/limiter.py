@@ -6,7 +6,8 @@ waits; there the bounds are those of the latest step whose numbers have arrived.
 
 A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
 accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
-switches itself off and says so, unless it was told to act all the same (`local`).
+switches itself off and says so, unless it was told to act all the same (`local`). Whoever made it sees that it is
+`off`, and has the same clip carried out at the step.
 
 One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
 no Limiter: parameter -> hook -> object -> parameter would never be collected.
@@ -42,8 +43,9 @@ Hook = Callable[[Tensor], Tensor | None]
 
 WHY = (
     "clipping inside the backward is switched off: {reason}, so that a bound on what a hook sees would not be "
-    "the bound that the rule file names; use `at: step`, or insist with `local: true`"
+    "the bound that the rule file names; {instead}use `at: step`, or insist with `local: true`"
 )
+INSTEAD = "from this step on it is clipped at the step instead; to say so "
 ACCUMULATED = "this loop accumulates the gradients of several backwards"
 SCALED = "a GradScaler multiplies the gradients"
 SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have seen them"
@@ -196,7 +198,7 @@ class Turn:
         """Do nothing any more, and say why."""
         if self.off:
             return
-        self.off = WHY.format(reason=reason)
+        self.off = WHY.format(reason=reason, instead=INSTEAD)
         self._bounds, self._elementwise = (), None
         self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
         self._refused(self.off)
