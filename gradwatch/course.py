@@ -23,6 +23,7 @@ from gradwatch.policies import ClipByNorm
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import STANDING_CLIP, Decision, Order, Record, Sites, Snapshot
 
+ROUNDING = 1e-6  # of float32 norms, relative
 CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 
 
@@ -95,12 +96,15 @@ def told(decision: Decision, before: Snapshot, after: Snapshot, rule_orders: boo
     """The decision with a word for the policies of `clip:`, where gradients are smaller than what was found.
 
     `before` is what was found, `after` what the optimizer is given. Where a rule has changed gradients on the same step
-    (`rule_orders`) the two cannot be told apart, and the rule's own word stands for both.
+    (`rule_orders`) the two cannot be told apart, and the rule's own word stands for both. What differs by less than
+    `ROUNDING` is one norm added up in two ways.
     """
     total = before.total_norm_applied
     if decision.skip or decision.stop or rule_orders or not after.total_norm_applied < total:
         return decision
-    changed = np.flatnonzero(after.coef < before.coef)
+    changed = np.flatnonzero(after.coef < before.coef * (1 - ROUNDING))
+    if not len(changed) and not after.total_norm_applied < total * (1 - ROUNDING):
+        return decision
     spread = after.coef[changed] / before.coef[changed]
     site, norms, coefficient = "", (total, after.total_norm_applied), after.total_norm_applied / total
     if len(changed) and not (

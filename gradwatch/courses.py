@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.checkpoint import Vitals
 from gradwatch.course import Course, standing_of
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.engine.backward import asks_backward, drops_micro
+from gradwatch.engine.backward import asks_backward, at_step, drops_micro
 from gradwatch.errors import AttachError
 from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import with_modules
@@ -127,7 +128,8 @@ class Courses:
     def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> None:
         """Bind the rules to a lane and its tapped modules; baselines go on by name."""
         sites = with_modules(self._ranks.sites(lane), modules)
-        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
+        engine = self._at_step if self.moved_to_step(lane) else self._engine
+        bound = engine.bind(self._ranks.with_ranks(lane, sites))
         before = self._by_lane.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
@@ -161,7 +163,11 @@ class Courses:
     ) -> None:
         """Hooks that act inside the backward, unless they have switched themselves off."""
         around, acted = self._around, None if before is None else before.limiter
-        if acted is None or not acted.off:
+        if acted is not None and acted.off:
+            acted.close()
+            acted.forget()
+            course.limiter = acted  # what it would do is done at the step
+        else:
             course.limiter = limiter_of(
                 self._engine.ruleset, course.bound, lane, taps, around.failed, around.health.report, acted
             )
@@ -194,6 +200,24 @@ class Courses:
         if refused:
             self._around.failed("action", AttachError(refused))
         return standing_of(clipping, [place[name] for name in names], names, torn)
+
+    @functools.cached_property
+    def _at_step(self) -> Engine:
+        """The rules with nothing left to do in the backward but between modules."""
+        return Engine(at_step(self._engine.ruleset), self._engine.rank)
+
+    def moved_to_step(self, lane: Lane) -> bool:
+        """Whether hooks that were to clip inside the backward have switched themselves off."""
+        course = self._by_lane.get(lane.index)
+        return course is not None and course.limiter is not None and bool(course.limiter.off)
+
+    def move_to_step(self, lane: Lane) -> None:
+        """What hooks in the backward do no more is done at the step from this one on."""
+        course = self._by_lane[lane.index]
+        bound = self._at_step.bind(course.bound.sites)
+        course.state = bound.adopt(course.state, course.bound)
+        course.bound, course.sites = bound, bound.sites
+        lane.standing = self._standing(lane, bound) if bound.clipping else None
 
     # -- states ------------------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class Judging:
         course = self._courses[lane.index]
         if course.limiter is not None:
             course.limiter.settle(window)
+            if course.limiter.off and course.bound.asked:
+                self._courses.move_to_step(lane)
         if course.micro is not None:
             course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None

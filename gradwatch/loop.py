@@ -210,7 +210,7 @@ class Loop:
     def needs_host(self, lane: Lane) -> bool:
         """Whether some rule acts on this very step, and no device can decide it alone."""
         # A device knows only its own rank's part of a pooled norm.
-        return self._engine.acts_on_host or self._ranks.talks(lane)
+        return self._engine.acts_on_host or self._ranks.talks(lane) or self._courses.moved_to_step(lane)
 
     def pooled(self, lane: Lane) -> bool:
         """Whether the ranks put together what each knows of these gradients."""

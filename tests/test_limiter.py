@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
+from gradwatch.course import told, unclipped
 from gradwatch.hooks.lane import Lane
 from gradwatch.rulefile import parse_rules
+from gradwatch.snapshot import Decision
 from tests.backward_jobs import BASELINE, CONSTANT, METHODS, POLICY, Job, X, same
 from tests.kept import Kept
 from tests.test_device_path import WAITING, Operations
@@ -145,6 +149,35 @@ def test_nothing_changes_until_something_is_out_of_bounds() -> None:
         assert same(job.step(), bare.step())
     assert same(job.weights(), bare.weights())
     job.close()
+
+
+@pytest.mark.parametrize("method", ["value, clip_value: 1000000", "agc, ratio: 1000000, last_layer: true"])
+def test_a_bound_that_nothing_reaches_is_no_intervention(method: str) -> None:
+    """Norms of odd sizes, added up by hook and batched read in two ways: not a step is told as clipped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 257), torch.nn.Tanh(), torch.nn.Linear(257, 1))
+    optimizer, kept = torch.optim.SGD(model.parameters(), 0.01), Kept()
+    rules = parse_rules(POLICY % (method, "backward", ""))
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[kept], strict=True):
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(8, 300)).square().mean().backward()
+            optimizer.step()
+    assert len(kept.records) == 30
+    assert [record.decision.orders for record in kept.records if record.decision.orders] == []
+    assert all((record.snapshot.coef == 1).all() for record in kept.records)
+
+
+@pytest.mark.parametrize(("left", "says"), [(1 - 5e-7, False), (1 - 1e-5, True)])
+def test_the_rounding_of_a_norm_is_not_told_as_a_clip(left: float, says: bool) -> None:
+    """On a device the hook always multiplies: what two sums of one norm differ by is no clip, more than that is."""
+    job = Job(POLICY % ("value, clip_value: 1000000", "step", ""))
+    job.step()
+    snapshot = job.sink.records[-1].snapshot
+    job.close()
+    coef = (snapshot.coef * np.float32(left)).astype(np.float32)
+    after = replace(snapshot, coef=coef, total_norm_applied=snapshot.total_norm * left)
+    assert bool(told(Decision(), unclipped(snapshot), after, False).orders) is says
 
 
 def test_autograd_grad_gets_its_gradients_untouched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -52,6 +53,37 @@ def test_a_grad_scaler_switches_it_off_before_its_first_backward() -> None:
     assert job.gw is not None
     assert job.gw.health.errors() == {"action": 1}
     job.gw.close()
+
+
+@pytest.mark.parametrize("loop", ["accumulates", "scales"])
+@pytest.mark.parametrize(
+    "text", [CONSTANT % "", *(POLICY % (method, "backward", "") for method in METHODS[:7])]
+)
+def test_what_is_switched_off_in_the_backward_is_done_at_the_step(text: str, loop: str) -> None:
+    """From the step that switches it off, weights and words are those of `at: step`, never a clip that was not."""
+    twin = text.replace("at: backward", "at: step")
+    jobs = found, wanted = [Job(each, strict=False) for each in (text, twin)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=loop == "scales") for _ in jobs]
+    for step, factor in enumerate((1e-4, 1e-4, 300.0, 1.0)):
+        for job, scaler in zip(jobs, scalers, strict=True):
+            job.optimizer.zero_grad()
+            for _ in range(2 if loop == "accumulates" else 1):
+                scaler.scale(job.model(X).pow(2).sum() * factor).backward()
+            scaler.step(job.optimizer)
+            scaler.update()
+        if step == 0 and loop == "accumulates":  # until its second backward the hooks acted
+            wanted.model.load_state_dict(found.model.state_dict())
+            wanted.optimizer.load_state_dict(copy.deepcopy(found.optimizer.state_dict()))
+    assert same(found.weights(), wanted.weights())
+    for one, other in list(zip(found.sink.records, wanted.sink.records, strict=True))[1:]:
+        assert one.decision.orders == other.decision.orders
+        assert all(order.coefficient != 1.0 for order in one.decision.orders)
+        assert one.snapshot.coef.tolist() == other.snapshot.coef.tolist()
+    assert found.sink.records[2].decision.orders
+    assert found.gw is not None
+    assert found.gw.health.errors() == {"action": 1}
+    found.gw.close()
+    wanted.close()
 
 
 def test_insisting_acts_under_a_grad_scaler_on_unscaled_bounds() -> None:

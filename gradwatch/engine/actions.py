@@ -101,6 +101,8 @@ def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
         return Decision()
     k = int(np.flatnonzero(here)[np.argmin(snapshot.coef[here])])
     norm, coef = float(snapshot.norm[k]), float(snapshot.coef[k])
+    if coef == 1:
+        return Decision()  # it has not: nothing is claimed
     told = Order(
         one.rule.id,
         "clip",

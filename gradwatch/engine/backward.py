@@ -6,7 +6,7 @@ Axes: S sites (parameters, then modules), K series of one rule.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -59,6 +59,25 @@ def drops_micro(ruleset: RuleSet) -> bool:
 def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
     """Whether all that a rule does is done in the backward, so that its step need not wait for a verdict."""
     return all(map(_at_backward, ruleset.rule(rule_id).do))
+
+
+def at_step(ruleset: RuleSet) -> RuleSet:
+    """The rule file with every clip of parameters done at the step instead of in the backward.
+
+    What bounds the gradient between modules stays where it is: at the step nobody could.
+    """
+    rules = tuple(
+        rule
+        if rule.detect.columns[0] in MODULE_COLUMNS
+        else replace(rule, do=tuple(map(_moved_to_step, rule.do)))
+        for rule in ruleset.rules
+    )
+    clip = None if ruleset.clip is None else replace(ruleset.clip, at="step")
+    return replace(ruleset, rules=rules, clip=clip)
+
+
+def _moved_to_step(action: Action) -> Action:
+    return replace(action, params={**action.params, "at": "step"}) if _at_backward(action) else action
 
 
 def asked(plan: Plan) -> Asked:

@@ -6,7 +6,8 @@ waits; there the bounds are those of the latest step whose numbers have arrived.
 
 A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
 accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
-switches itself off and says so, unless it was told to act all the same (`local`).
+switches itself off and says so, unless it was told to act all the same (`local`). Whoever made it sees that it is
+`off`, and has the same clip carried out at the step.
 
 One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
 no Limiter: parameter -> hook -> object -> parameter would never be collected.
@@ -42,8 +43,9 @@ Hook = Callable[[Tensor], Tensor | None]
 
 WHY = (
     "clipping inside the backward is switched off: {reason}, so that a bound on what a hook sees would not be "
-    "the bound that the rule file names; use `at: step`, or insist with `local: true`"
+    "the bound that the rule file names; {instead}use `at: step`, or insist with `local: true`"
 )
+INSTEAD = "from this step on it is clipped at the step instead; to say so "
 ACCUMULATED = "this loop accumulates the gradients of several backwards"
 SCALED = "a GradScaler multiplies the gradients"
 SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have seen them"
@@ -196,7 +198,7 @@ class Turn:
         """Do nothing any more, and say why."""
         if self.off:
             return
-        self.off = WHY.format(reason=reason)
+        self.off = WHY.format(reason=reason, instead=INSTEAD)
         self._bounds, self._elementwise = (), None
         self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
         self._refused(self.off)
@@ -279,9 +281,11 @@ class Turn:
             return None  # one bad element must not spread; the verdict at the boundary deals with it
         unscaled = norm / (self.scale or math.nan)
         factor = factor_of(at_site(self._bounds, k), unscaled)
-        made = self._shaped(k, grad, factor, self.scale)
+        made = self._shaped(k, grad, factor, self.scale) if self._speaks(k, unscaled, factor) else None
         if made is None and factor == 1.0:
             return None
+        if made is not None and torch.equal(made, grad):
+            return None  # nothing was done: two ways of adding up one norm must not be taken for a clip
         if not self._accumulates(k):
             return None
         self._running[k] = unscaled
@@ -300,6 +304,11 @@ class Turn:
         self._running[k] = norm
         made = grad * factor if made is None else made
         return made.to(grad.dtype)  # two 0-dim tensors multiply in the wider type
+
+    def _speaks(self, k: int, norm: float, factor: float) -> bool:
+        """Whether elementwise policies may change a gradient of this norm, known without its loss scale."""
+        policies = () if self._elementwise is None else self._elementwise.at.get(k, ())
+        return factor != 1.0 or not all(policy.idle(norm) for policy in policies)
 
     def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
         """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""

@@ -59,7 +59,7 @@ class ModuleBounds:
 
     def _stop(self, reason: str) -> None:
         if not self.off:
-            self.off, self._bounds = WHY.format(reason=reason), ()
+            self.off, self._bounds = WHY.format(reason=reason, instead=""), ()
             self._refused(self.off)
 
     def bounded(self, m: int, grad_input: Any) -> Any:

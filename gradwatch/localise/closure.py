@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwatch.localise.attributes import Refused, written_in_place
+from gradwatch.localise.held import MAX_BYTES
 from gradwatch.localise.live import backwards_watched
 from gradwatch.localise.randomness import Generators
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.replay import (
-    Refused,
     Trace,
     blame_nodes,
     blame_outputs,
@@ -58,11 +59,11 @@ class _Models(nn.Module):
         self.run()
 
 
-def run_again(kept: Kept, failed: Callable[[BaseException], None]) -> Trace:
+def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: int = MAX_BYTES) -> Trace:
     """Run a closure again under the recorder, without a trace on models, `.grad` or generators.
 
-    Raises `Refused` under DDP, whose reducer would wait for gradients that stand-ins never give it; what the
-    closure itself raises passes.
+    `max_bytes` caps the copies of tensors in module attributes. Raises `Refused` beyond it, and under DDP, whose
+    reducer would wait for gradients that stand-ins never give it; what the closure itself raises passes.
     """
     for model in kept.models:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
@@ -72,6 +73,8 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None]) -> Trace:
         found = stand_ins(model, buffers)
         given |= {f"models.{number}.{name}": tensor for name, tensor in found.items()}
     recorder = Recorder(kept.models, failed)
+    recorder.expect(tensor for model in kept.models for tensor in written_in_place(model)[0])
+    recorder.expect(given.values())
     trace = Trace(sources=sources({name.split(".", 2)[2]: tensor for name, tensor in given.items()}))
 
     def backward(roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
@@ -90,8 +93,9 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None]) -> Trace:
             kept.run()
 
     everything = _Models(kept.models, closure)
-    with undisturbed(everything), _grads_aside(kept.models), eager(), unchecked():
+    with undisturbed(everything, max_bytes), _grads_aside(kept.models), eager(), unchecked():
         torch.func.functional_call(everything, given, ())
+    trace.stray = recorder.stray
     return trace
 
 

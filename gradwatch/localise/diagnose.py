@@ -19,8 +19,27 @@ NOT_AGAIN = (
 )
 
 
+STRAY = (
+    "{stray} wrote in place into a tensor that is no parameter, buffer or attribute of the model: the step run again "
+    "wrote there once more, and the run may have been disturbed (make it a buffer, or use `by: record`)"
+)
+
+
 def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
-    """The first cause among the calls of a step, in the order of the forward, then of the backward."""
+    """The first cause among the calls of a step."""
+    return warned(_cause(traces, by), traces)
+
+
+def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
+    """The Finding, and whether looking for it wrote where nobody puts back what was there."""
+    stray = next((trace.stray for trace in traces if trace.stray), "")
+    if not stray:
+        return finding
+    return finding.told(note="; ".join(filter(None, (finding.note, STRAY.format(stray=stray)))))
+
+
+def _cause(traces: Sequence[Trace], by: By) -> Finding:
+    """In the order of the forward, then of the backward."""
     for number, trace in enumerate(traces):
         if trace.origin is not None and (trace.has_nan or not trace.incoming or _same_line(trace)):
             return from_origin(trace.origin, trace, by, number)

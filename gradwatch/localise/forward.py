@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,14 @@ class ForwardTracer(TorchDispatchMode):
         self._held: dict[int, tuple[Tensor, dict[bool, Origin]]] = {}
         self.origins: list[Origin] = []
         self.asleep = False
+        self.stray = ""
+        self._own: set[int] = (
+            set()
+        )  # memory that is expected to be written, or was made while this is entered
+
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors that may be written into; any other that was not made here is told in `stray`."""
+        self._own.update(map(key_of, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it was given and what it made."""
@@ -76,8 +84,11 @@ class ForwardTracer(TorchDispatchMode):
         watched = not (self.asleep or func.namespace in COLLECTIVES or capturing())
         watched = watched and os.getpid() == self._process  # a worker forked meanwhile is not looked at
         before = self._guarded(self._before, func, args, kwargs) if watched else None
+        if before is not None and func._schema.is_mutable and not self.stray:
+            self._guarded(self._writes, func, args, kwargs)
         result = func(*args, **kwargs)
         if before is not None:
+            self._guarded(self._makes, func, result)
             self._guarded(self._after, func, args, kwargs, result, before)
         return result
 
@@ -98,6 +109,25 @@ class ForwardTracer(TorchDispatchMode):
         if not func._schema.is_mutable:
             return {}
         return {id(tensor): state(tensor) for tensor in tensors((args, kwargs))}
+
+    def _writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Remember an operation that writes into memory which is none of ours."""
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if any(key_of(tensor) not in self._own for tensor in tensors(value)):
+                line = next(iter(frames.of_stack()), None)
+                at = "" if line is None else f" ({line.file}:{line.line})"
+                self.stray = f"{func.overloadpacket.__name__}{at}"
+
+    def _makes(self, func: Any, result: Any) -> None:
+        """What an operation returns that is not one of its arguments, or a view of one, was made here."""
+        returns = func._schema.returns
+        results = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
+        for said, value in zip(returns, results, strict=False):
+            if said.alias_info is None or func.overloadpacket.__name__ == "lift_fresh":  # `torch.tensor(…)`
+                self._own.update(map(key_of, tensors(value)))
 
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any, before: dict[int, State]) -> None:
         name = func.overloadpacket.__name__

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from gradwatch.localise.attributes import Refused
 from gradwatch.localise.recorder import Recorder
-from gradwatch.localise.replay import Refused, Trace, blame_nodes, blame_outputs, sources
+from gradwatch.localise.replay import Trace, blame_nodes, blame_outputs, sources
 
 RUN_BACKWARD = "_engine_run_backward"  # through which every backward() and grad() of torch goes
 

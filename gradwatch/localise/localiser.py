@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
 from gradwatch.hooks import graph_task, step_hooks
+from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
-from gradwatch.localise.diagnose import diagnose
+from gradwatch.localise.diagnose import diagnose, warned
 from gradwatch.localise.held import Call, Holding, inner
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import Refused, replay
+from gradwatch.localise.replay import replay
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -172,7 +173,7 @@ class Localiser:
         if self._closure is None:
             return None
         try:
-            finding = diagnose([run_again(self._closure, self._fault)], by="closure")
+            finding = diagnose([run_again(self._closure, self._fault, self._max_bytes)], by="closure")
         except Refused:
             return None
         return finding if finding.found else None
@@ -180,10 +181,12 @@ class Localiser:
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
         self._check(held)
         if suspicion == "nonfinite":
-            return diagnose(replay(held, self._alive(), self._fault))
+            return diagnose(replay(held, self._alive(), self._fault, None, self._max_bytes))
         profile = Profile(self._alive(), self._fault)
-        finding = diagnose(replay(held, self._alive(), self._fault, profile))
-        return (None if finding.found else suspect(profile.layers(), suspicion == "exploding")) or finding
+        traces = replay(held, self._alive(), self._fault, profile, self._max_bytes)
+        finding = diagnose(traces)
+        found = None if finding.found else suspect(profile.layers(), suspicion == "exploding")
+        return finding if found is None else warned(found, traces)
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
         """Record the next steps, and say so."""

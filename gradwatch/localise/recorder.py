@@ -56,6 +56,15 @@ class Recorder:
         modes = _get_current_dispatch_mode_stack()
         return bool(modes) and modes[-1] is self._forward
 
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """A write into one of these is put back: it is nothing to speak of."""
+        self._forward.expect(tensors)
+
+    @property
+    def stray(self) -> str:
+        """The first operation of the forward that wrote into a tensor neither expected nor made in it; "" = none."""
+        return self._forward.stray
+
     def sleep(self) -> None:
         """Look at nothing any more."""
         self._forward.asleep = True

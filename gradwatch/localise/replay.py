@@ -20,17 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradwatch.finding import Frame, Operand
+from gradwatch.localise.attributes import Refused, written_in_place
 from gradwatch.localise.backward import Culprit
 from gradwatch.localise.forward import Origin, key_of
 from gradwatch.localise.frames import frame_of
-from gradwatch.localise.held import Call, inner
+from gradwatch.localise.held import MAX_BYTES, Call, inner
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
 from gradwatch.localise.values import describe, finite, state, tensors
-
-
-class Refused(Exception):  # noqa: N818 (an answer, not an error)
-    """A replay would not be the step that was; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +37,7 @@ class Trace:
     `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `culprits`: nodes of the
     backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
     was finite, else `gradient` describes it. `sources`: what an external origin is called, by its key. `caller`:
-    the line that called the model.
+    the line that called the model. `stray`: an operation that wrote where nobody puts back what was there.
     """
 
     caller: tuple[Frame, ...] = ()
@@ -51,6 +48,7 @@ class Trace:
     incoming: bool = True
     gradient: Operand | None = None
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    stray: str = ""
 
     @property
     def blamed(self) -> bool:
@@ -63,12 +61,13 @@ def replay(
     models: Sequence[nn.Module],
     failed: Callable[[BaseException], None],
     around: AbstractContextManager[Any] | None = None,
+    max_bytes: int = MAX_BYTES,
 ) -> list[Trace]:
     """Run the calls of one step again, in their order: (the model called, its call).
 
-    Modules are named by their place in `models`. `around` is entered around every forward. Raises `Refused` where
-    a call could not be what it was; what the forward itself raises passes, and everything is as before all the
-    same.
+    Modules are named by their place in `models`. `around` is entered around every forward. `max_bytes` caps the
+    copies of tensors in module attributes. Raises `Refused` beyond it, and where a call could not be what it was; what
+    the forward itself raises passes, and everything is as before all the same.
     """
     for model, call in held:
         refuse(inner(model), call)
@@ -77,7 +76,8 @@ def replay(
     for model, call in held:
         base = inner(model)
         given = stand_ins(base, buffers.get(id(base), call.buffers))
-        traces.append(_again(base, call, given, Recorder(models, failed), around or nullcontext()))
+        recorder = Recorder(models, failed)
+        traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
 
@@ -112,8 +112,10 @@ def _again(
     given: dict[str, Tensor],
     recorder: Recorder,
     around: AbstractContextManager[Any],
+    max_bytes: int,
 ) -> Trace:
     trace = Trace(frame_of(call.caller))
+    recorder.expect((*given.values(), *written_in_place(model)[0]))
 
     def run(standing_in: nn.Module) -> None:
         args, kwargs = _fresh((call.args, call.kwargs))
@@ -129,8 +131,9 @@ def _again(
         _backward(trace, used, list(call.gradients.values()), recorder)
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
-    with undisturbed(model), eager(), unchecked():
+    with undisturbed(model, max_bytes), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
+    trace.stray = recorder.stray
     return trace
 
 

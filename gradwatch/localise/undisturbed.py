@@ -3,32 +3,37 @@
 The run works on stand-ins: parameters that share the memory of the real ones but have no hooks and no `.grad`
 of their own, and copies of the buffers. So DDP's reducer, the user's tensor hooks and our own marks hear
 nothing, and `.grad` and the buffers need no putting back. What does: the generators, the anomaly flags, and
-what the forward sets on its modules (`self.calls += 1`).
+what the forward sets on its modules (`self.calls += 1`) or writes in place into what their attributes hold
+(`self.ema.mul_(0.9)`, `torch.randn(…, generator=self.generator)`).
+
+What remains: state that is in none of these, such as global Python variables, files, and objects of the user's own
+classes. Tensors there that a forward writes into are noticed (`ForwardTracer.stray`), and told; the rest is not.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwatch.hooks.silence import silent
+from gradwatch.localise.attributes import attributes
 from gradwatch.localise.randomness import Generators
-
-CONTAINERS = (list, dict, set)
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run what is inside, then put back generators, anomaly flags, grad mode and module attributes."""
+def undisturbed(model: nn.Module, max_bytes: int) -> Iterator[None]:
+    """Run what is inside, then put back generators, anomaly flags, grad mode and module attributes.
+
+    Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.
+    """
     restores: list[Callable[[], None]] = [
         Generators.now().restore,
         _anomaly(),
         _grad_mode(),
-        *map(_attributes, model.modules()),
+        *attributes(model, max_bytes),
     ]
     with contextlib.ExitStack() as stack:
         for restore in restores:  # every one of them runs, whatever another raises
@@ -65,47 +70,3 @@ def _grad_mode() -> Callable[[], None]:
         torch.set_grad_enabled(graded)
 
     return restore
-
-
-def _attributes(module: nn.Module) -> Callable[[], None]:
-    """What a forward may set on a module: attributes, and the contents of plain containers among them."""
-    held = dict(module.__dict__)
-    # torch's own registries (`_parameters`, `_forward_hooks`, …) are put back by those who change them.
-    contents = {
-        name: value.copy()
-        for name, value in held.items()
-        if type(value) in CONTAINERS and name not in _REGISTRIES
-    }
-
-    def restore() -> None:
-        now = module.__dict__
-        for name in [name for name in now if name not in held]:
-            del now[name]
-        now.update(held)
-        for name, content in contents.items():
-            _refill(held[name], content)
-
-    return restore
-
-
-def _refill(container: Any, content: Any) -> None:
-    if len(container) == len(content) and _same(container, content):
-        return
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """By identity of the items: comparing tensors would compare their numbers."""
-    if isinstance(one, dict):
-        pairs = zip(one.items(), other.items(), strict=True)
-        return all(a is c and b is d for (a, b), (c, d) in pairs)
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(a is b for a, b in zip(one, other, strict=True))
-
-
-_REGISTRIES = frozenset(nn.Module().__dict__)

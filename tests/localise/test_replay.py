@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwatch.localise.attributes import Refused
 from gradwatch.localise.diagnose import diagnose
 from gradwatch.localise.held import Holding
-from gradwatch.localise.replay import Refused, Trace, replay
+from gradwatch.localise.replay import Trace, replay
 from tests.localise.jobs import KINDS, Job, train
 from tests.localise.models import BAD, Faulty, SqrtAtZero
 from tests.localise.suite import MODELS

@@ -1,0 +1,145 @@
+"""What modules hold in plain attributes, and a forward may write in place: tensors, generators, containers.
+
+An EMA beside the buffers, a cache, a `torch.Generator` of the module's own. Found directly and in lists, dicts, tuples,
+sets and deques within each other; not in objects of the user's own classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+DEPTH = 6  # containers within containers
+CONTAINERS = (list, dict, set)  # whose contents are put back
+OPENED = (list, tuple, dict, set, frozenset, deque)
+REGISTRIES = frozenset(nn.Module().__dict__)
+"""torch's own (`_parameters`, `_forward_hooks`, …) are put back by those who change them."""
+
+Restore = Callable[[], None]
+
+
+class Refused(Exception):  # noqa: N818 (an answer, not an error)
+    """A replay would not be the step that was, or not without a trace; the message says why."""
+
+
+def written_in_place(model: nn.Module) -> tuple[list[Tensor], list[Any]]:
+    """The tensors that are neither parameters nor buffers, and the containers and generators, of all its modules."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name not in REGISTRIES:
+                _collect(value, DEPTH, found)
+    tensors = [one for one in found.values() if isinstance(one, Tensor) and id(one) not in registered]
+    return tensors, [one for one in found.values() if not isinstance(one, Tensor)]
+
+
+def _collect(value: Any, depth: int, found: dict[int, Any]) -> None:
+    if id(value) in found or not depth:
+        return
+    if isinstance(value, OPENED):
+        found[id(value)] = value
+        for item in _items(value):
+            _collect(item, depth - 1, found)
+    elif isinstance(
+        value, (Tensor, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    ):
+        found[id(value)] = value
+
+
+def _items(value: Any) -> Iterator[Any]:
+    yield from list(value.values() if isinstance(value, dict) else value)
+
+
+def attributes(model: nn.Module, max_bytes: int) -> list[Restore]:
+    """Copies of all that, as what puts it back. Raises `Refused` where its tensors take more than `max_bytes`."""
+    tensors, others = written_in_place(model)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if size > max_bytes:
+        raise Refused(
+            f"tensors in plain attributes of its modules take {size} bytes, more than max_bytes = {max_bytes} "
+            "allows to be copied and put back (register what is no scratch as a buffer)"
+        )
+    held = [_names(module) for module in model.modules()]
+    return [*held, *(restore for one in others for restore in _state(one)), *map(_numbers, tensors)]
+
+
+def _names(module: nn.Module) -> Restore:
+    """Which attributes it has, and what they are."""
+    held = dict(module.__dict__)
+
+    def restore() -> None:
+        now = module.__dict__
+        for name in [name for name in now if name not in held]:
+            del now[name]
+        now.update(held)
+
+    return restore
+
+
+def _numbers(tensor: Tensor) -> Restore:
+    """What it holds; written back only where somebody has written, and not as one more write of the user's."""
+    if tensor.is_inference():  # nobody can write into it here
+        return _nothing
+    kept, version = tensor.detach().clone(), tensor._version
+
+    def restore() -> None:
+        if tensor._version != version:
+            tensor.data.copy_(kept)
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+    return restore
+
+
+def _nothing() -> None:
+    """It cannot have changed."""
+
+
+def _state(one: Any) -> Iterator[Restore]:
+    """How a container or a generator is put back."""
+    if isinstance(one, torch.Generator):
+        drawn = one.get_state()
+
+        def draw_again() -> None:
+            one.set_state(drawn)
+
+        yield draw_again
+    elif isinstance(one, np.random.Generator):
+        state = copy.deepcopy(one.bit_generator.state)
+        yield lambda: setattr(one.bit_generator, "state", state)
+    elif isinstance(one, np.random.RandomState):
+        legacy = one.get_state()
+        yield lambda: one.set_state(legacy)
+    elif isinstance(one, random.Random):
+        python = one.getstate()
+        yield lambda: one.setstate(python)
+    elif type(one) in CONTAINERS:
+        content = one.copy()
+        yield lambda: _refill(one, content)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if len(container) == len(content) and _same(container, content):
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """By identity of the items: comparing tensors would compare their numbers."""
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return all(a is c and b is d for (a, b), (c, d) in pairs)
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
