@@ -14,6 +14,7 @@ import math
 from collections.abc import Container, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class Sentinels:
             if grad is None or expected < self._floor[k]:
                 continue  # says nothing: zero stays zero whatever it is multiplied by
             told = True
-            if k not in but and not _alike(math.sqrt(sum_of_squares(grad)), expected):
+            if k not in but and not _alike(_norm_of(grad), expected):
                 return False
         if not told:
             self._chosen = []
@@ -61,6 +62,12 @@ class Sentinels:
         parts = [part for part in np.array_split(small, MOST) if len(part)]
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         return self._chosen
+
+
+def _norm_of(grad: Tensor) -> float:
+    if grad.dtype is torch.float32 and grad.layout is torch.strided and grad.numel() <= SMALL:
+        return float(torch.linalg.vector_norm(grad))  # sync: CPU tensor
+    return math.sqrt(sum_of_squares(grad))
 
 
 def _alike(norm: float, expected: float) -> bool:
