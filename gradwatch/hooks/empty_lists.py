@@ -9,15 +9,14 @@ would hear a step that nobody takes.
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.hooks.copies import Copy, params_of, with_inner
+from gradwatch.hooks.stand_in import unhooked
 
 
 class EmptyLists:
@@ -41,13 +40,13 @@ class EmptyLists:
 
 def calls_another(optimizer: Optimizer) -> bool:
     """Whether its step may call another one that torch has hooked: of an optimizer it wraps, or of a base class."""
-    own = {_unhooked(vars(cls)["step"]) for cls in type(optimizer).__mro__ if "step" in vars(cls)}
+    own = {unhooked(vars(cls)["step"]) for cls in type(optimizer).__mro__ if "step" in vars(cls)}
     return len(own - {Optimizer.step}) > 1 or len(with_inner(optimizer)) > 1
 
 
 def does(optimizer: Optimizer, with_closure: bool) -> bool:
     """Run its own step once, without torch's hooks, on emptied lists; put everything back."""
-    step = _unhooked(type(optimizer).step)
+    step = unhooked(type(optimizer).step)
     copy = _copy(optimizer)
     fine = False
     with emptied(optimizer), _same_random_numbers(optimizer), contextlib.suppress(Exception):
@@ -69,12 +68,6 @@ def emptied(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group, params in lists:
             group["params"] = params
-
-
-def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A class's step without torch's wrapper around it, which runs the hooks; decorators of its own stay."""
-    found: Callable[..., Any] = inspect.unwrap(step, stop=lambda each: not getattr(each, "hooked", False))
-    return found
 
 
 def _copy(optimizer: Optimizer) -> Copy:

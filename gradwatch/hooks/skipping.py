@@ -1,14 +1,19 @@
 """Keeping a step from an optimizer, exactly: parameters and optimizer state stay bit-identical.
 
-torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that, so theirs
-find empty parameter lists, and what they count or keep beside them (in groups, in entries of `state` that belong
-to no parameter) is put back. An optimizer that reaches its parameters by another way (LBFGS's `_params`, one
-that wraps another), or that cannot do with empty lists (`hooks.empty_lists`: tried before the first skip), takes
-its step, which is then taken back from copies: memory for the weights and the state once more, at a skipped step
-only.
+torch's own optimizers pass over a parameter whose gradient is None. Others may not check for that, and may keep
+what they like where they like, so a deep copy takes the step in their place (`hooks.stand_in`). That costs, at a
+skipped step only, memory for whatever the optimizer holds (weights, gradients, state, attributes) once more, and
+twice the weights and the state while it is tried.
+
+Where that cannot be (a closure has the gradients made inside the step; a compiled step keeps its arguments; a copy
+fails), the step finds empty parameter lists, and what it counts or keeps beside them (in groups, in entries of
+`state` that belong to no parameter) is put back. An optimizer that reaches its parameters by another way (LBFGS's
+`_params`, one that wraps another), or that cannot do with empty lists (`hooks.empty_lists`: tried before the
+first), takes its step, which is then taken back from copies. Tensors in attributes are not put back there.
 
 Nobody else's step hooks see any of this: the gradients go after the last of their pre-hooks has run, and are
-back before the first of their post-hooks.
+back before the first of their post-hooks. Only a global hook that is called for the `super().step()` of an
+optimizer of other people finds the stand-in there, and arguments that name it.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.hooks import step_hooks
 from gradwatch.hooks.copies import Copy, keeps_own_lists, with_inner
 from gradwatch.hooks.empty_lists import EmptyLists
+from gradwatch.hooks.stand_in import RandomNumbers, stand_in_for
 
 
 class Skips:
@@ -45,11 +51,12 @@ class Skips:
         else:
             withheld.after_other_hooks(self._guarded)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _guarded(self, call: Callable[[], Any]) -> Any:
         try:
-            call()
+            return call()
         except Exception as error:
             self._failed(error)
+            return None
 
     def unfinished(self, index: int) -> bool:
         """Whether a step was withheld with empty parameter lists and has not come back: it raised."""
@@ -86,6 +93,7 @@ class Withheld:
         self._lists: list[tuple[dict[str, Any], list[Any]]] = []
         self._copies: list[Copy] = []
         self._handles: list[RemovableHandle] = []
+        self._random: RandomNumbers | None = None
         self._began = False
 
     @property
@@ -93,11 +101,11 @@ class Withheld:
         """Whether its parameter lists are empty."""
         return bool(self._lists)
 
-    def after_other_hooks(self, guarded: Callable[[Callable[[], None]], None]) -> None:
+    def after_other_hooks(self, guarded: Callable[[Callable[[], Any]], Any]) -> None:
         """Withhold the step once everybody else's pre-hooks have run; give back before their post-hooks do."""
 
-        def last(*_: Any) -> None:
-            guarded(self.withhold)
+        def last(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            return guarded(lambda: self.withhold((args, kwargs)))
 
         def first(*_: Any) -> None:
             if step_hooks.steps_under_way(self.optimizer) == 1:  # not at the end of its `super().step()`
@@ -110,10 +118,13 @@ class Withheld:
         with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary gives back
             hooks.move_to_end(after.id, last=False)
 
-    def withhold(self) -> None:
-        """Begin, once: the hooks of a subclass that calls `super().step()` run twice."""
+    def withhold(self, call: tuple[Any, Any] | None = None) -> tuple[Any, Any] | None:
+        """Begin, once: the hooks of a subclass that calls `super().step()` run twice.
+
+        `call`: args and kwargs of the step, where they may still be replaced; returned: what replaces them.
+        """
         if self._began:
-            return
+            return None
         self._began = True
         optimizer = self.optimizer
         groups = optimizer.param_groups
@@ -121,6 +132,8 @@ class Withheld:
             self._grads = [(param, param.grad) for group in groups for param in group["params"]]
             for param, _ in self._grads:
                 param.grad = None
+        elif call is not None and (stand_in := self._stand_in(*call)) is not None:
+            return (stand_in, *call[0][1:]), call[1]
         elif keeps_own_lists(optimizer) or not self._may_empty():
             self._copies = [Copy(each, whole=True) for each in with_inner(optimizer)]
         else:
@@ -128,6 +141,13 @@ class Withheld:
             self._lists = [(group, group["params"]) for group in groups]
             for group in groups:
                 group["params"] = []
+        return None
+
+    def _stand_in(self, args: Any, kwargs: Any) -> Optimizer | None:
+        found = stand_in_for(self.optimizer, args, kwargs, {handle.id for handle in self._handles})
+        if found is not None:
+            self._random = RandomNumbers(self.optimizer)
+        return found
 
     def give_back(self, finished: bool) -> None:
         """Put everything back; a second call does nothing."""
@@ -135,11 +155,13 @@ class Withheld:
             group["params"] = params
         for copy in self._copies if finished else ():  # of a step that raised, who knows what was done since
             copy.restore()
+        if finished and self._random is not None:
+            self._random.restore()
         if finished:
             for param, grad in self._grads:
                 if param.grad is None:
                     param.grad = grad
-        self._lists, self._copies, self._grads = [], [], []
+        self._lists, self._copies, self._grads, self._random = [], [], [], None
 
     def let_go(self) -> None:
         """Remove the hooks; not while torch walks over the optimizer's own."""

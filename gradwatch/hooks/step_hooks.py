@@ -29,6 +29,7 @@ class StepListener(Protocol):
 
 
 _listeners: list[StepListener] = []
+_IGNORED = "_gradwatch_ignores"  # an attribute of optimizers that we have made
 _handles: list[RemovableHandle] = []
 _begun = 0
 
@@ -46,6 +47,11 @@ def listen(listener: StepListener) -> Callable[[], None]:
         _tidy()
 
     return remove
+
+
+def ignore(optimizer: Optimizer) -> None:
+    """No listener hears of this optimizer: one that stands in for another."""
+    vars(optimizer)[_IGNORED] = True
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +129,8 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     global _begun
+    if _IGNORED in vars(optimizer):
+        return None
     _begun += 1
     changed = None
     position = 0
@@ -136,5 +144,5 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in tuple(_listeners):
+    for listener in () if _IGNORED in vars(optimizer) else tuple(_listeners):
         listener.after_step(optimizer)
