@@ -19,3 +19,8 @@ def exact_norm(grad: Tensor) -> tuple[float, Detail | None]:
         return math.sqrt(square), None
     detail = inspect(grad)
     return detail.norm, detail
+
+
+def norm_of(grad: Tensor | None) -> float:
+    """The L2 norm, 0 without a gradient."""
+    return 0.0 if grad is None else exact_norm(grad)[0]

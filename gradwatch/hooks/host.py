@@ -95,6 +95,12 @@ class HostReading:
             return _divided(np.sqrt(self._rows.squares()), self._scale)
         return self._norms
 
+    def norm_of(self, k: int) -> float:
+        """The norm of one gradient, without taking those of the others first where that can be helped."""
+        if self._norms is None:
+            return self._rows.norm_of(k) / (self._scale or math.nan)
+        return float(self._norms[k])
+
     def completed(self, known: Mapping[int, float]) -> HostReading:
         """The same reading with norms that were taken elsewhere, and were None here."""
         whole = self.with_norms(known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,17 +20,19 @@ from gradwatch.hooks import device
 from gradwatch.hooks.arrivals import Arrivals
 from gradwatch.hooks.dense import addable, part
 from gradwatch.hooks.device import DeviceReading, Number, arrived
-from gradwatch.hooks.exact import exact_norm
+from gradwatch.hooks.exact import norm_of
 from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader
+from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, signature, versions_of
-from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed
+from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, without
 from gradwatch.snapshot import Sites
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
+Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
 NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
@@ -53,6 +55,7 @@ class Lane:
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
         self.distributed = any(hasattr(param, "to_local") for param in params)
+        self.by_hand = False  # other code than torch's may average over ranks: read again at the step
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
         self.tainted = False  # this window cannot be one step's alone
@@ -64,6 +67,7 @@ class Lane:
         self.announced: list[Announced] = []  # clips since the read, by the one who clips
         self.standing: StandingClips | None = None
         self._reader = CpuReader()
+        self._sentinels = Sentinels(sites.numels)
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
         self._after: Reading | None = None
@@ -73,7 +77,7 @@ class Lane:
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
         # Norms that hooks of ours have taken on the way, and that need not be read again.
-        self.heard: Callable[[Sequence[Tensor | None]], Mapping[int, float]] | None = None
+        self.heard: Callable[[Grads], Mapping[int, float]] | None = None
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self._arrivals = Arrivals(params)
@@ -124,9 +128,7 @@ class Lane:
         self._arrivals.hear(touched, self.position)
 
     def begins(self) -> bool:
-        """A backward begins, which may need the memory of what is held here, and tells whether the gradients of
-        the ones before it have been cleared: then those count for nothing.
-        """
+        """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self._kept = None
         return self._arrivals.begins()
 
@@ -154,7 +156,7 @@ class Lane:
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
         if self._norms is not None:  # what is read later no longer carries it
-            self._norms = _without(self._norms, scale)
+            self._norms = without(self._norms, scale)
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
@@ -177,9 +179,10 @@ class Lane:
         raw = self._norms
         assert raw is not None
         after = raw
-        # A clip of DTensors bumps no version, so theirs are always read again.
-        if ids != self._ids or versions != self._versions or (self.distributed and not unread):
-            after = self._clipped(ids, versions, raw) or self._changed(grads, ids, versions, raw, scale)
+        moved = ids != self._ids or versions != self._versions
+        if moved or not (unread or self._untouched(grads, raw, scale)):
+            clipped = self._clipped(grads, versions, raw, scale)
+            after = clipped or self._changed(grads, ids, versions, raw, scale)
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
@@ -246,7 +249,7 @@ class Lane:
     def divide_applied(self, window: Window, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
         window.calm = False
-        window.after = self._after = _without(window.after, divisor)
+        window.after = self._after = without(window.after, divisor)
 
     def total_applied(self) -> float:
         """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
@@ -302,9 +305,7 @@ class Lane:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take(
-        self, grads: Sequence[Tensor | None], scale: Number, known: Mapping[int, float] = NOTHING
-    ) -> Reading:
+    def _take(self, grads: Grads, scale: Number, known: Mapping[int, float] = NOTHING) -> Reading:
         """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
         if not self.on_cpu:
             return device.read(grads, scale)
@@ -314,42 +315,44 @@ class Lane:
             reading.look(rest)
         return reading.completed(known) if known else reading
 
-    def _clipped(self, ids: list[int], versions: list[int], raw: Reading) -> Reading | None:
+    def _untouched(
+        self, grads: Grads, raw: Reading, scale: Number, factor: float = 1.0, but: Container[int] = ()
+    ) -> bool:
+        """Whether gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
+        if self.distributed or self.by_hand:  # a clip of DTensors bumps no version
+            return False
+        if not isinstance(raw, HostReading):
+            return True
+        return self._sentinels.agree(grads, raw, factor * arrived(scale), but)
+
+    def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
         """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
-        if not self.announced or self.distributed or not isinstance(raw, HostReading) or raw.details:
+        if not self.announced or not isinstance(raw, HostReading) or raw.details:
             return None
-        factor = factor_since(self.announced, (ids, versions), (self._ids, self._versions))
-        if factor is None:
+        now = list(map(id, grads)), versions
+        factor = factor_since(self.announced, now, (self._ids, self._versions))
+        if factor is None or not self._untouched(grads, raw, scale, factor):
             return None
         return raw if factor == 1.0 else raw.divided(1.0 / factor)
 
     def _changed(
-        self,
-        grads: Sequence[Tensor | None],
-        ids: list[int],
-        versions: list[int],
-        raw: Reading,
-        scale: Number,
+        self, grads: Grads, ids: list[int], versions: list[int], raw: Reading, scale: Number
     ) -> Reading:
         if isinstance(raw, DeviceReading):
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         left = arrived(scale)
-        if self.distributed or len(changed) * 2 > len(grads):
+        most = not changed or len(changed) * 2 > len(grads)
+        if most or not self._untouched(grads, raw, scale, but=changed):
             after = HostReading(self._reader.read(grads), self._floor, left)
             if raw.looked or not after.finite():  # is it an element, or only the sum of squares?
                 after.look(grads)
             return after
-        return raw.with_norms({k: _norm_of(grads[k]) / (left or math.nan) for k in changed})
+        return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
 
     def _presence(
-        self,
-        grads: Sequence[Tensor | None],
-        ids: list[int],
-        versions: list[int],
-        raw: Reading,
-        repeats: Repeats | None,
+        self, grads: Grads, ids: list[int], versions: list[int], raw: Reading, repeats: Repeats | None
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         if self.thinned:
@@ -389,12 +392,3 @@ class Lane:
                 for count, version in zip(calls.tolist(), self._versions, strict=True)  # sync: numpy
             )
             self._habit.note(self._versions, complete, backwards)
-
-
-def _norm_of(grad: Tensor | None) -> float:
-    return 0.0 if grad is None else exact_norm(grad)[0]
-
-
-def _without(reading: Reading, scale: Number) -> Reading:
-    """A reading free of a factor that is in the gradients."""
-    return reading.divided(scale) if isinstance(reading, DeviceReading) else reading.divided(arrived(scale))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.bounds import Bound, OneBound, at_site, factor_of
-from gradwatch.hooks import graph_task
+from gradwatch.hooks import graph_task, marks
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.device import capturing, widest
 from gradwatch.hooks.elementwise import Elementwise, shaped
@@ -112,14 +112,14 @@ class Limiter:
         """Norms that need not be read again: the hook saw them, returned nothing, and `grads[K]` are what it saw.
 
         Loss scale included. Only of the first backward since a step, and of parameters on which nobody else has a
-        tensor hook; where a hook of the user's has changed a gradient since, its version tells.
+        tensor hook or a post-accumulate hook, which may put another gradient in its place.
         """
         found = self._turn.heard()
         for tap, k in self._alone() if found else ():
             grad = grads[k]
             if k in found and (grad is None or grad._version not in (0, self._turn.versions[k])):
                 del found[k]
-            elif len(tap._backward_hooks or ()) != 1:
+            elif len(tap._backward_hooks or ()) != 1 or not _ours(tap._post_accumulate_grad_hooks):
                 found.pop(k, None)
         return found
 
@@ -362,6 +362,11 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
     # Sending a parameter with a tensor hook to another process would otherwise warn.
     hook: Hook = unserializable_hook(limit)
     return hook
+
+
+def _ours(hooks: Mapping[int, Callable[..., object]] | None) -> bool:
+    """Whether all hooks on a parameter are marks of this package, which leave its gradient as it is."""
+    return all(getattr(hook, "__module__", "") == marks.__name__ for hook in (hooks or {}).values())
 
 
 def checked(grad: Tensor, made: Tensor | None) -> Tensor | None:

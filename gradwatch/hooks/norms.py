@@ -126,6 +126,12 @@ class _Plan:
         self.starts = (
             np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
         )
+        # Where the only row of a gradient lies that has no more than one.
+        self.row = {
+            int(k): int(start)
+            for k, start, length in zip(self.order, self.starts, lengths, strict=True)
+            if length == 1
+        }
         self.spare: list[_Sheet] = []
 
     def sheet(self) -> _Sheet:
@@ -165,6 +171,14 @@ class RowNorms:
         if self._squares is None:
             self._squares = self._added()
         return self._squares
+
+    def norm_of(self, k: int) -> float:
+        """Root sum of squares of one gradient, without the sums of the others where it is a single row."""
+        if k in self._apart:
+            return math.sqrt(self._apart[k])
+        if self._sheet is not None and not self._missed and k in self._plan.row:
+            return float(self._sheet.host[self._plan.row[k]])
+        return math.sqrt(self.squares()[k])
 
     def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).

@@ -29,6 +29,7 @@ from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites
 
 Report = Callable[[str, BaseException], None]
+REDUCING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 PARTIAL = (
     "some gradients are sums over ranks that nobody has taken yet (SequenceParallel leaves DTensors so), or lie "
     "otherwise than their parameters: these norms and the total are provisional, and no rule learns them; call "
@@ -161,6 +162,7 @@ class Ranks:
         self._turn.add(lane.index)
         held = holdings(lane.params, self._models())
         sites, sharded = whole(lane.sites, held), any(one.sharded for one in held)
+        lane.by_hand = self.several and not sharded and not _reduced(self._models())
         seat = self._seats[lane.index] = Seat(lane.sites, sites, sharded)
         if self.several:
             try:
@@ -320,6 +322,12 @@ class Ranks:
         """Leave every group."""
         for seat in self._seats.values():
             seat.close()
+
+
+def _reduced(models: list[nn.Module]) -> bool:
+    """Whether torch itself reduces gradients over ranks, within the backward. By name: FSDP may not be there."""
+    kinds = {type(module) for model in models for module in model.modules()}
+    return any(cls.__name__ in REDUCING for kind in kinds for cls in kind.__mro__)
 
 
 def _seen_by_all(

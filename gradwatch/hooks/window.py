@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.hooks.device import DeviceReading, Number, is_ready
+from gradwatch.hooks.device import DeviceReading, Number, arrived, is_ready
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import Detail
 from gradwatch.snapshot import Sites
@@ -112,3 +112,8 @@ def as_usual(raw: Reading, after: Reading) -> bool:
     if not isinstance(raw, HostReading) or raw.looked:
         return False
     return after is raw or (isinstance(after, HostReading) and after.finite() and not after.details)
+
+
+def without(reading: Reading, scale: Number) -> Reading:
+    """A reading free of a factor that is in the gradients."""
+    return reading.divided(scale) if isinstance(reading, DeviceReading) else reading.divided(arrived(scale))

@@ -1,0 +1,76 @@
+"""Writes that move no version: a few small gradients are measured again at the step boundary.
+
+`p.grad.data.clamp_()`, `p.grad.data /= n` and numpy write to a gradient without raising its version, so that
+signatures call it untouched. Reading everything twice would cost a step's whole read again; a few small gradients
+cost microseconds, and code that writes to gradients rarely spares all of them. What changes only others, or
+leaves these norms as they were (a change of signs), stays unseen.
+
+Axes: K parameters of a lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.norms import UNDERFLOW, sum_of_squares
+
+MOST = 3
+SMALL = 4096
+"""Elements of a gradient that costs next to nothing to measure again."""
+RELATIVE = 1e-5
+"""What two reads of the same gradient may differ by: the accuracy of the batched read."""
+
+
+class Sentinels:
+    """A few small gradients of one lane, chosen once: from each part of it the largest by norm, which a
+    clamp is most likely to reach. `numels[K]` are the sizes of the parameters.
+    """
+
+    def __init__(self, numels: NDArray[np.int64]) -> None:
+        self._floor = np.sqrt(numels * UNDERFLOW)
+        self._numels = numels
+        self._chosen: list[int] = []
+
+    def agree(
+        self, grads: Sequence[Tensor | None], read: HostReading, factor: float, but: Container[int] = ()
+    ) -> bool:
+        """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
+        told = False
+        for k in self._chosen or self._choose(read.norms()):
+            grad, expected = grads[k], read.norm_of(k) * factor
+            if grad is None or expected < self._floor[k]:
+                continue  # says nothing: zero stays zero whatever it is multiplied by
+            told = True
+            if k not in but and not _alike(_norm_of(grad), expected):
+                return False
+        if not told:
+            self._chosen = []
+        return True
+
+    def _choose(self, norms: NDArray[np.float64]) -> list[int]:
+        telling = np.flatnonzero(norms > self._floor)
+        small = telling[self._numels[telling] <= SMALL]
+        if not len(small):
+            small = telling[np.argsort(self._numels[telling], kind="stable")[:1]]
+        parts = [part for part in np.array_split(small, MOST) if len(part)]
+        self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
+        return self._chosen
+
+
+def _norm_of(grad: Tensor) -> float:
+    if grad.dtype is torch.float32 and grad.layout is torch.strided and grad.numel() <= SMALL:
+        return float(torch.linalg.vector_norm(grad))  # sync: CPU tensor
+    return math.sqrt(sum_of_squares(grad))
+
+
+def _alike(norm: float, expected: float) -> bool:
+    if not math.isfinite(expected):
+        return not math.isfinite(norm)
+    return abs(norm - expected) <= RELATIVE * expected

@@ -1,0 +1,197 @@
+"""Gradients written to without their version moving (`.data`, numpy): noticed, read again, clipped by the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import gradwatch
+from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.norms import CpuReader
+from gradwatch.hooks.sentinels import Sentinels
+from gradwatch.rulefile import parse_rules
+from tests.kept import Kept
+from tests.recorder import norms_of
+
+OBSERVES = "version: 1\nrules:\n  nf: {detect: {kind: nonfinite, of: norm}, do: [skip_step]}\n"
+CLIPS = "version: 1\nclip: {total: {method: norm, max_norm: 0.5}}\n"
+BACKWARD = (
+    "version: 1\nrules:\n  far:\n    detect: {kind: above, of: norm, threshold: 1e4}\n"
+    "    do: [clip: {to: 1e4, at: backward}]\n"
+)
+Change = Callable[[nn.Module], None]
+
+
+def clamped(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.data.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+
+
+def divided(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.data /= 8  # type: ignore[union-attr]
+
+
+def by_numpy(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.numpy()[...] *= 0.01  # type: ignore[union-attr]
+
+
+def clamped_and_clipped(model: nn.Module) -> None:
+    clamped(model)
+    clip_grad_norm_(model.parameters(), 0.3)
+
+
+def clamped_and_not_clipped(model: nn.Module) -> None:
+    clamped(model)
+    clip_grad_norm_(model.parameters(), 1e9)
+
+
+def clipped_and_noised(model: nn.Module) -> None:
+    clip_grad_norm_(model.parameters(), 1.0)
+    for param in model.parameters():
+        param.grad.data.add_(0.05)  # type: ignore[union-attr]
+
+
+def some_in_place(model: nn.Module) -> None:
+    """One gradient changed where its version tells, the others where it does not."""
+    divided(model)
+    model[0].weight.grad.mul_(2)  # type: ignore[index, union-attr, operator]
+
+
+CHANGES: list[Change] = [
+    clamped,
+    divided,
+    by_numpy,
+    clamped_and_clipped,
+    clamped_and_not_clipped,
+    clipped_and_noised,
+    some_in_place,
+]
+
+
+def train(change: Change, rules: str, layers: int = 1, steps: int = 12) -> tuple[list[Any], list[Any]]:
+    """(records, (norms before the step, norms the optimizer got), both float64) of every step."""
+    torch.manual_seed(0)
+    middle = [part for _ in range(layers) for part in (nn.Tanh(), nn.Linear(24, 24))]
+    model = nn.Sequential(nn.Linear(40, 24), *middle, nn.Tanh(), nn.Linear(24, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    sink, truth = Kept(), []
+    with gradwatch.watch(model, optimizer, rules=parse_rules(rules), sinks=[sink], strict=True):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(torch.randn(5, 40)).square().mean() * 40).backward()
+            change(model)
+            found = norms_of(model.named_parameters())
+            optimizer.step()
+            truth.append((found, norms_of(model.named_parameters())))
+    return sink.records, truth
+
+
+def total(norms: dict[str, float]) -> float:
+    return float(np.sqrt(np.square(list(norms.values())).sum()))
+
+
+@pytest.mark.parametrize(
+    "layers", [1, 20]
+)  # 20: the marks are thinned, and versions are those of the pattern
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_the_optimizer_gets_is_told_whatever_way_it_was_written(change: Change, layers: int) -> None:
+    """`norm_applied` is the float64 norm at the step, though no version, or only torch's own clip's, tells of it."""
+    records, truth = train(change, OBSERVES, layers)
+    for record, (found, _) in zip(records, truth, strict=True):
+        names, values = record.snapshot.sites.names, record.snapshot.column("norm_applied").values
+        assert dict(zip(names, values.tolist(), strict=True)) == pytest.approx(found, rel=1e-4)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_clip_of_ours_goes_by_what_is_really_there(change: Change) -> None:
+    """The total after the step is the smaller of the bound and what the user left: never scaled by stale numbers."""
+    _, truth = train(change, CLIPS)
+    for found, got in truth:
+        assert total(got) == pytest.approx(min(0.5, total(found)), rel=1e-4)
+
+
+def test_a_nan_written_through_data_is_skipped_in_its_own_step() -> None:
+    """Judged by the gradient that the optimizer would get, not by the one that backward left."""
+    steps = iter(range(6))
+
+    def poisoned(model: nn.Module) -> None:
+        if next(steps) == 3:
+            model[0].weight.grad.data.fill_(float("nan"))  # type: ignore[index, union-attr, operator]
+
+    records, _ = train(poisoned, OBSERVES, steps=6)
+    assert [record.decision.skip for record in records] == [False] * 3 + [True] + [False] * 2
+
+
+def test_what_nobody_changed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calm path costs one batched read a step, sentinels or not."""
+    reads, read = [0], CpuReader.read
+
+    def counted(self: CpuReader, grads: Any) -> Any:
+        reads[0] += 1
+        return read(self, grads)
+
+    monkeypatch.setattr(CpuReader, "read", counted)
+    train(lambda model: None, OBSERVES, steps=9)
+    assert reads[0] == 9
+
+
+def read_of(grads: list[torch.Tensor | None]) -> HostReading:
+    return HostReading(CpuReader().read(grads), np.zeros(len(grads)), 1.0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 7, 9), (10000, 20000), (3, 10000), (0, 4), (4096,) * 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sentinels_agree_exactly_with_what_was_read(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Untouched gradients always agree, equal elements (where float32 sums drift most) and NaN included; scaled
+    ones only with their factor.
+    """
+    for fill in (lambda n: torch.randn(n), lambda n: torch.full((n,), 0.1)):
+        grads: list[torch.Tensor | None] = [fill(n).to(dtype) for n in sizes]
+        grads.append(None)
+        sentinels, read = Sentinels(np.array([*sizes, 6])), read_of(grads)
+        assert sentinels.agree(grads, read, 1.0)
+        for grad in grads[:-1]:
+            grad.data *= 0.5  # type: ignore[union-attr]
+        assert not sentinels.agree(grads, read, 1.0)
+        assert sentinels.agree(grads, read, 0.5)
+        broken: list[torch.Tensor | None] = [torch.full((n,), float("nan"), dtype=dtype) for n in sizes]
+        assert not sentinels.agree([*broken, None], read, 0.5)
+        assert sentinels.agree([*broken, None], read_of([*broken, None]), 1.0)
+
+
+def test_sentinels_are_few_small_and_spread() -> None:
+    """At most three, of at most 4,096 elements where there are any, one from each part of the lane."""
+    sizes = np.array([9000, *[8] * 30, 9000])
+    grads: list[torch.Tensor | None] = [torch.randn(n) for n in sizes]
+    sentinels = Sentinels(sizes)
+    assert sentinels.agree(grads, read_of(grads), 1.0)
+    chosen = sentinels._chosen
+    assert len(chosen) == 3
+    assert all(sizes[k] == 8 for k in chosen)
+    assert [1 + 10 * part <= k < 11 + 10 * part for part, k in enumerate(chosen)] == [True] * 3
+
+
+def test_what_was_overheard_is_not_trusted_where_a_hook_may_replace_the_gradient() -> None:
+    """A post-accumulate hook of the user's puts another gradient, version 0, in place of the one we heard."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 400), nn.Tanh(), nn.Linear(400, 1))
+    optimizer, sink = torch.optim.SGD(model.parameters(), 0.0), Kept()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 0.1))  # type: ignore[operator]
+    with gradwatch.watch(model, optimizer, rules=parse_rules(BACKWARD), sinks=[sink], strict=True):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 600)).sum().backward()
+            truth = norms_of(model.named_parameters())
+            optimizer.step()
+    snapshot = sink.records[-1].snapshot
+    told = dict(zip(snapshot.sites.names, snapshot.norm.tolist(), strict=True))
+    assert told == pytest.approx(truth, rel=1e-5)
