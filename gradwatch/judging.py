@@ -4,126 +4,68 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
-from gradwatch.checkpoint import Vitals, joined
-from gradwatch.course import CALM, Clock, Course, reshaped, standing_of, told, unclipped
-from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.checkpoint import joined
+from gradwatch.course import CALM, Clock, Course, reshaped, told, unclipped
+from gradwatch.courses import Courses
+from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
-from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.errors import AttachError, GradwatchError
-from gradwatch.finding import Finding
-from gradwatch.health import Health
-from gradwatch.hooks import precision, sampling
-from gradwatch.hooks.assemble import Extras, assemble, with_modules
+from gradwatch.errors import GradwatchError
+from gradwatch.hooks.assemble import Extras, assemble, of_norms
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.local import LocalNorms
-from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.modules import ModuleTaps
-from gradwatch.hooks.ranks import Ranks
-from gradwatch.hooks.sampling import Sampled, Sampler
-from gradwatch.hooks.shards import is_shard
-from gradwatch.hooks.standing import Found, StandingClips, carried_scale, factors_of
+from gradwatch.hooks.ranks import Ranks, Shared
+from gradwatch.hooks.sampling import Sampled
+from gradwatch.hooks.standing import Found, carried_scale, factors_of
 from gradwatch.hooks.window import Window
 from gradwatch.publishing import Publishing
-from gradwatch.rank_rules import torn_rows
-from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import (
-    RANK_COLUMNS,
-    CheckpointHealth,
-    Decision,
-    Event,
-    Order,
-    Record,
-    Snapshot,
-    Verdict,
-)
+from gradwatch.refusals import permitted
+from gradwatch.snapshot import CheckpointHealth, Decision, Order, Record, Snapshot, Verdict
+from gradwatch.surroundings import Surroundings
 
 UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""
-LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
-OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
-SCALED = (
-    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
-    "would then stay too high for ever; the scaler skips such steps by itself"
-)
-NOT_ALONE = (
-    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
-)
 
 
-class Surroundings(Protocol):
-    """What judging asks of the Watch it belongs to."""
+class Case(NamedTuple):
+    """A step being judged: this rank's window, the same as all ranks see it, and what was found before any decision."""
 
-    health: Health
+    lane: Lane
+    course: Course
+    window: Window
+    shared: Shared
+    found: Snapshot
 
-    def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours."""
-
-    def judged(self) -> None:
-        """A step was judged without a fault."""
-
-    def escalated(self, event: Event) -> bool:
-        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
-
-    def spent(self) -> float:
-        """Seconds that watching has cost since the last Record."""
-
-    def coverage_now(self) -> float:
-        """The coverage as of this boundary, 0..1."""
-
-    def remark(self, lane: Lane) -> None:
-        """A few marks did not tell the truth about this lane: put every mark back."""
-
-    def causes(
-        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
-    ) -> tuple[Finding, ...]:
-        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+    @property
+    def rejected(self) -> bool:
+        """Whether a GradScaler keeps this step from the optimizer."""
+        return bool(self.shared.values.get("scaler_skip"))
 
 
 class Judging:
-    """The rules bound to every lane of one Watch, what they have learned, and the sinks they tell."""
+    """Judges the steps of every lane by the rules bound to it, and tells the sinks."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, around: Surroundings) -> None:
-        self._publishing = Publishing()
+    def __init__(
+        self, engine: Engine, ranks: Ranks, around: Surroundings, courses: Courses, publishing: Publishing
+    ) -> None:
         self._engine = engine
         self._ranks = ranks
         self._around = around
-        self._courses: dict[int, Course] = {}
-        self._restored: Mapping[str, Any] = {}
+        self._courses = courses
+        self._publishing = publishing
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
-        self._early: LocalNorms | None = None
-        self._in_backward = bool(asks_backward(engine.ruleset))
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
         # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
-        self._drops = drops_micro(engine.ruleset)
-        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not self._in_backward
-        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
-        self._hears_scale: list[Callable[[], None]] = []
-
-    @property
-    def sinks(self) -> list[Breaker]:
-        """Where Records go."""
-        return self._publishing.sinks
-
-    def at_boundary(self, lane: Lane | None) -> None:
-        """A step boundary begins: the gradients of a step are about to be measured."""
-        course = None if lane is None else self._courses.get(lane.index)
-        if course is not None and course.micro is not None:
-            course.micro.at_boundary()
-
-    def knows(self, lane: Lane) -> bool:
-        """Whether the rules are bound to a lane."""
-        return lane.index in self._courses
+        self._may_wait = not engine.acts_on_host and engine.clips_only_total and not courses.in_backward
 
     def observe(self, name: str, value: float | Tensor) -> None:
         """Keep a one-per-step value for the next step of every lane."""
@@ -132,158 +74,15 @@ class Judging:
 
     def checkpoint(self) -> CheckpointHealth:
         """Whether a checkpoint saved now is one to go back to."""
-        return joined(course.vitals.now for course in self._courses.values())
+        return joined(course.vitals.now for course in self._courses)
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
-        return [course.record for course in self._courses.values() if course.record is not None]
+        return [course.record for course in self._courses if course.record is not None]
 
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the rule file; None without one."""
         return self._courses[lane.index].bound.max_norm
-
-    # -- what is listened to -----------------------------------------------------------------------------
-
-    def listen(self, wanted: Sequence[Tensor | None]) -> None:
-        """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
-        if self._in_backward or self._drops:
-            self._hears_scale.append(precision.hear_scale(self._scaled))
-        several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
-        if several or "norm_local" in self._engine.columns:
-            self._early = LocalNorms(wanted, self._around.failed)
-
-    def _scaled(self, scale: Tensor) -> None:
-        """A GradScaler has multiplied a loss."""
-        for course in self._courses.values():
-            if course.limiter is not None:
-                course.limiter.scaled(scale)
-            if course.micro is not None:
-                course.micro.scaled()
-        if self.module_bounds is not None:
-            self.module_bounds.scaled(scale)
-
-    def backward_ended(self) -> None:
-        """What tensor hooks heard of a backward, or did in it, counts."""
-        for course in self._courses.values():
-            if course.limiter is not None:
-                course.limiter.backward_ended()
-        if self._early is not None:
-            for local in [self._early, *(course.local for course in self._courses.values())]:
-                if local is not None:
-                    local.backward_ended()
-
-    def forget(self, lane: Lane) -> None:
-        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
-        course = self._courses.get(lane.index)
-        if course is not None and course.local is not None:
-            course.local.forget()
-        if course is not None and course.limiter is not None:
-            course.limiter.forget()
-
-    def cleared(self, lane: Lane) -> None:
-        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
-        course = self._courses.get(lane.index)
-        if course is not None and course.local is not None:
-            course.local.cleared()
-        if course is not None and course.limiter is not None:
-            course.limiter.forget()
-
-    def close(self) -> None:
-        """Remove the tensor hooks; publish what waits."""
-        for course in self._courses.values():
-            self._publishing.release(course)
-        for local in [self._early, *(course.local for course in self._courses.values())]:
-            if local is not None:
-                local.close()
-        for course in self._courses.values():
-            for hooks in (course.limiter, course.micro):
-                if hooks is not None:
-                    hooks.close()
-        while self._hears_scale:
-            self._hears_scale.pop()()
-
-    # -- states ------------------------------------------------------------------------------------------
-
-    def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> None:
-        """Bind the rules to a lane and its tapped modules; baselines go on by name."""
-        sites = with_modules(self._ranks.sites(lane), modules)
-        bound = self._engine.bind(self._ranks.with_ranks(lane, sites))
-        before = self._courses.get(lane.index)
-        state = bound.init() if before is None else bound.adopt(before.state, before.bound)
-        needs = bound.needs
-        former = self._early if before is None or before.local is None else before.local
-        local = None
-        if needs.columns & LOCAL:
-            local = LocalNorms(taps, self._around.failed, former)
-        if former is not None and former is not self._early:
-            former.close()
-        sampler = Sampler(needs.columns & sampling.COLUMNS, needs.every)
-        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
-        vitals = Vitals(critical)
-        if before is not None:
-            self._publishing.release(before)
-            vitals.load(before.vitals.to_dict())
-        course = self._courses[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
-        if self._in_backward:
-            ruleset, around = self._engine.ruleset, self._around
-            acted = None if before is None else before.limiter
-            if acted is None or not acted.off:
-                course.limiter = limiter_of(
-                    ruleset, bound, lane, taps, around.failed, around.health.report, acted
-                )
-            course.own = own_sites(bound, lane)
-            lane.heard = None if course.limiter is None else course.limiter.heard
-        if self._drops:
-            course.micro = None if before is None else before.micro
-            if course.micro is not None and not course.micro.is_of(lane):
-                course.micro.close()
-                course.micro = None
-            if course.micro is None:
-                ruleset, around = self._engine.ruleset, self._around
-                course.micro = micro_drop_of(ruleset, lane, around.failed, around.health.report, self.cleared)
-        lane.standing = self._standing(lane, bound) if bound.clipping else None
-        self._restore(lane)
-        self._publish_bounds(course)
-
-    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
-        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
-        clipping, names = bound.clipping, lane.sites.names
-        place = {name: site for site, name in enumerate(bound.sites.names)}
-        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
-        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
-        if refused:
-            self._around.failed("action", AttachError(refused))
-        return standing_of(clipping, [place[name] for name in names], names, torn)
-
-    def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
-        """The state of every lane, JSON-safe, by its index."""
-        found = dict(self._restored)  # loaded, and not taken up by a step yet
-        for lane in lanes:
-            course = self._courses.get(lane.index)
-            if course is not None:
-                found[str(lane.index)] = {
-                    "step": lane.step,
-                    "engine": course.state.to_dict(),
-                    "checkpoint": course.vitals.to_dict(),
-                }
-        return found
-
-    def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
-        """Go on from what `saved` gave; lanes that do not exist yet take theirs when they are bound."""
-        self._restored = dict(saved)
-        for lane in lanes:
-            self._restore(lane)
-
-    def _restore(self, lane: Lane) -> None:
-        saved = self._restored.get(str(lane.index))
-        course = self._courses.get(lane.index)
-        if saved is None or course is None:
-            return
-        course.state = EngineState.from_dict(saved["engine"], course.bound)
-        course.vitals.load(saved.get("checkpoint"))
-        self._publish_bounds(course)
-        lane.step = int(saved["step"])
-        self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -351,29 +150,40 @@ class Judging:
         scalars: Mapping[str, Any],
         at: Clock,
     ) -> Decision:
-        """What is decided of a window; a fault of ours does not make this rank part from the others."""
+        """What is decided of a window; a fault of ours does not make this rank part from the others.
+
+        Where it knows the numbers that they judge, it looks again, at the norms alone: rules and policies on norms
+        decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks) miss this
+        step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite gradients,
+        and its baselines miss the step. And plain replicas, which tell each other nothing, cannot hear
+        of a fault before there is a window to look at (in `Lane.settle`): the others clip that step, this one not.
+        """
         course.decided = None
         try:
             decision = self._decided(lane, course, window, extras, scalars, at)
-            self._publish_bounds(course)
+            self._courses.publish_bounds(course)
             return decision
         except Exception as error:
             course.vitals.unjudged(lane.step)
-            totals = self._ranks.totals(lane, window)
-            if totals is None and self._ranks.several:
+            values = {name: arrived(value) for name, value in scalars.items()}
+            shared = self._ranks.norms_alone(lane, window, values)
+            if shared is None and self._ranks.several:
                 raise  # the other ranks cannot know what this one would do
             self._around.failed("boundary", error)
-            if totals is not None:
-                lane.reduced_total = totals.applied
-            return course.decided or course.bound.fallback(window.total() if totals is None else totals.raw)
+            if shared is None:
+                return course.decided or course.bound.fallback(window.total())
+            lane.reduced_total = shared.total_applied
+            return course.decided or self._second_look(lane, course, window, shared, at)
 
-    def _publish_bounds(self, course: Course) -> None:
-        """What the next backward has to keep to, as far as hooks can see to it."""
-        if course.limiter is not None and course.own is not None:
-            own = course.own
-            course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
-        if self.module_bounds is not None and course is self._courses.get(0):
-            self.module_bounds.publish(course.bound.module_bounds(course.state))
+    def _second_look(self, lane: Lane, course: Course, window: Window, shared: Shared, at: Clock) -> Decision:
+        """What is decided by the norms alone; by their total alone, should that fail too."""
+        try:
+            found = of_norms(lane.index, course.sites, shared.window, shared.values)
+            return self._conclude(Case(lane, course, window, shared, found), at)
+        except Exception as error:
+            self._around.failed("boundary", error)
+            course.vitals.unjudged(lane.step)
+            return course.decided or course.bound.fallback(shared.window.total())
 
     def _decided(
         self,
@@ -384,69 +194,94 @@ class Judging:
         scalars: Mapping[str, Any],
         at: Clock,
     ) -> Decision:
+        """Judge a window as all ranks see it, and publish what came of it."""
         values = {name: arrived(value) for name, value in scalars.items()}
         shared = self._ranks.share(lane, window, extras, values)
         if shared is None:  # the other ranks' part of these numbers is missing
             return Decision()
         lane.reduced_total = shared.total_applied
-        self._publishing.release(course)  # left by a boundary that failed
         sites, coverage = course.sites, self._around.coverage_now()
-        snapshot = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
-        verdict, decision = self._ask(course, snapshot)
-        if verdict.events:
-            decision = self._climbed(verdict, decision)
-        if not shared.may_act and (decision.skip or decision.touches):
-            self._around.health.report("action", AttachError(NOT_ALONE))
-            decision = decision.withheld()
-        if window.empty:
-            decision |= Decision(skip=True)
-        rejected = bool(shared.values.get("scaler_skip"))
-        if lane.inside_backward and decision.acts:
-            self._around.health.report("action", AttachError(OBSERVED))
-            decision = decision.withheld()
-        if decision.zero is not None and snapshot.loss_scale is not None:
-            self._around.health.report("action", AttachError(SCALED))
-            decision = decision.without_zero()
-        plain, course.decided = snapshot, decision.at(shared.own)
-        if decision.touches:
-            total = shared.window.total_applied()
-            left: dict[int, float] = {}
-            done = decision.skip or decision.stop or rejected or not window.at_hand
-            if decision.elementwise and not done:
-                norms = shared.window.resolve()[1][shared.own].tolist()  # sync: numpy
-                decision, left = self._measured_ahead(lane, decision, shared.own, total, norms)
-            snapshot = reshaped(snapshot, decision, total, {} if self._ranks.talks(lane) else left)
-        inside = course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
-        if decision.touches or inside:
-            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
-            decision = told(decision, unclipped(plain) if inside else plain, snapshot, by_rules)
-        if course.sampler.expects_move:
-            moved = (window.calls > 0) & (snapshot.norm[shared.own] > 0)
-            moved &= not (decision.skip or rejected)
-            course.sampler.moved(moved, window.step)
-        if lane.thinned and not window.trusted and window.repeats is not None:
-            self._around.remark(lane)
-        unusual = verdict.events or verdict.breaching or shared.window.details or snapshot.provisional
-        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
-        calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
-        lane.usual = snapshot.total_norm if calm else None
-        health = course.vitals.after(plain, verdict, decision)
+        found = assemble(lane.index, sites, shared.window, shared.extras, shared.values, coverage)
+        return self._conclude(Case(lane, course, window, shared, found), at)
+
+    def _conclude(self, case: Case, at: Clock) -> Decision:
+        """Decide of a Snapshot, foresee what that makes of it, and publish both."""
+        lane, course, window, shared, found = case
+        self._publishing.release(course)  # left by a boundary that failed
+        # Where some rank has no facts it learns nothing: what others learned now would part them later.
+        verdict, decision = (UNJUDGED, Decision()) if shared.blind else self._ask(course, found)
+        course.decided = decision.at(shared.own)  # the engine has learned this step, and must not do so again
+        decision = self._permitted(case, verdict, decision)
+        course.decided = decision.at(shared.own)
+        decision, snapshot = self._foreseen(case, decision)
+        self._note_move(case, decision)
+        self._note_calm(case, verdict, snapshot)
+        health = course.vitals.after(found, verdict, decision)
         if verdict is UNJUDGED:
-            course.vitals.unjudged(plain.step)
+            course.vitals.unjudged(found.step)
             health = course.vitals.now
         findings = self._around.causes(lane, snapshot, verdict, decision)
         record = Record(snapshot, verdict, decision, *at, health, findings)
-        self._publishing.give(course, record, plain, window.at_hand)
+        self._publishing.give(course, record, found, window.at_hand)
         return decision.at(shared.own)
+
+    def _permitted(self, case: Case, verdict: Verdict, decision: Decision) -> Decision:
+        """What is to be done in the end: with the word of the user's callback, without what is refused here."""
+        if verdict.events:
+            decision = self._climbed(verdict, decision)
+        return permitted(
+            decision,
+            agreed=case.shared.may_act,
+            empty=case.window.empty,
+            inside_backward=case.lane.inside_backward,
+            scaled=case.found.loss_scale is not None,
+            report=self._around.health.report,
+        )
+
+    def _foreseen(self, case: Case, decision: Decision) -> tuple[Decision, Snapshot]:
+        """The Snapshot as the decision will leave it, and the decision with a word for the policies of `clip:`."""
+        found = snapshot = case.found
+        if decision.touches:
+            total = case.shared.window.total_applied()
+            left: dict[int, float] = {}
+            done = decision.skip or decision.stop or case.rejected or not case.window.at_hand
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(case, decision, total)
+            snapshot = reshaped(found, decision, total, {} if self._ranks.talks(case.lane) else left)
+        inside = case.course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
+        if decision.touches or inside:
+            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
+            decision = told(decision, unclipped(found) if inside else found, snapshot, by_rules)
+        return decision, snapshot
+
+    def _note_move(self, case: Case, decision: Decision) -> None:
+        """Which weights this step is going to move, where a sampled column compares them."""
+        window, sampler = case.window, case.course.sampler
+        if sampler.expects_move:
+            moved = (window.calls > 0) & (case.found.norm[case.shared.own] > 0)
+            moved &= not (decision.skip or case.rejected)
+            sampler.moved(moved, window.step)
+
+    def _note_calm(self, case: Case, verdict: Verdict, snapshot: Snapshot) -> None:
+        """Whether the marks told the truth, and how long nothing has been out of the usual."""
+        lane, course, window = case.lane, case.course, case.window
+        if lane.thinned and not window.trusted and window.repeats is not None:
+            self._around.remark(lane)
+        unusual = verdict.events or verdict.breaching or case.shared.window.details or snapshot.provisional
+        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
+        calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
+        lane.usual = snapshot.total_norm if calm else None
 
     def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
         """What was decided of a lane's step is done, or was not, because of `error`; its Record is published now."""
         self._publishing.acted(self._courses[lane.index], done, error)
 
     def _measured_ahead(
-        self, lane: Lane, decision: Decision, own: Any, total: float, norms: Sequence[float]
+        self, case: Case, decision: Decision, total: float
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; the decision without them where they are refused."""
+        lane, own = case.lane, case.shared.own
+        norms: Sequence[float] = case.shared.window.resolve()[1][own].tolist()  # sync: numpy
         grads, standing = lane.grads(), lane.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradwatch.backward_rules import check_backward, module_bounds_of
 from gradwatch.causes import Causes, localising
+from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, TrainingStopped
@@ -35,6 +36,7 @@ from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.shards import local_taps, torn
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
+from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
@@ -101,8 +103,10 @@ class Loop:
         self._ranks = Ranks(
             f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
         )
-        self._judging = Judging(self._engine, self._ranks, self)
-        self._sinks: list[Breaker] = self._judging.sinks
+        publishing = Publishing()
+        self._sinks: list[Breaker] = publishing.sinks
+        self._courses = Courses(self._engine, self._ranks, self, publishing)
+        self._judging = Judging(self._engine, self._ranks, self, self._courses, publishing)
         if active:
             self._attach(models, optimizers, settings, sinks)
 
@@ -117,7 +121,7 @@ class Loop:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
-        self._capture.cleared = self._judging.cleared
+        self._capture.cleared = self._courses.cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
@@ -143,8 +147,8 @@ class Loop:
             raise
         if self._taps is not None:
             self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
-            self._judging.module_bounds = self._taps.bounds
-        self._judging.listen(local_taps(wanted, self._capture.models()))
+            self._courses.module_bounds = self._taps.bounds
+        self._courses.listen(local_taps(wanted, self._capture.models()))
         if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
         self._boundary = Boundary(self._capture, self)
@@ -166,14 +170,14 @@ class Loop:
         """The watched models that are still alive; the watch closes itself when there is none."""
         return [] if self._closed else self._capture.models()
 
-    # -- for the boundary (hooks/judge.py) -----------------------------------------------------
+    # -- for the boundary (hooks/judge.py) ---------------------------------------------------------------
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
         self._catch_up()  # what waits was measured on the parameters as they were
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
-        self._judging.bind(lane, modules, local_taps(lane.params, self._capture.models()))
+        self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
 
     def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
@@ -181,7 +185,7 @@ class Loop:
 
     def forget(self, lane: Lane) -> None:
         """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
-        self._judging.forget(lane)
+        self._courses.forget(lane)
         if self._causes is not None:
             self._causes.forget()
 
@@ -215,7 +219,7 @@ class Loop:
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
         if not self._closed and os.getpid() == self.run.pid:
-            self._judging.at_boundary(self._capture.lane_of(optimizer))
+            self._courses.at_boundary(self._capture.lane_of(optimizer))
             self._ranks.arrive(self._capture.lane_of(optimizer))
 
     def depart(self, optimizer: Optimizer) -> None:
@@ -235,7 +239,7 @@ class Loop:
 
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the rule file; None without one."""
-        return self._judging.max_norm(lane)
+        return self._courses[lane.index].bound.max_norm
 
     def captured(self) -> None:
         """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
@@ -306,10 +310,10 @@ class Loop:
             return
         if capturing():
             return  # a read of ours would become part of the user's CUDA graph, or break it
-        self._judging.backward_ended()
+        self._courses.backward_ended()
         with torch.no_grad():
             for lane in self._capture.lanes:
-                if not self._judging.knows(lane):
+                if lane.index not in self._courses:
                     self.bound(lane)
                 if lane.backwards and lane.due():
                     lane.read()
@@ -321,7 +325,7 @@ class Loop:
         params = set(map(id, stage.parameters()))
         with torch.no_grad():
             for lane in self._capture.lanes:
-                if self._judging.knows(lane) and not params.isdisjoint(lane.param_ids):
+                if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
                     lane.read()
 
     def _resting(self) -> bool:

@@ -195,7 +195,7 @@ class Watch(Loop):
         if self._closed:
             return self._last_state
         self._catch_up()
-        return {"version": 1, "lanes": self._judging.saved(self._capture.lanes)}
+        return {"version": 1, "lanes": self._courses.saved(self._capture.lanes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; parameters that are new start afresh, by name."""
@@ -204,7 +204,7 @@ class Watch(Loop):
                 f"this state was saved by another version: {state.get('version')!r}, expected 1"
             )
         self._catch_up()
-        self._judging.load(state["lanes"], [] if self._closed else self._capture.lanes)
+        self._courses.load(state["lanes"], [] if self._closed else self._capture.lanes)
 
     def close(self) -> None:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
@@ -215,7 +215,7 @@ class Watch(Loop):
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
         taps = [self._stages, self._taps, self._flat, self._causes]
-        parts = [self._ranks, self._before_clip, self._boundary, *taps, self._judging, self._capture]
+        parts = [self._ranks, self._before_clip, self._boundary, *taps, self._courses, self._capture]
         for part in parts:
             try:
                 if part is not None:

@@ -19,6 +19,7 @@ from gradwatch.errors import RuleFileError
 from gradwatch.policies import POLICIES
 from gradwatch.rulefile import json_schema, pack_directory, parse_rules
 from gradwatch.rulefile.schema import ACTIONS
+from gradwatch.rulefile.sink_options import SINKS
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}
 """What a schema can see; the other codes need the rest of the file, or the text itself."""
@@ -145,6 +146,22 @@ def partial(document: dict[str, Any]) -> bool:
     return any(isinstance(each, dict) and "kind" not in each for each in detects) or any(
         item.keys() & {"rules", "groups"} for item in changed
     )
+
+
+@pytest.mark.parametrize("short", [lambda name: name, lambda name: {name: None}], ids=["bare", "null"])
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [("escalate", False), ("rescale", False), ("skip_step", True), ("textfile", False), ("wandb", True)],
+)
+def test_the_short_form_is_for_what_needs_no_parameter(name: str, taken: bool, short: Any) -> None:
+    """An action or a sink that must be told something is refused without it, by schema and loader alike."""
+    document = copy.deepcopy(VALID)
+    if name in SINKS:
+        document["sinks"] = [short(name)]
+    else:
+        document["rules"]["non-finite"]["do"] = [short(name)]
+    assert VALIDATOR.is_valid(document) is taken
+    assert (refused_codes(document) == set()) is taken
 
 
 def test_schema_is_a_schema() -> None:

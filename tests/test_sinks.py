@@ -27,6 +27,10 @@ from gradwatch.sinks.prometheus import PrometheusSink
         ("alertmanager", {"url": "http://127.0.0.1:9093", "labels": {"team": "a"}}),
         ("textfile", {"dir": "/nowhere"}),
         ("pushgateway", {}),
+        ("otlp", {"url": "http://127.0.0.1:4318", "every_seconds": 5.0}),
+        ("wandb", {"project": "p", "entity": "e", "group": "g", "every": 5, "alerts": False}),
+        ("tensorboard", {"dir": "/nowhere", "every": 5}),
+        ("mlflow", {"tracking_uri": "file:///nowhere", "experiment": "e", "every": 5}),
     ],
 )
 def test_each_built_in_sink_is_built_by_name(kind: str, options: dict[str, object]) -> None:
@@ -41,7 +45,7 @@ def test_each_built_in_sink_is_built_by_name(kind: str, options: dict[str, objec
     ("kind", "options", "says"),
     [
         ("promtheus", {}, "did you mean 'prometheus'"),
-        ("carrier-pigeon", {}, "there are: alertmanager, journal, log, prometheus"),
+        ("carrier-pigeon", {}, "there are: alertmanager, journal, log, mlflow, otlp, prometheus"),
         ("prometheus", {"topk": 3}, "no option 'topk'; did you mean 'top_k'"),
         ("prometheus", {"params": "best"}, "'best' is not one of off, worst, match, all"),
         ("prometheus", {"params": "match"}, "needs globs"),

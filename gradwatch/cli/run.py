@@ -77,15 +77,25 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def check_rules(source: str, run: str) -> None:
-    """Raise RuleFileError with everything wrong in the rule file, AttachError for what is not built yet."""
+    """Refuse what would leave the command unwatched.
+
+    Raises:
+        RuleFileError: with everything wrong in the rule file.
+        AttachError: for what is not built yet, and for a sink that cannot be had: its library is not installed.
+    """
     from gradwatch.engine.admission import impossible, unbuilt
     from gradwatch.rulefile import load_rules
+    from gradwatch.settings import Settings, sink_specs
+    from gradwatch.sinks import make_sink
 
     ruleset = load_rules(source, run=run)
     missing = [*unbuilt(ruleset), *impossible(ruleset)]
     if missing:
         listed = "\n".join(f"  - {each}" for each in missing)
         raise AttachError(f"{source} asks for what this version cannot do:\n{listed}")
+    if ruleset.sinks is not None:
+        for spec in sink_specs(ruleset, Settings.resolve(source), rank=0):
+            make_sink(spec.kind, spec.options)  # opens nothing
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:

@@ -94,7 +94,9 @@ class Acting:
         except Exception as error:
             self.give_back(lane.index)  # the gradient passes unchanged
             if found is not None and versions_of(lane.grads()) != found:
-                error.__dict__.setdefault("__notes__", []).append(PARTLY)  # to divide again would not give back the same bits
+                error.__dict__.setdefault("__notes__", []).append(
+                    PARTLY
+                )  # to divide again would not give back the same bits
             instead = in_place_of(decision, max_norm)
             try:
                 self._carry_out(optimizer, lane, instead, turn)

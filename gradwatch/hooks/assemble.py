@@ -103,6 +103,14 @@ def assemble(
     )
 
 
+def of_norms(optimizer: int, sites: Sites, window: Window, scalars: Mapping[str, float]) -> Snapshot:
+    """The Snapshot of a step of which only the norms and scalars could be had, bit for bit those of `assemble`.
+
+    Its coverage is 1: nothing else is claimed of it.
+    """
+    return assemble(optimizer, sites, window, Extras(), scalars, 1.0)
+
+
 def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
     """Norms as float32: Inf where they exceed it, and never 0 where they are not."""
     with np.errstate(over="ignore"):

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -71,7 +71,8 @@ class Shared:
     """One step as every rank sees it; `own` where this rank's parameters stand in it.
 
     `may_act`: every rank decides the same from these numbers. `total_applied`: the norm of everything the
-    optimizers of all ranks are about to use; None where this rank's own is that.
+    optimizers of all ranks are about to use; None where this rank's own is that. `blind`: some rank took part
+    without facts, so it learns nothing of this step, and neither may the others.
     """
 
     window: Window
@@ -80,13 +81,7 @@ class Shared:
     own: Any
     may_act: bool
     total_applied: float | None = None
-
-
-class Totals(NamedTuple):
-    """Total norms that every rank knows; `applied` None where this rank's own is that."""
-
-    raw: float
-    applied: float | None
+    blind: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +255,7 @@ class Ranks:
         if told is not None and told.complete:
             return _seen_by_all(told, seat, window, extras, values)
         self._catch_up(lane, window, told)
-        return None if pooled else Shared(window, extras, values, mine, may_act=False)
+        return None if pooled else Shared(window, extras, values, mine, may_act=False, blind=told is not None)
 
     def _exchange(
         self, lane: Lane, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
@@ -290,22 +285,20 @@ class Ranks:
             self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; nobody acts on it"))
         return told
 
-    def totals(self, lane: Lane, window: Window) -> Totals | None:
-        """What the other ranks decide by, should a fault of ours keep this one from judging as they do.
+    def norms_alone(self, lane: Lane, window: Window, values: Mapping[str, float]) -> Shared | None:
+        """The step as every rank sees it but for extra columns: where a fault of ours has spoilt the whole of it.
 
-        None where there are none, where they cannot know it either, or where they have not been told yet.
+        None where there are no others, where they cannot know it either, or where they have not been told yet.
         """
         seat = self._seats.get(lane.index)
         if seat is None or seat.alone or not self.several:
             return None
         if seat.layout is None:
-            return Totals(window.total(), None)
+            return Shared(window, Extras(), values, slice(0, len(window.sites)), may_act=True)
         told = seat.told
         if told is None or not told.complete or lane.index in self._turn:
             return None
-        if not seat.layout.pooled:
-            return Totals(window.total(), None)
-        return Totals(*(float(np.sqrt(told.column(name).sum())) for name in ("squares", "applied")))
+        return _norms_seen_by_all(told, window, values)
 
     def _catch_up(self, lane: Lane, window: Window, told: Told | None) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
@@ -332,22 +325,24 @@ class Ranks:
 def _seen_by_all(
     told: Told, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
 ) -> Shared:
-    layout = told.layout
     seat.replicas = seat.replicas or reduce.agreeing(told)
+    ranked = (Known(reduce.rank_columns(told, seat.replicas)),) if seat.ranked else ()
+    if told.layout.pooled:
+        extras = replace(extras, params=(Known(reduce.pooled_columns(told)),))
+    return replace(_norms_seen_by_all(told, window, values), extras=replace(extras, ranks=ranked))
+
+
+def _norms_seen_by_all(told: Told, window: Window, values: Mapping[str, float]) -> Shared:
     values = dict(values)
     if told.loss is not None:
         values["loss"] = told.loss
     if told.head("rejected"):
         values["scaler_skip"] = 1.0
-    ranked = (Known(reduce.rank_columns(told, seat.replicas)),) if seat.ranked else ()
-    if not layout.pooled:
+    if not told.layout.pooled:
         whole_window = replace(window, provisional=told.head("provisional") > 0)
-        own: Any = slice(0, len(window.sites))
-        return Shared(whole_window, replace(extras, ranks=ranked), values, own, may_act=True)
-    columns = reduce.pooled_columns(told)
+        return Shared(whole_window, Extras(), values, slice(0, len(window.sites)), may_act=True)
     total = float(np.sqrt(told.column("applied").sum()))
-    pooled = replace(extras, params=(Known(columns),), ranks=ranked)
-    return Shared(reduce.pooled_window(told, window), pooled, values, layout.own, True, total)
+    return Shared(reduce.pooled_window(told, window), Extras(), values, told.layout.own, True, total)
 
 
 def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:

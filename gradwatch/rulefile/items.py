@@ -7,7 +7,8 @@ from importlib.metadata import entry_points
 
 from gradwatch.rulefile.check import check
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
-from gradwatch.rulefile.schema import ACTIONS, SINKS
+from gradwatch.rulefile.schema import ACTIONS
+from gradwatch.rulefile.sink_options import SINKS
 from gradwatch.rules import SINK_KINDS, Action, SinkSpec
 
 SINK_GROUP = "gradwatch.sinks"

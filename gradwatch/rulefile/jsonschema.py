@@ -17,7 +17,6 @@ from gradwatch.policies import POLICIES
 from gradwatch.rulefile.schema import (
     ACTIONS,
     NAME,
-    SINKS,
     ClipEntry,
     Defaults,
     Document,
@@ -29,6 +28,7 @@ from gradwatch.rulefile.schema import (
     detector_model,
     policy_model,
 )
+from gradwatch.rulefile.sink_options import SINKS
 from gradwatch.rules import SINK_KINDS
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
@@ -114,8 +114,16 @@ def _dispatch(key: str, models: Mapping[str, type[BaseModel]]) -> Schema:
 
 
 def _items(models: Mapping[str, type[BaseModel]], names: list[str]) -> Schema:
-    """`name`, or `{name: {…}}` with one key; nothing after the colon means no parameters."""
-    known = {name: {"anyOf": [{"type": "null"}, _of(model)]} for name, model in models.items()}
+    """`name`, or `{name: {…}}` with one key; nothing after the colon means no parameters.
+
+    Where a parameter has no default, only the full form is left.
+    """
+    schemas = {name: _of(model) for name, model in models.items()}
+    bare = [name for name in names if "required" not in schemas.get(name, {})]
+    known = {
+        name: {"anyOf": [{"type": "null"}, schema]} if name in bare else schema
+        for name, schema in schemas.items()
+    }
     others = {name: {"type": ["object", "null"]} for name in names if name not in models}
     one = {
         "type": "object",
@@ -124,7 +132,7 @@ def _items(models: Mapping[str, type[BaseModel]], names: list[str]) -> Schema:
         "minProperties": 1,
         "maxProperties": 1,
     }
-    return {"anyOf": [{"enum": names}, one]}
+    return {"anyOf": [{"enum": bare}, one]}
 
 
 def _of(model: type[BaseModel]) -> Schema:

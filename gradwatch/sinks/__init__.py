@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -113,14 +114,14 @@ def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
 
 def _imported(path: str) -> SinkFactory:
     module, _, attribute = path.partition(":")
-    with generator_kept():
+    with undisturbed():
         factory: SinkFactory = getattr(import_module(module), attribute)
     return factory
 
 
 def _plugin(kind: str) -> SinkFactory:
     for entry in entry_points(group="gradwatch.sinks", name=kind):
-        with generator_kept():
+        with undisturbed():
             factory: SinkFactory = entry.load()
         return factory
     names = sink_names()
@@ -130,11 +131,14 @@ def _plugin(kind: str) -> SinkFactory:
 
 
 @contextmanager
-def generator_kept() -> Iterator[None]:
-    """Imports may draw from Python's generator (structlog imports rich, which does); the job's must not move."""
+def undisturbed() -> Iterator[None]:
+    """Import in here: imports may draw from Python's generator (structlog imports rich, which does), and some add
+    warning filters; the job's stay as they are.
+    """
     state = random.getstate()
     try:
-        yield
+        with warnings.catch_warnings():
+            yield
     finally:
         random.setstate(state)
 

@@ -31,7 +31,7 @@ class MLflowSink(Tracker):
 
     MLflow's stores disagree on what is not finite: files keep NaN and Inf, a database turns Inf into ±1.8e308, and
     charts leave NaN out. So every value is logged as it is, and beside one that was ever not finite stands the
-    metric `KEY/nonfinite`: 1 on steps where it is NaN or Inf, 0 on the others from then on.
+    metric `gradwatch/nonfinite/KEY`: 1 on steps where it is NaN or Inf, 0 on the others from then on.
 
     Closing waits at most 10 s. MLflow's HTTP client draws a jitter from Python's generator when it repeats a failed
     request. Needs the extra `mlflow`.
@@ -107,7 +107,7 @@ class MLflowSink(Tracker):
             if not finite:
                 self._flagged.add(name)
             if name in self._flagged:
-                yield _key(f"{name}/nonfinite"), float(not finite)
+                yield _key(f"{point.prefix}nonfinite/{name.removeprefix(point.prefix)}"), float(not finite)
 
 
 def _key(name: str) -> str:

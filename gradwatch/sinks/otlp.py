@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.health import Health
-from gradwatch.sinks import generator_kept
+from gradwatch.sinks import undisturbed
 from gradwatch.sinks.courier import Round, courier
 from gradwatch.sinks.exposition import Family, Labels
 from gradwatch.sinks.extras import require
@@ -70,7 +70,7 @@ class OTLPSink:
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import opentelemetry and get a courier; the first metrics are on their way at once."""
-        with generator_kept():
+        with undisturbed():
             import opentelemetry.exporter.otlp.proto.common.metrics_encoder
             import opentelemetry.sdk.metrics.export  # noqa: F401
         self._run, self._pid = run, os.getpid()

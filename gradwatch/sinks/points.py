@@ -63,7 +63,8 @@ class Points:
     """Makes Points of Records: every `every` steps, and whenever something is to be said.
 
     That is where a norm is not finite, a step was skipped, or a rule began or ceased to fire: thinning never hides
-    such a step. `observe` runs on the training thread; a Point costs some tens of microseconds, other steps two.
+    such a step. `observe` runs on the training thread: 2 µs a step, and 15 µs (100 parameters) to 160 µs (10,000) where
+    it makes a Point.
     """
 
     def __init__(self, rules: tuple[RuleInfo, ...] = (), every: int = 1) -> None:

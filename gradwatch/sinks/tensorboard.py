@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradwatch.sinks.courier import courier
 from gradwatch.sinks.extras import require
 from gradwatch.sinks.points import Note, Point
@@ -103,8 +105,6 @@ def _event(point: Point) -> Any:
 
 def _single(value: float) -> float:
     """A protobuf float: what is beyond float32 becomes an infinity of the same sign, as in any cast."""
-    import numpy as np
-
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 

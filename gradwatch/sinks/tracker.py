@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 from gradwatch.health import Health
-from gradwatch.sinks import generator_kept
+from gradwatch.sinks import undisturbed
 from gradwatch.sinks.courier import Courier, Round
 from gradwatch.sinks.points import Point, Points
 from gradwatch.snapshot import Record, RunInfo
@@ -69,7 +69,7 @@ class Tracker(ABC):
             return
         self._run, self._health, self._pid = run, health, os.getpid()
         self._points = Points(run.rules, self._every)
-        with generator_kept():
+        with undisturbed():
             self.load(run)
         self._round = self._courier.enter(self.name, self._deliver, health)
         self._courier.wake(self._round)  # from now on a round a second

@@ -25,7 +25,7 @@ class WandbSink(Tracker):
 
     `project`, `entity` and `group` None are those of the script's own run if it has one by then, else what W&B's
     environment variables say; the project is otherwise called gradwatch. Offline and disabled modes are W&B's
-    (`WANDB_MODE`). The x axis is the optimizer step. Rules that begin or cease to fire are texts under
+    (`WANDB_MODE`, `wandb offline`). The x axis is the optimizer step. Rules that begin or cease to fire are texts under
     `gradwatch/event`; with `alerts` W&B also alerts, at most once a minute and rule.
 
     NaN and Inf are logged as they are; the counter `gradwatch/nonfinite_steps_total` stands beside. Nobody is
@@ -62,8 +62,7 @@ class WandbSink(Tracker):
         import wandb
 
         settings = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_stats=True)
-        mode = os.environ.get("WANDB_MODE", "online")
-        if mode in ("online", "shared") and not wandb.login(prompt=False):
+        if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
             raise PermissionError("W&B has no API key; set WANDB_API_KEY, or WANDB_MODE=offline")
         self._logged = wandb.init(
             **self._place(wandb.run),
@@ -96,7 +95,7 @@ class WandbSink(Tracker):
         """End the run; one that a rule stopped counts as failed."""
         self._logged.finish(exit_code=int(stopped))
 
-    def _place(self, own: Any) -> dict[str, str | None]:
+    def _place(self, own: Any) -> dict[str, Any]:
         """Where the run goes: as asked, else where the script's own run is."""
         place = {key: asked or getattr(own, key, None) or None for key, asked in self._where.items()}
         if not place["project"] and not os.environ.get("WANDB_PROJECT"):

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwatch import judging
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.hooks import standing
+from gradwatch.hooks import ranks, reduce, standing
+from gradwatch.hooks.lane import Lane
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import made, take_step, watched, weights
@@ -37,11 +38,20 @@ clip:
     middle: {method: autoclip, percentile: 50}
 """
 )
+# Talks at every step, and acts by a rule with a memory: the total norm far above its own baseline.
+TALKING = EVERYWHERE.replace(
+    "clip:",
+    """  spike: {detect: {kind: spike, of: total_norm, above: 4}, warmup: 4, for: 1, do: [clip: {to: baseline}]}
+  rank-outlier: {detect: {kind: rank_outlier}}
+clip:""",
+    1,
+)
 VALUE = (
     HEAD + "clip: {total: {method: norm, max_norm: 0.3}, groups: {head: {method: value, clip_value: 0.01}}}\n"
 )
 ROWS = HEAD + "clip: {groups: {weights: {method: agc}, middle: {method: centralize}}}\n"
 INJURED = (6, 11)
+LARGE = {8: 1e3, 13: 1e5}
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -65,7 +75,8 @@ def trained(rank: int, wrap: Wrap, text: str, broken: Callable[[], Any] | None =
             with fault:
                 optimizer.zero_grad()
                 x = batch(step, 0, rank) * (float("nan") if rank == 1 and step in INJURED else 1.0)
-                loss_of(model, x).backward()
+                large = LARGE.get(step, 1.0) if text is TALKING else 1.0
+                (loss_of(model, x) * large).backward()
                 optimizer.step()
             hashes.append(whole_weights(model))
         coefs = {record.snapshot.step: record.snapshot.coef.tolist() for record in collector.records}
@@ -74,6 +85,16 @@ def trained(rank: int, wrap: Wrap, text: str, broken: Callable[[], Any] | None =
             "coefs": coefs,
             "skipped": [record.snapshot.step for record in collector.records if record.decision.skip],
             "states": repr(gw.state_dict()["lanes"]["0"]["engine"]["clips"]),
+            "baselines": {
+                key: repr(rows)
+                for key, rows in gw.state_dict()["lanes"]["0"]["engine"]["baselines"].items()
+                if key.endswith("|total_norm")
+            },
+            "acted": [
+                record.snapshot.step
+                for record in collector.records
+                if any(order.rule == "spike" and not order.shadow for order in record.decision.orders)
+            ],
             "errors": gw.health.errors(),
         }
 
@@ -105,6 +126,10 @@ def raising(owner: Any, name: str) -> Callable[[], Any]:
     return lambda: mock.patch.object(owner, name, side_effect=MemoryError("injected"))
 
 
+WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp2": fsdp2}
+AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "_seen_by_all")}
+BEFORE_THE_EXCHANGE = {"settle": (Lane, "settle"), "encode": (reduce, "encode")}
+
 SITUATIONS: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: trained(rank, DistributedDataParallel, EVERYWHERE),
     "fsdp2": lambda rank: trained(rank, fsdp2, EVERYWHERE),
@@ -117,5 +142,19 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "sharded later": sharded_later,
     "fault evaluate": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(BoundEngine, "evaluate")),
     "fault reshaped": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(judging, "reshaped")),
+    **{
+        f"fault {where} {how}": (
+            lambda rank, wrap=wrap, site=site: trained(rank, wrap, TALKING, raising(*site))  # type: ignore[misc]
+        )
+        for where, site in AFTER_THE_EXCHANGE.items()
+        for how, wrap in WRAPS.items()
+    },
+    **{
+        f"blind {where} {how}": (
+            lambda rank, wrap=wrap, site=site: trained(rank, wrap, TALKING, raising(*site))  # type: ignore[misc]
+        )
+        for where, site in BEFORE_THE_EXCHANGE.items()
+        for how, wrap in WRAPS.items()
+    },
     "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(standing.StandingClips, "_norms")),
 }

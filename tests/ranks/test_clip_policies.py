@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.launch import launch
-from tests.ranks.policies import INJURED, SITUATIONS
+from tests.ranks.policies import AFTER_THE_EXCHANGE, INJURED, SITUATIONS, WRAPS
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,9 @@ def came_home(homes: dict[str, list[Any]], name: str) -> list[Any]:
     return homes[name]
 
 
-TRAINED = [name for name in SITUATIONS if name not in ("rows fsdp2", "rows fsdp1", "sharded later")]
+BLIND = [name for name in SITUATIONS if name.startswith("blind")]
+REFUSED = ["rows fsdp2", "rows fsdp1", "sharded later"]
+TRAINED = [name for name in SITUATIONS if name not in (*REFUSED, *BLIND)]
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -40,6 +42,32 @@ def test_ranks_multiply_alike(homes: dict[str, list[Any]], name: str) -> None:
     assert any(min(coefs) < 1 for coefs in first["coefs"].values())
     assert first["errors"] == {}
     assert bool(second["errors"]) == name.startswith("fault")
+
+
+@pytest.mark.parametrize("where", AFTER_THE_EXCHANGE)
+def test_a_rank_that_fails_after_the_exchange_decides_and_learns_as_the_other(
+    homes: dict[str, list[Any]], where: str
+) -> None:
+    """A rule with a memory acts too: its baseline of the total norm is the same on both ranks."""
+    for how in WRAPS:
+        first, second = came_home(homes, f"fault {where} {how}")
+        assert first["acted"] == second["acted"]
+        assert 8 in first["acted"]  # where rank 1 failed
+        assert first["baselines"] == second["baselines"] != {}
+        assert list(first["coefs"]) == list(second["coefs"])
+        assert second["errors"]["boundary"] == 2
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_of_a_step_that_one_rank_cannot_tell_of_nobody_learns(homes: dict[str, list[Any]], name: str) -> None:
+    """Nobody acts on it either: the same weights, policies and baselines on both ranks, then and later."""
+    first, second = came_home(homes, name)
+    assert first["hashes"] == second["hashes"]
+    assert first["states"] == second["states"]
+    assert first["baselines"] == second["baselines"] != {}
+    assert first["skipped"] == second["skipped"] == list(INJURED)
+    assert first["errors"] == {"ranks": 2}
+    assert first["acted"] == second["acted"] != []
 
 
 @pytest.mark.parametrize("sharded", ["fsdp2", "fsdp1"])

@@ -1,0 +1,45 @@
+"""What of a decision may be carried out on this step, and why the rest may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradwatch.errors import AttachError
+from gradwatch.snapshot import Decision
+
+OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+SCALED = (
+    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
+    "would then stay too high for ever; the scaler skips such steps by itself"
+)
+NOT_ALONE = (
+    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
+)
+
+
+def permitted(
+    decision: Decision,
+    *,
+    agreed: bool,
+    empty: bool,
+    inside_backward: bool,
+    scaled: bool,
+    report: Callable[[str, BaseException], None],
+) -> Decision:
+    """The part of a decision that is carried out; what is refused is reported, and told as `mode: shadow` is.
+
+    `agreed`: every rank decides the same; `empty`: the step has no gradient left to take, and is skipped;
+    `inside_backward`: the optimizer steps there; `scaled`: the gradients carry a GradScaler's scale.
+    """
+    if not agreed and (decision.skip or decision.touches):
+        report("action", AttachError(NOT_ALONE))
+        decision = decision.withheld()
+    if empty:
+        decision |= Decision(skip=True)
+    if inside_backward and decision.acts:
+        report("action", AttachError(OBSERVED))
+        decision = decision.withheld()
+    if decision.zero is not None and scaled:
+        report("action", AttachError(SCALED))
+        decision = decision.without_zero()
+    return decision

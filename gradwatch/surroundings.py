@@ -1,0 +1,39 @@
+"""What judging asks of the Watch it belongs to."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gradwatch.finding import Finding
+from gradwatch.health import Health
+from gradwatch.hooks.lane import Lane
+from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
+
+
+class Surroundings(Protocol):
+    """Where faults are counted, costs known and the user told."""
+
+    health: Health
+
+    def failed(self, component: str, error: BaseException) -> None:
+        """Count a fault of ours."""
+
+    def judged(self) -> None:
+        """A step was judged without a fault."""
+
+    def escalated(self, event: Event) -> bool:
+        """A rung of a rule's ladder was reached: tell the user's callback; whether it wants training stopped."""
+
+    def spent(self) -> float:
+        """Seconds that watching has cost since the last Record."""
+
+    def coverage_now(self) -> float:
+        """The coverage as of this boundary, 0..1."""
+
+    def remark(self, lane: Lane) -> None:
+        """A few marks did not tell the truth about this lane: put every mark back."""
+
+    def causes(
+        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
