@@ -97,6 +97,8 @@ def job(
     try:
         yield one
     finally:
+        one.tell("enough")  # torchrun gives its workers sessions of their own: no signal of ours reaches them
+        (folder / "hang").unlink(missing_ok=True)
         if process.poll() is None:
             one.kill()
         process.wait()
