@@ -159,7 +159,6 @@ class Loop:
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
         for sink in self._sinks:
             sink.open(self.run)
-        self._bind_early()
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""

@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from gradwatch.course import json_safe
 from gradwatch.errors import AttachError
 from gradwatch.loop import Loop
-from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Event
 
 T = TypeVar("T")
 
@@ -37,24 +35,21 @@ def live_watches() -> list[Watch]:
 class Watch(Loop):
     """A live watch; see `watch`. Attributes: `run` (identity), `health` (our own faults), `ruleset`."""
 
-    def __init__(
+    _last_state: Mapping[str, Any] = {"version": 1, "lanes": {}}
+
+    def _attach(
         self,
         models: list[nn.Module],
         optimizers: list[Optimizer],
-        ruleset: RuleSet,
         settings: Settings,
         sinks: Sequence[Sink] | None,
-        origin: str,
-        active: bool = True,
-        on_escalate: Callable[[Event], object] | None = None,
     ) -> None:
-        super().__init__(models, optimizers, ruleset, settings, sinks, origin, active, on_escalate)
-        self._last_state: dict[str, Any] = {"version": 1, "lanes": {}}
-        if active:
-            _live.append(weakref.ref(self))
-            self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
-            _at_exit()
-            self._ends_with(models)
+        super()._attach(models, optimizers, settings, sinks)
+        _live.append(weakref.ref(self))
+        self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+        _at_exit()
+        self._ends_with(models)
+        self._bind_early()
 
     # -- for users ---------------------------------------------------------------------------------------
 
@@ -193,7 +188,7 @@ class Watch(Loop):
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
         if self._closed:
-            return self._last_state
+            return dict(self._last_state)
         self._catch_up()
         return {"version": 1, "lanes": self._courses.saved(self._capture.lanes)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from grafana_foundation_sdk.builders import bargauge, heatmap
@@ -46,24 +45,12 @@ ANNOTATIONS = {
 }
 
 
-def run_dashboard() -> Dashboard:
-    """One run: is it healthy, where is it not, what was done about it."""
-    made = board("gradwatch-run", "gradwatch / run", "The gradients of one training run, rank by rank.")
-    made = made.with_variable(
-        variable("run_id", "Run", 'label_values(gradwatch_run_info{job=~"$job"}, run_id)')
-    )
-    made = made.with_variable(
-        variable("rank", "Rank", f"label_values(gradwatch_run_info{{{RUN}}}, rank)", ".*")
-    )
-    made = made.with_variable(
-        variable("group", "Group", f"label_values(gradwatch_group_grad_norm{{{RUN}}}, group)", ".*")
-    )
-    for name, colour in (("Rule firings", "red"), ("Actions", "orange"), ("Run start", "blue")):
-        made = made.annotation(
-            AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
-        )
-    steps_rate = f"rate(gradwatch_steps_total{{{RANK}}}[{RATE}])"
-    panels: Sequence[Any] = (
+STEPS_RATE = f"rate(gradwatch_steps_total{{{RANK}}}[{RATE}])"
+
+
+def healthy() -> tuple[Any, ...]:
+    """The one line that is looked at first."""
+    return (
         Row("Is it healthy?"),
         number(
             "Rules firing",
@@ -72,7 +59,7 @@ def run_dashboard() -> Dashboard:
             "short",
             OK_IS_ZERO,
         ),
-        number("Steps / s", "Optimizer steps per second of a rank.", f"max({steps_rate})", "ops"),
+        number("Steps / s", "Optimizer steps per second of a rank.", f"max({STEPS_RATE})", "ops"),
         number(
             "Since last step",
             "Age of the oldest last step among the ranks.",
@@ -115,6 +102,12 @@ def run_dashboard() -> Dashboard:
             "percentunit",
             steps((None, "red"), (1, "green")),
         ),
+    )
+
+
+def norms() -> tuple[Any, ...]:
+    """How large gradients are, before and after clipping."""
+    return (
         Row("Norms"),
         lines(
             "Gradient norm",
@@ -156,6 +149,12 @@ def run_dashboard() -> Dashboard:
             query(f"max(gradwatch_grad_norm{{{RANK}}})", "largest"),
             log=True,
         ),
+    )
+
+
+def places() -> tuple[Any, ...]:
+    """Which parameters and groups."""
+    return (
         Row("Where?"),
         lines(
             "Firing rules",
@@ -202,6 +201,12 @@ def run_dashboard() -> Dashboard:
                 instant=True,
             )
         ),
+    )
+
+
+def actions() -> tuple[Any, ...]:
+    """What was skipped, clipped and stopped."""
+    return (
         Row("What did gradwatch do?"),
         lines(
             "Actions",
@@ -238,12 +243,18 @@ def run_dashboard() -> Dashboard:
             query(f"max(gradwatch_loss_scale{{{RANK}}})", "loss scale"),
             log=True,
         ),
+    )
+
+
+def ranks() -> tuple[Any, ...]:
+    """Rank beside rank."""
+    return (
         Row("Ranks"),
         lines(
             "Steps / s by rank",
             "All ranks step together; one that falls away has been lost.",
             "ops",
-            query(f"max by (rank) ({steps_rate})", "rank {{rank}}"),
+            query(f"max by (rank) ({STEPS_RATE})", "rank {{rank}}"),
         ),
         lines(
             "Since last step by rank",
@@ -269,6 +280,12 @@ def run_dashboard() -> Dashboard:
             "short",
             query(f"max by (rank) (up{{{RANK}}})", "rank {{rank}}"),
         ),
+    )
+
+
+def ourselves() -> tuple[Any, ...]:
+    """Cost, faults and coverage of gradwatch."""
+    return (
         Row("gradwatch itself"),
         lines(
             "Time per step",
@@ -304,4 +321,22 @@ def run_dashboard() -> Dashboard:
             query(f"max(gradwatch_series_dropped{{{RANK}}})", "left out"),
         ),
     )
-    return with_all(made, panels)
+
+
+def run_dashboard() -> Dashboard:
+    """One run: is it healthy, where is it not, what was done about it."""
+    made = board("gradwatch-run", "gradwatch / run", "The gradients of one training run, rank by rank.")
+    made = made.with_variable(
+        variable("run_id", "Run", 'label_values(gradwatch_run_info{job=~"$job"}, run_id)')
+    )
+    made = made.with_variable(
+        variable("rank", "Rank", f"label_values(gradwatch_run_info{{{RUN}}}, rank)", ".*")
+    )
+    made = made.with_variable(
+        variable("group", "Group", f"label_values(gradwatch_group_grad_norm{{{RUN}}}, group)", ".*")
+    )
+    for name, colour in (("Rule firings", "red"), ("Actions", "orange"), ("Run start", "blue")):
+        made = made.annotation(
+            AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
+        )
+    return with_all(made, (*healthy(), *norms(), *places(), *actions(), *ranks(), *ourselves()))
