@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gradwatch.journal.entries import EndEntry, Entry, LostEntry
+from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.replay import join_records
 from gradwatch.serve.discover import Process
 from gradwatch.sinks.families import OptimizerView, RunEnd, View
 from gradwatch.sinks.tally import Histogram, Tally
-from gradwatch.snapshot import Event, RunInfo
+from gradwatch.snapshot import RunInfo
 
 _NEWEST = 5
 _FORMAT = 2
@@ -93,46 +93,57 @@ def summarise(process: Process) -> Summary | None:
     if found is None:
         return None
     tallies: dict[int, Tally] = {}
-    recent: deque[str] = deque(maxlen=_NEWEST)
     stopped, last = False, found.run.start_time
-    losses = _Losses()
-    for step in join_records(losses.heed(reader.entries())):
+    told = _Told()
+    for step in join_records(told.heed(reader.entries())):
         record = step.record
         tally = tallies.setdefault(record.snapshot.optimizer, Tally.of(found.run.rules))
         tally.observe(record, record.wall_time)
         tally.record = None  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
-        recent.extend(_told(event) for event in record.verdict.events if event.kind == "firing")
+    for optimizer, firings in told.firings.items():
+        tally = tallies.setdefault(optimizer, Tally.of(found.run.rules))
+        tally.firings |= firings
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
-    known = losses.known(sum(tally.steps for tally in tallies.values()))
-    return Summary(found.run, end, tallies, tuple(recent), reader.complete, known)
+    known = told.known(sum(tally.steps for tally in tallies.values()))
+    return Summary(found.run, end, tallies, tuple(told.recent), reader.complete, known)
 
 
 @dataclass(slots=True)
-class _Losses:
-    """What a journal says is missing from it."""
+class _Told:
+    """What a journal says beside its steps: firings, which are safe before the row of their step is, and its losses."""
 
+    firings: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_NEWEST))
     given: int | None = None
-    events: bool = False
+    lost_events: bool = False
+    _seen: set[int] = field(default_factory=set)
 
     def heed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """The same entries."""
         for entry in entries:
-            if isinstance(entry, EndEntry):
-                self.given = entry.steps
+            if isinstance(entry, EventsEntry) and entry.number not in self._seen:
+                self._seen.add(entry.number)
+                self._count(entry)
             elif isinstance(entry, LostEntry):
-                self.events |= bool(entry.events or entry.rotated)
+                self.lost_events |= bool(entry.events or entry.rotated)
+            elif isinstance(entry, EndEntry):
+                self.given = entry.steps
             yield entry
+
+    def _count(self, entry: EventsEntry) -> None:
+        firings = self.firings.setdefault(entry.optimizer, {})
+        for event in entry.events:
+            if event.kind == "firing":
+                key = (event.rule, event.detector, event.severity)
+                firings[key] = firings.get(key, 0) + 1
+                self.recent.append(f"step {event.step}: {event.rule} ({event.severity})")
 
     def known(self, steps: int) -> Known:
         """Which counters can be told, where so many steps were found."""
-        return "nothing" if self.events else "all" if self.given == steps else "firings"
-
-
-def _told(event: Event) -> str:
-    return f"step {event.step}: {event.rule} ({event.severity})"
+        return "nothing" if self.lost_events else "all" if self.given == steps else "firings"
 
 
 # -- kept on disk ----------------------------------------------------------------------------------------------
