@@ -19,8 +19,8 @@ from gradwatch.sinks.processes import start_ticks
 from gradwatch.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
-_BACKLOG = 1024
-"""A queue in the kernel costs training nothing; it holds a flood while honest scrapes wait their turn."""
+_BACKLOG = 128
+"""Peers whose turn has not come. Behind more of them an honest scrape waits for a flood (1,024: 7 s at 1 % of a core)."""
 _SEND_BUFFER_BYTES = 1 << 15
 _PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
