@@ -20,7 +20,7 @@ from gradwatch.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
 _BACKLOG = 128
-"""Peers whose turn has not come. Behind more of them an honest scrape waits for a flood (1,024: 7 s at 1 % of a core)."""
+"""Peers whose turn has not come. In a longer queue an honest scrape waits behind a flood: 7 s at 1,024."""
 _SEND_BUFFER_BYTES = 1 << 15
 _PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
