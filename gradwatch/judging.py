@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.applied import factors_of, reshaped, told, unclipped
 from gradwatch.checkpoint import joined
-from gradwatch.course import CALM, Clock, Course, reshaped, told, unclipped
+from gradwatch.course import CALM, Clock, Course
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
@@ -24,7 +25,7 @@ from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks, Shared
 from gradwatch.hooks.sampling import Sampled
-from gradwatch.hooks.standing import Found, carried_scale, factors_of
+from gradwatch.hooks.standing import Found, carried_scale
 from gradwatch.hooks.window import Window
 from gradwatch.publishing import Publishing
 from gradwatch.refusals import permitted

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.applied import factors_of
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import device
 from gradwatch.hooks.device import arrived, clip_factor, kept
@@ -22,7 +23,7 @@ from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
-from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
+from gradwatch.hooks.standing import Found, carried_scale, put
 from gradwatch.hooks.versions import versions_of
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import PARTLY, STANDING_CLIP, Decision, Order
