@@ -268,6 +268,8 @@ class Loop:
         """What was really done of a decision; its Record is published now."""
         try:
             self._judging.acted(lane, decision, error)
+            if error is not None:
+                self._ranks.did_otherwise(lane)
         except Exception as fault:  # a stop must not be lost for it
             self.health.report("action", fault)
 
