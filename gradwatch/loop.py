@@ -8,7 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -239,6 +241,10 @@ class Loop:
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the rule file; None without one."""
         return self._courses[lane.index].bound.max_norm
+
+    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
+        """What the standing clips ask of one more gradient of a step that has been judged."""
+        return self._judging.clips_again(lane, norms)
 
     def captured(self) -> None:
         """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""

@@ -136,6 +136,13 @@ class Acting:
             instead = replace(instead, skip=False, max_norm=None)
         return instead
 
+    def clip_again(self, lane: Lane, decision: Decision, total: float) -> None:
+        """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
+        if decision.max_norm is not None and only_total(decision):
+            lane.multiply(clip_coefficient(total, decision.max_norm))
+        elif decision.touches:
+            _reshape(lane, decision, total)
+
     def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
@@ -161,7 +168,7 @@ class Acting:
             coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
             self._multiply(optimizer if turn is None else None, lane, coefficient)
         elif decision.touches:
-            _reshape(lane, decision)
+            _reshape(lane, decision, lane.total_applied() if decision.max_norm is not None else 0.0)
 
     def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
         """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
@@ -266,10 +273,10 @@ def where(lane: Lane) -> torch.device:
     return lane.params[0].device
 
 
-def _reshape(lane: Lane, decision: Decision) -> None:
-    """Zero and multiply gradients in place, as decided: each parameter once."""
+def _reshape(lane: Lane, decision: Decision, total: float) -> None:
+    """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = lane.grads()
-    coef = factors_of(decision, lane.total_applied() if decision.max_norm is not None else 0.0, len(grads))
+    coef = factors_of(decision, total, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
