@@ -34,7 +34,13 @@ class Case:
 
     @property
     def name(self) -> str:
+        """The name of the training."""
         return self.train.__name__
+
+    @property
+    def finite(self) -> bool:
+        """Whether gradients only grow or fade."""
+        return self.symptom in ("exploding", "overflow", "vanishing")
 
 
 CASES: list[Case] = []

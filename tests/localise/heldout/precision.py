@@ -217,7 +217,7 @@ def one_block_with_a_gain_of_a_million(watch: Watch) -> None:
     fit(watch, net, batches(steps=CALM + 3), schedule)
 
 
-@case(module=("blocks.3.gain", "blocks.3"), symptom="nonfinite")
+@case(module=("blocks.3.gain", "blocks.3"), symptom="overflow")
 def one_block_whose_gain_overflows_the_norm(watch: Watch) -> None:
     net = Deep()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
