@@ -25,7 +25,7 @@ from gradwatch.localise.held import Call, Holding, inner
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import replay
+from gradwatch.localise.replay import Trace, replay
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -181,7 +181,7 @@ class Localiser:
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
         self._check(held)
         if suspicion == "nonfinite":
-            return diagnose(replay(held, self._alive(), self._fault, None, self._max_bytes))
+            return _unless_skipped(replay(held, self._alive(), self._fault, None, self._max_bytes))
         profile = Profile(self._alive(), self._fault)
         traces = replay(held, self._alive(), self._fault, profile, self._max_bytes)
         finding = diagnose(traces)
@@ -271,6 +271,19 @@ class Localiser:
         except Exception as error:
             self._live = None
             self._failed("localise", error)
+
+
+def _unless_skipped(traces: list[Trace]) -> Finding:
+    """The cause among the calls that were run again; raises Refused where only the others can hold it."""
+    skipped = [trace.skipped for trace in traces if trace.skipped]
+    finding = diagnose(traces)
+    if skipped and not finding.found:
+        raise Refused(skipped[0])
+    if not skipped:
+        return finding
+    return finding.told(
+        note=_joined(finding.note, f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}")
+    )
 
 
 def _in_backward() -> bool:

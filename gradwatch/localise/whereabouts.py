@@ -31,18 +31,20 @@ class Whereabouts:
         self._numbers: list[int] = []
         self._modules: list[tuple[str, str]] = []
         self._handles: list[Any] = []
+        self._last: dict[int, Any] = {}
 
     def __enter__(self) -> Whereabouts:
         self._handles = [
             register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._leaves, always_call=True),
+            register_module_forward_hook(self._ran, always_call=True),
         ]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._last.values()):
             handle.remove()
         self._handles.clear()
+        self._last.clear()
 
     @property
     def now(self) -> tuple[str, str]:
@@ -59,7 +61,18 @@ class Whereabouts:
         self._stack.append(self._names.get(id(module), self.now))
         self._note()
 
+        if module._forward_hooks:
+            # What the user's forward hooks compute belongs to the module too, and the global hook runs before them.
+            self._last[id(module)] = module.register_forward_hook(self._leaves, always_call=True)
+
+    def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._last:
+            self._leaves(module, args, output)
+
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        last = self._last.pop(id(module), None)
+        if last is not None:
+            last.remove()
         if self._stack:
             self._stack.pop()
         self._note()

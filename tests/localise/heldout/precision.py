@@ -230,11 +230,11 @@ def one_block_whose_gain_overflows_the_norm(watch: Watch) -> None:
 
 
 class Stack(nn.Module):
-    """Tanh layers of equal width, each behind a switchable saturation."""
+    """Tanh layers of equal width, each before a gain."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), Gain(), nn.Tanh()) for _ in range(5))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Gain()) for _ in range(5))
         self.head = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -244,10 +244,10 @@ class Stack(nn.Module):
 
 
 @case(module=("blocks.2", "blocks.2.2"), symptom="vanishing")
-def one_saturated_tanh(watch: Watch) -> None:
+def one_block_that_fades(watch: Watch) -> None:
     net = Stack()
 
     def schedule(step: int) -> None:
-        net.blocks[2][1].factor = 1e3 if step >= CALM else 1.0
+        net.blocks[2][2].factor = 1e-4 if step >= CALM else 1.0
 
     fit(watch, net, batches(steps=CALM + 120), schedule)

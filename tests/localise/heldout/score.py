@@ -33,6 +33,7 @@ extends: [default]
 rules:
   norm-overflow: {do: [localise: {by: replay}]}
   total-norm-spike-severe: {do: [localise: {by: replay}]}
+  vanishing-by-depth: {do: [localise: {by: replay}]}
   vanishing-by-share: {do: [localise: {by: replay}]}
 """
 
@@ -110,7 +111,7 @@ def totals(scores: Iterable[Score]) -> dict[str, tuple[int, int]]:
 
 def _is(found: Finding, wanted: str) -> bool:
     if wanted == LOSS:
-        return found.phase == "loss"
+        return found.phase == "loss" or (found.module == "" and found.op != "")  # "" = outside of every module
     if wanted == DATA:
         return found.phase == "input"
     if wanted == "":
