@@ -86,7 +86,9 @@ class BackwardTracer:
         made, given = tuple(made), tuple(given)
         if len(self.culprits) > COUNTED or finite(made) or not finite(given):
             return
-        with _disable_current_modes():  # a mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here
+        with (
+            _disable_current_modes()
+        ):  # a mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here
             self.culprits.append(self._culprit(node, made, given))
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:

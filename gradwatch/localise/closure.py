@@ -37,10 +37,11 @@ class Kept:
 
     run: Callable[[], Any]
     models: Sequence[nn.Module]
-    generators: Generators = field(default_factory=Generators.now)
+    generators: Generators = field(init=False)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.generators = Generators.now(self.models)
         for model in self.models:
             named = model.named_buffers(remove_duplicate=False)
             self.buffers.append({name: buffer.detach().clone() for name, buffer in named})

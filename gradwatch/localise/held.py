@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -83,14 +83,28 @@ class Call:
             yield
 
 
+class Outermost:
+    """Which of several holdings hears a call under way: what it calls in turn is a part of it."""
+
+    def __init__(self) -> None:
+        self.now: Holding | None = None
+
+
 class Holding:
     """Holds the calls of one model between two steps; `close` removes its hooks. Never raises into the forward.
 
-    `max_bytes` caps what is held (see `MAX_BYTES`).
+    `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
+    `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
     """
 
     def __init__(
-        self, model: nn.Module, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES
+        self,
+        model: nn.Module,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int = MAX_BYTES,
+        outermost: Outermost | None = None,
+        met: Callable[[FrameType | None], None] | None = None,
+        light: bool = False,
     ) -> None:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
@@ -98,7 +112,10 @@ class Holding:
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
-        self._generators = Held()
+        self._outermost = outermost or Outermost()
+        self._met = met
+        self._light = light
+        self._generators = Held(self.model)
         self._buffers = Buffers(inner(model))
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._open: Call | None = None
@@ -137,14 +154,19 @@ class Holding:
         """
         if not self.calls:
             return
-        if self._moves(optimizer):
+        if self.moves(optimizer):
             self.drop()
             return
         kept = [call for call in self.calls if not call.gradients and call.step > before]
         self.calls.clear()
         self.calls.extend(kept)
 
-    def _moves(self, optimizer: Optimizer) -> bool:
+    @property
+    def heard(self) -> bool:
+        """Whether the model has ever been called, wanting gradients."""
+        return self._seen > 0
+
+    def moves(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._movers.get(optimizer)
@@ -167,7 +189,13 @@ class Holding:
         return guarded
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._outermost.now not in (None, self):
+            return
+        self._outermost.now = self
         held, given = _held(args, kwargs)
+        nbytes = sum(map(_nbytes, given))
+        if self._light and nbytes > self._max_bytes:
+            return
         self._open = Call(
             next(_orders),
             self.steps,
@@ -178,7 +206,7 @@ class Holding:
             autocast=_autocasts(),
             training=module.training,
             caller=self._called(),
-            nbytes=sum(map(_nbytes, given)),
+            nbytes=nbytes,
         )
         if self._seen < LOOKED_AT:
             self._before_params = _versions(module)
@@ -186,11 +214,16 @@ class Holding:
     def _called(self) -> tuple[CodeType, int] | None:
         """The line that calls the model: nearly always the same, and 5 us to find out."""
         if self._generators.looking or self._caller is None:
-            self._caller = calling()
+            frame = calling()
+            self._caller = None if frame is None else (frame.f_code, frame.f_lineno)
+            if self._met is not None and self._seen < LOOKED_AT:
+                self._met(frame)
         return self._caller
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self._open = self._open, None
+        if self._outermost.now is self:
+            self._outermost.now = None
         if call is None:
             return
         self._generators.after()

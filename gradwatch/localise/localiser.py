@@ -21,7 +21,8 @@ from gradwatch.hooks import graph_task, step_hooks
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
-from gradwatch.localise.held import Call, Holding, inner
+from gradwatch.localise.held import Call, inner
+from gradwatch.localise.holdings import Holdings
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
@@ -72,7 +73,7 @@ class Localiser:
         self._hold = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
-        self._holdings: list[Holding] = []
+        self._holdings = Holdings(failed, max_bytes)
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()
@@ -88,22 +89,19 @@ class Localiser:
         for model in models:
             self._models.append(weakref.ref(model))
             if self._hold:
-                self._holdings.append(Holding(model, self._failed, self._max_bytes))
+                self._holdings.add(model)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""
         self._remove()
-        for holding in self._holdings:
-            holding.close()
-        self._holdings.clear()
+        self._holdings.close()
         if self._live is not None:
             self._live.close()
             self._live = None
 
     def forget(self) -> None:
         """Let go of the calls that were held: they belong to no step."""
-        for holding in self._holdings:
-            holding.drop()
+        self._holdings.drop()
 
     @contextlib.contextmanager
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
@@ -148,7 +146,7 @@ class Localiser:
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
-        held = self._held()
+        held = self._holdings.calls()
         newest = held[-1][1].order if held else -1
         if self._last is not None and self._last[0] == newest and held:
             return self._last[1]  # two optimizers, one backward
@@ -161,7 +159,7 @@ class Localiser:
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
-            dropped = sum(holding.dropped for holding in self._holdings)
+            dropped = self._holdings.dropped
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         self._last = (newest, finding)
@@ -202,18 +200,9 @@ class Localiser:
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.told(note=_joined(found.note, why))
 
-    def _held(self) -> list[tuple[nn.Module, Call]]:
-        held = []
-        for holding in self._holdings:
-            model = holding.model()
-            if model is not None:
-                held += [(model, call) for call in holding.calls if call.gradients or call.reason]
-        return sorted(held, key=lambda pair: pair[1].order)
-
     def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
-        for holding in self._holdings:
-            if holding.refused:
-                raise Refused(holding.refused)
+        if self._holdings.refused:
+            raise Refused(self._holdings.refused)
         if not held:
             raise Refused(
                 "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
@@ -259,9 +248,7 @@ class Localiser:
         """What led to this step cannot be run again; the recording of the next one begins."""
         try:
             self._steps += 1
-            for holding in self._holdings:
-                holding.taken(optimizer, self._steps - OLD)
-                holding.steps = self._steps
+            self._holdings.step_taken(optimizer, self._steps, self._steps - OLD)
             if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._live.begin()
         except Refused as refusal:

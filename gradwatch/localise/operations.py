@@ -39,12 +39,32 @@ NOT_READ = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_
 
 CONTRACTIONS = frozenset(
     {
-        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "cudnn_convolution"),
+        *(
+            "mm",
+            "addmm",
+            "bmm",
+            "baddbmm",
+            "addbmm",
+            "mv",
+            "addmv",
+            "dot",
+            "linear",
+            "convolution",
+            "cudnn_convolution",
+        ),
         *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit"),
-        *("_batch_norm_with_update", "native_layer_norm", "native_group_norm", "var", "std", "var_mean", "std_mean"),
+        *(
+            "_batch_norm_with_update",
+            "native_layer_norm",
+            "native_group_norm",
+            "var",
+            "std",
+            "var_mean",
+            "std_mean",
+        ),
     }
 )
-"""Kernels that no mask of infinities is ever given to: an infinity that came in with the batch is a fault of the batch."""
+"""Kernels that no mask of infinities is ever given to: one that came in with the batch is a fault of the batch."""
 
 LEARNED_IN_TRAINING = {
     "native_batch_norm": (3, 4, 5),
@@ -53,11 +73,13 @@ LEARNED_IN_TRAINING = {
     "_native_batch_norm_legit": (3, 4, 5),
     "_batch_norm_with_update": (3, 4, None),
 }
-"""Where running statistics stand among the arguments, and whether it trains (None = it does): then they are written, not
-read, and the forward that is run again has already left its NaN in them."""
+"""Where running statistics stand among the arguments, and whether it trains (None = it does): then they are written,
+not read, and the forward that is run again has already left its NaN in them."""
 
 
-def read_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def read_by(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The arguments whose numbers the result of a kernel is made of."""
     if name not in LEARNED_IN_TRAINING:
         return args, kwargs

@@ -30,7 +30,7 @@ def undisturbed(model: nn.Module, max_bytes: int) -> Iterator[None]:
     Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.
     """
     restores: list[Callable[[], None]] = [
-        Generators.now().restore,
+        Generators.now((model,)).restore,
         _anomaly(),
         _grad_mode(),
         *attributes(model, max_bytes),

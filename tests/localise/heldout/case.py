@@ -1,7 +1,7 @@
-"""The format of a held-out case: a small training that goes wrong at one step, and what is at fault, by construction.
+"""The format of a held-out case: a small training that goes wrong at one step, and what is at fault.
 
-A case is a function that trains, like a script, and calls `watch(model, optimizer)` once where a user would. The line at fault
-carries the comment `# FAULT` (more than one: any of them is right).
+A case is a function that trains, like a script, and calls `watch(model, optimizer)` once where a user would. The line
+at fault carries the comment `# FAULT` (more than one: any of them is right).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def case(
     where: Callable[..., Any] | None = None,
     symptom: str = "nonfinite",
 ) -> Callable[[Callable[[Watch], None]], Callable[[Watch], None]]:
-    """Register the decorated training: faulty `module`, operations `op` (blank-separated), lines marked in `where` (itself)."""
+    """Register a training: faulty `module`, operations `op` (blank-separated), lines marked in `where` (or itself)."""
 
     def register(train: Callable[[Watch], None]) -> Callable[[Watch], None]:
         modules = (module,) if isinstance(module, str) else tuple(module)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.localise.heldout.case import LOSS, STEPS, T, Watch, batches, case, zero_row
 
@@ -42,7 +42,7 @@ def triplets_through_one_root(watch: Watch) -> None:
         if step == T:
             zero_row(positive)
         a, p, n = model(x), model(positive), model(negative)
-        loss = F.triplet_margin_loss(a, p, n)
+        loss = functional.triplet_margin_loss(a, p, n)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -80,11 +80,11 @@ def discriminator_of_a_gan(watch: Watch) -> None:
         z = torch.zeros(8, 2) if step == T else torch.randn(8, 2)  # mode collapse: every sample alike
         fake = generator(z)
         critic_optimizer.zero_grad()
-        loss = F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+        loss = functional.softplus(critic(fake.detach())).mean() + functional.softplus(-critic(real)).mean()
         loss.backward()
         critic_optimizer.step()
         generator_optimizer.zero_grad()
-        F.softplus(-critic(torch.randn(8, 6) + generator(torch.randn(8, 2)))).mean().backward()
+        functional.softplus(-critic(torch.randn(8, 6) + generator(torch.randn(8, 2)))).mean().backward()
         generator_optimizer.step()
 
 
@@ -188,7 +188,7 @@ def gradient_clipped_by_the_loop(watch: Watch) -> None:
     watch(model, optimizer)
     for _, x in batches(zero_row):
         optimizer.zero_grad()
-        F.smooth_l1_loss(model(x), x[:, :4]).backward()
+        functional.smooth_l1_loss(model(x), x[:, :4]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -200,7 +200,7 @@ def loss_module_outside(watch: Watch) -> None:
         def forward(self, logits: Tensor, y: Tensor) -> Tensor:
             p = torch.sigmoid(logits)
             hard = (1 - p).pow(0.5)  # FAULT
-            return (hard * F.binary_cross_entropy_with_logits(logits, y, reduction="none")).mean()
+            return (hard * functional.binary_cross_entropy_with_logits(logits, y, reduction="none")).mean()
 
     model, criterion = Mlp(), BinaryFocal()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.localise.heldout.case import T, Watch, batches, case, fit, zero_row
 
@@ -51,7 +51,7 @@ def log_of_zero(watch: Watch) -> None:
 def where_trap(watch: Watch) -> None:
     class Gate(nn.Module):
         def forward(self, h: Tensor, on: Tensor) -> Tensor:
-            h = F.softplus(h) * on
+            h = functional.softplus(h) * on
             zero = torch.zeros_like(h)
             return torch.where(h > 0, torch.log(h), zero)  # FAULT
 
@@ -256,7 +256,7 @@ def entropy_of_a_certain_choice(watch: Watch) -> None:
             self.fc = nn.Linear(6, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            p = F.softmax(self.fc(x), dim=-1)
+            p = functional.softmax(self.fc(x), dim=-1)
             return -(p * p.log()).sum(-1)  # FAULT
 
     def spoil(x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Held-out cases: numbers that do not fit their type, Inf before NaN, norms that overflow, gains that explode or vanish."""
+"""Held-out cases: numbers beyond their type, Inf before NaN, norms that overflow, gains that explode or fade."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.localise.heldout.case import T, Watch, batches, case, fit, zero_row
 
@@ -145,7 +145,7 @@ def softmax_fully_masked(watch: Watch) -> None:
             q, k, v = self.qkv(x).chunk(3, -1)
             scores = q @ k.transpose(1, 2) / 2.0
             scores = scores.masked_fill(pad[:, None, :], float("-inf"))
-            weights = F.softmax(scores, dim=-1)  # FAULT
+            weights = functional.softmax(scores, dim=-1)  # FAULT
             return weights @ v
 
     class Net(nn.Module):
@@ -254,7 +254,7 @@ def eigenvectors_of_equal_eigenvalues(watch: Watch) -> None:
 def cosine_similarity_of_zeros(watch: Watch) -> None:
     class Match(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return F.cosine_similarity(a, b, dim=-1, eps=0.0)  # FAULT
+            return functional.cosine_similarity(a, b, dim=-1, eps=0.0)  # FAULT
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,8 @@ def every_target_of_weight_zero(watch: Watch) -> None:
 
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             logits = self.head(self.embed(tokens))
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=self.weights)  # FAULT
+            targets = labels.flatten()
+            return functional.cross_entropy(logits.flatten(0, 1), targets, weight=self.weights)  # FAULT
 
     model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -359,7 +360,7 @@ def ctc_target_longer_than_the_input(watch: Watch) -> None:
             log_probs = self.fc(frames).log_softmax(-1)
             targets = torch.tensor([[1, 2, 3], [2, 3, 4]])
             lengths = torch.full((2,), length)
-            return F.ctc_loss(log_probs, targets, lengths, torch.tensor([3, 3]))  # FAULT
+            return functional.ctc_loss(log_probs, targets, lengths, torch.tensor([3, 3]))  # FAULT
 
     model = Recogniser()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
