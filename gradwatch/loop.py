@@ -194,7 +194,8 @@ class Loop:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
         if self._causes is None or lane.inside_backward:
             return ()
-        return self._causes.of(verdict, decision, snapshot, late=lane.step != snapshot.step)
+        late = lane.step != snapshot.step
+        return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -28,6 +28,7 @@ from gradwatch.hooks.device import capturing
 from gradwatch.hooks.modules import Tap
 from gradwatch.localise.buffers import Buffers
 from gradwatch.localise.frames import calling
+from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
 
@@ -35,7 +36,7 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
-TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel", "FSDPModule"})
+TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _orders = itertools.count()  # of calls, over all models of the process
@@ -120,7 +121,7 @@ class Holding:
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._open: Call | None = None
         self._seen = 0
-        self._before_params: list[int] | None = None
+        self._before_params: dict[int, int] | None = None
         self._caller: tuple[CodeType, int] | None = None
         self._handles: list[RemovableHandle] = []
         self.refused = shared(model)
@@ -229,7 +230,7 @@ class Holding:
         self._generators.after()
         if self._seen < LOOKED_AT:
             self._seen += 1
-            if self._before_params is not None and self._before_params != _versions(module):
+            if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
             self._before_params = None
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
@@ -279,9 +280,7 @@ def shared(model: nn.Module) -> str:
         kinds = {each.__name__ for each in type(module).__mro__}
         if kinds & TALKING:
             return f"the forward of {type(module).__name__} talks to other ranks"
-    if any(type(param).__name__ == "DTensor" for param in model.parameters()):
-        return "its parameters are spread over ranks"
-    return ""
+    return ungatherable(model) if is_spread(model) else ""
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -326,6 +325,10 @@ def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
     }
 
 
-def _versions(module: nn.Module) -> list[int]:
-    params: Iterable[Tensor] = module.parameters()
-    return [param._version for param in params]
+def _versions(module: nn.Module) -> dict[int, int]:
+    """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
+    return {id(param): param._version for param in module.parameters()}
+
+
+def _written(before: dict[int, int], now: dict[int, int]) -> bool:
+    return any(now.get(one, version) != version for one, version in before.items())

@@ -24,6 +24,7 @@ from gradwatch.localise.attributes import Refused, written_in_place
 from gradwatch.localise.backward import Culprit
 from gradwatch.localise.forward import Origin, key_of
 from gradwatch.localise.frames import frame_of
+from gradwatch.localise.gathered import without_fsdp
 from gradwatch.localise.held import MAX_BYTES, Call, inner
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
@@ -64,12 +65,14 @@ def replay(
     failed: Callable[[BaseException], None],
     around: AbstractContextManager[Any] | None = None,
     max_bytes: int = MAX_BYTES,
+    whole: Mapping[int, Mapping[str, Tensor]] | None = None,
 ) -> list[Trace]:
     """Run the calls of one step again, in their order: (the model called, its call).
 
     Modules are named by their place in `models`. `around` is entered around every forward. `max_bytes` caps the
-    copies of tensors in module attributes. A call that could not be what it was is skipped. Raises `Refused` beyond the
-    cap, and where no call is left; what the forward itself raises passes, and everything is as before all the same.
+    copies of tensors in module attributes. `whole` has the parameters of spread models, by the id of the model (see
+    `gathered`). A call that could not be what it was is skipped. Raises `Refused` beyond the cap, and where no call is
+    left; what the forward itself raises passes, and everything is as before all the same.
     """
     refused = [_refusal(inner(model), call) for model, call in held]
     if any(refused) and (all(refused) or any(call.buffers for _, call in held)):
@@ -81,7 +84,7 @@ def replay(
             traces.append(Trace(frame_of(call.caller), skipped=why))
             continue
         base = inner(model)
-        given = stand_ins(base, buffers.get(id(base), call.buffers))
+        given = stand_ins(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
         recorder = Recorder(models if _within(base, models) else [base], failed)
         traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
@@ -150,7 +153,7 @@ def _again(
         _backward(trace, used, list(call.gradients.values()), recorder)
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
-    with undisturbed(model, max_bytes), eager(), unchecked():
+    with undisturbed(model, max_bytes), without_fsdp(model), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
     trace.stray = recorder.stray
     return trace

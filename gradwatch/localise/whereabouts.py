@@ -20,13 +20,22 @@ from gradwatch.hooks.names import named_modules
 LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 
 
+def _kind(module: nn.Module) -> str:
+    """Its class, as the user wrote it: `fully_shard` makes an `FSDPNet` of a `Net`."""
+    bases = type(module).__bases__
+    return (
+        bases[1].__name__ if bases[0].__name__ == "FSDPModule" and len(bases) > 1 else type(module).__name__
+    )
+
+
 class Whereabouts:
     """A context manager that follows the calls of the named modules in this thread; FQNs as `named_modules`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._names: dict[int, tuple[str, str]] = {}
         for name, module in named_modules(list(models)):
-            self._names.setdefault(id(module), (name, type(module).__name__))
+            kind = _kind(module)
+            self._names.setdefault(id(module), (kind if name == type(module).__name__ else name, kind))
         self._stack: list[tuple[str, str]] = []
         self._numbers: list[int] = []
         self._modules: list[tuple[str, str]] = []
