@@ -61,6 +61,10 @@ class Causes:
         """What has been held belongs to no step: an evaluation of a closure that another one follows."""
         self._localiser.forget()
 
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
+        self._localiser.cleared(optimizer)
+
     def close(self) -> None:
         """Remove every hook."""
         self._localiser.close()

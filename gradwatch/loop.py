@@ -121,7 +121,7 @@ class Loop:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
-        self._capture.cleared = self._courses.cleared
+        self._capture.cleared = self._cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
@@ -187,6 +187,12 @@ class Loop:
         self._courses.forget(lane)
         if self._causes is not None:
             self._causes.forget()
+
+    def _cleared(self, lane: Lane) -> None:
+        """Gradients of earlier backwards are gone, and no step was taken by them."""
+        self._courses.cleared(lane)
+        if self._causes is not None:
+            self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
 
     def causes(
         self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision

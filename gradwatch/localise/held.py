@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import alias
 from gradwatch.hooks.device import capturing
 from gradwatch.hooks.modules import Tap
@@ -48,7 +49,7 @@ class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it can); `caller` is
+    those of the tensors among the arguments; `tasks` the graph tasks of the backwards that reached it; `reason` says why it cannot be run again ("" = it can); `caller` is
     the line that made the call.
     """
 
@@ -65,6 +66,7 @@ class Call:
     nbytes: int = 0
     outputs: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    tasks: set[int] = field(default_factory=set)
     reason: str = ""
 
     def release(self, reason: str) -> None:
@@ -146,6 +148,19 @@ class Holding:
         self.calls.clear()
         self.dropped = 0
         self._open = None
+
+    def cleared(self, over: Container[int] | None = None) -> set[int]:
+        """Gradients of earlier backwards were thrown away: forget the calls that only those had reached.
+
+        With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
+        """
+        now = graph_task.current()
+        gone = [call for call in self.calls if call.tasks and now not in call.tasks]
+        if over is not None:
+            gone = [call for call in gone if all(task in over for task in call.tasks)]
+        for call in gone:
+            self.calls.remove(call)
+        return {task for call in gone for task in call.tasks}
 
     def taken(self, optimizer: Optimizer, before: int) -> None:
         """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
@@ -257,6 +272,7 @@ class Holding:
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
         if kept is None:
             return
+        call.tasks.add(graph_task.current())
         before = call.gradients.get(position)
         call.gradients[position] = kept if before is None else before + kept
         call.nbytes += 0 if before is not None else _nbytes(kept)

@@ -100,6 +100,16 @@ class Holdings:
         for holding in self:
             holding.drop()
 
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The gradients that this optimizer was to step by (None = not known) were thrown away: they are of no step."""
+        over: set[int] = set()
+        for family in self._families:
+            for holding in family.holdings:
+                if optimizer is None or holding.moves(optimizer):
+                    over |= holding.cleared()
+        for criterion in self._criteria:
+            criterion.cleared(over)
+
     def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
         """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
         for family in self._families:

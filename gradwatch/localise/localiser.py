@@ -106,6 +106,13 @@ class Localiser:
         """Let go of the calls that were held: they belong to no step."""
         self._holdings.drop()
 
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients of earlier backwards: what led to them is part of no step."""
+        try:
+            self._holdings.cleared(optimizer)
+        except Exception as error:
+            self._failed("localise", error)
+
     @contextlib.contextmanager
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
         """While this is entered, the step to localise is what `run` computes."""

@@ -240,3 +240,53 @@ def test_an_infinity_in_the_batch_is_the_batch() -> None:
 
     (finding,) = watched(model, loop)
     assert (finding.phase, finding.op, finding.module) == ("input", "addmm", "0")
+
+
+class Fails(nn.Module):
+    """Goes wrong as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, how: str = "") -> Tensor:
+        h = self.b(self.a(x))
+        if how == "log":
+            return (h - h).log()
+        return (h - h).square().sum(-1).sqrt() if how == "sqrt" else h
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("at", [3, 30])
+def test_gradients_thrown_away_are_of_no_step(to_none: bool, at: int) -> None:
+    """A window that the loop discards (its own check for NaN, say) is not blamed for the step that follows."""
+    torch.manual_seed(0)
+    model = Fails()
+
+    def loop(optimizer: Any) -> None:
+        for step in range(at + 3):
+            if step == at:
+                model(torch.randn(3, 4), "log").sum().backward()
+                optimizer.zero_grad(set_to_none=to_none)
+            model(torch.randn(3, 4), "sqrt" if step == at else "").sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+
+    (finding,) = watched(model, loop)
+    assert (finding.phase, finding.op, finding.step) == ("backward", "sqrt", at)
+
+
+def test_micro_batches_are_not_thrown_away() -> None:
+    """Accumulation clears nothing: the first of three micro-batches is found."""
+    torch.manual_seed(0)
+    model = Fails()
+
+    def loop(optimizer: Any) -> None:
+        for step in range(6):
+            for micro in range(3):
+                model(torch.randn(3, 4), "sqrt" if (step, micro) == (4, 0) else "").sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (finding,) = watched(model, loop)
+    assert (finding.op, finding.call) == ("sqrt", 0)
