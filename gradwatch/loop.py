@@ -260,7 +260,8 @@ class Loop:
             self.health.report("capture", AttachError(IN_GRAPH))
 
     def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
+        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises if strict,
+        and what a signal handler of the script raised."""
         if isinstance(error, TrainingStopped):
             raise error
         self.health.report(component, error)
