@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -49,8 +50,9 @@ class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `tasks` the graph tasks of the backwards that reached it; `reason` says why it cannot be run again ("" = it can); `caller` is
-    the line that made the call.
+    those of the tensors among the arguments; `tasks` the graph tasks of the backwards that reached it; `reason`
+    says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd nodes numbered
+    `ended` and later were made after it.
     """
 
     order: int
@@ -65,6 +67,7 @@ class Call:
     caller: tuple[CodeType, int] | None
     nbytes: int = 0
     outputs: int = 0
+    ended: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
     reason: str = ""
@@ -250,6 +253,7 @@ class Holding:
             self._before_params = None
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
+        call.ended = _get_sequence_nr()
         self._buffers.learn()
         for position, tensor in enumerate(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
