@@ -50,9 +50,9 @@ class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `tasks` the graph tasks of the backwards that reached it; `reason`
-    says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd nodes numbered
-    `ended` and later were made after it.
+    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
+    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
+    nodes numbered `ended` and later were made after it.
     """
 
     order: int
@@ -66,6 +66,7 @@ class Call:
     training: bool
     caller: tuple[CodeType, int] | None
     nbytes: int = 0
+    seeds: int = 0
     outputs: int = 0
     ended: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -278,11 +279,17 @@ class Holding:
             return
         call.tasks.add(graph_task.current())
         before = call.gradients.get(position)
-        call.gradients[position] = kept if before is None else before + kept
-        call.nbytes += 0 if before is not None else _nbytes(kept)
-        if sum(map(_nbytes, call.gradients.values())) > self._max_bytes:
-            size = sum(map(_nbytes, call.gradients.values())) >> 20
-            call.release(f"the gradient at its outputs takes {size} MiB, more than max_bytes allows")
+        if before is not None:
+            call.gradients[position] = before + kept
+            return
+        call.gradients[position] = kept
+        size = _nbytes(kept)
+        call.nbytes += size
+        call.seeds += size
+        if call.seeds > self._max_bytes:
+            call.release(
+                f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
+            )
 
     def _make_room(self) -> None:
         """The latest call is alive anyway; earlier ones are held as far as the cap allows."""

@@ -55,6 +55,9 @@ class Generators:
         return [source for source, state in self._states if not _same(state, source.read())]
 
 
+NONE = Generators(())
+
+
 class Held:
     """Generators before each forward of `model`, without those that forwards have been seen not to draw from.
 
@@ -81,7 +84,7 @@ class Held:
             self._own = list(own(model))
         self._calls += 1
         if not looking:
-            return Generators(self._drawn)
+            return Generators(self._drawn) if self._drawn else NONE
         self._before = Generators([*of_process(), *self._own])
         return self._before
 
