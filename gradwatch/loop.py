@@ -8,7 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -247,6 +249,10 @@ class Loop:
         """The standing clip of the rule file; None without one."""
         return self._courses[lane.index].bound.max_norm
 
+    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
+        """What the standing clips ask of one more gradient of a step that has been judged."""
+        return self._judging.clips_again(lane, norms)
+
     def captured(self) -> None:
         """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
         if not self._captured:
@@ -254,7 +260,8 @@ class Loop:
             self.health.report("capture", AttachError(IN_GRAPH))
 
     def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
+        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises if strict,
+        and what a signal handler of the script raised."""
         if isinstance(error, TrainingStopped):
             raise error
         self.health.report(component, error)
@@ -275,6 +282,8 @@ class Loop:
         """What was really done of a decision; its Record is published now."""
         try:
             self._judging.acted(lane, decision, error)
+            if error is not None:
+                self._ranks.did_otherwise(lane)
         except Exception as fault:  # a stop must not be lost for it
             self.health.report("action", fault)
 
