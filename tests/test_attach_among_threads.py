@@ -13,7 +13,7 @@ from torch import nn
 import gradwatch
 from gradwatch.health import Health
 from gradwatch.journal import read_journal
-from gradwatch.snapshot import Record, RunInfo
+from gradwatch.snapshot import RunInfo
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 
@@ -57,9 +57,6 @@ class StepsMeanwhile(Kept):
             self._step.join()
         self.early = len(self.records)
 
-    def write(self, record: Record) -> None:
-        super().write(record)
-
 
 def test_no_step_is_told_to_a_sink_that_is_being_opened() -> None:
     """A step taken meanwhile by another thread is not seen; it must not open the sink a second time."""
@@ -75,7 +72,7 @@ def test_no_step_is_told_to_a_sink_that_is_being_opened() -> None:
         assert (sink.opened, sink.early) == (1, 0)
         step()
         gw.flush()
-        assert len(sink.records) == 1 and gw.health.errors() == {}
+        assert (len(sink.records), gw.health.errors()) == (1, {})
 
 
 def test_threads_that_start_together_share_one_watch(tmp_path: Path) -> None:
@@ -91,5 +88,5 @@ def test_threads_that_start_together_share_one_watch(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (journal,) = read_journal(tmp_path / "runs" / "r")
     steps = [(step.record.snapshot.optimizer, step.record.snapshot.step) for step in journal.records()]
-    assert journal.complete and journal.damage == []
+    assert (journal.complete, journal.damage) == (True, [])
     assert sorted(steps) == [(lane, step) for lane in range(THREADS) for step in range(STEPS)]
