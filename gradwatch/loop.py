@@ -97,6 +97,7 @@ class Loop:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
+        self._whole = False  # every part is there: another thread may train while this one attaches
         self._causes: Causes | None = None
         self._paused_until = 0.0
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
@@ -153,14 +154,15 @@ class Loop:
         self._courses.listen(local_taps(wanted, self._capture.models()))
         if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
-        self._boundary = Boundary(self._capture, self)
-        self._stages = PipelineStages(self._stage_scaled, self.failed)
-        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
-        for sink in self._sinks:
+        for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
             sink.open(self.run)
+        self._boundary = Boundary(self._capture, self)
+        self._stages = PipelineStages(self._stage_scaled, self.failed)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
+        self._whole = True
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
@@ -207,7 +209,7 @@ class Loop:
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
-        if self._closed or os.getpid() != self.run.pid or self._pausing():
+        if self._resting():
             return False
         if self._capture.lane_of(optimizer) is not None:
             return True
@@ -344,7 +346,7 @@ class Loop:
                     lane.read()
 
     def _resting(self) -> bool:
-        return self._closed or os.getpid() != self.run.pid or self._pausing()
+        return self._closed or not self._whole or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

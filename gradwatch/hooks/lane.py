@@ -27,7 +27,7 @@ from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader
 from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
-from gradwatch.hooks.versions import grown_alike, signature, versions_of
+from gradwatch.hooks.versions import grown_alike, replaced, signature, versions_of
 from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, without
 from gradwatch.snapshot import Sites
 
@@ -103,13 +103,10 @@ class Lane:
 
     @property
     def overdue(self) -> bool:
-        """Whether there are gradients to read that a clip is about to change.
-
-        Where no backward is ever heard (gradients set by hand, `torch.func.grad`), nothing but the clip tells.
-        """
-        if self.backwards:
-            return self.unread
-        return self._norms is None and self._habit.expected == 0
+        """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
+        if self.unread or self._norms is None:
+            return self.backwards > 0 or self._habit.expected == 0  # set by hand: no backward tells
+        return not (self.announced or self.distributed) and replaced(self._kept or self._held, self.params)
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
@@ -252,9 +249,8 @@ class Lane:
 
     def discard(self) -> None:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
-        steps = self.step
         self.advance()
-        self.step = steps
+        self.step -= 1
 
     def divide_applied(self, window: Window, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
