@@ -186,8 +186,6 @@ class Lane:
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
-        # A loop whose marks never speak is read here by design; any other unread window ended early.
-        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
         window = Window(
             self.sites,
             self.step,
@@ -195,11 +193,7 @@ class Lane:
             after,
             calls,
             self._arrivals.current,
-            early
-            or self.tainted
-            or not trusted
-            or (self.late and max(versions, default=0) > UNTOUCHED)
-            or bool(self.partial()),
+            self._provisional(unread, trusted, versions),
             trusted,
             scale,
             calm and trusted,
@@ -212,6 +206,13 @@ class Lane:
         self._left_alone = after is raw and not self.announced
         self.settled = self.backwards
         return window
+
+    def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
+        """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
+        # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
+        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
+        late = self.late and max(versions, default=0) > UNTOUCHED
+        return early or late or self.tainted or not trusted or bool(self.partial())
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
