@@ -271,6 +271,10 @@ class Lane:
         assert self._norms is not None
         return self._norms.norms()
 
+    def written(self) -> bool:
+        """Whether somebody has written to the gradients since the window was closed."""
+        return self._last is not None and versions_of(self.grads()) != self._last[1]
+
     def multiply(self, coefficient: np.float32) -> None:
         """Multiply every gradient in place; a coefficient of 1 touches nothing."""
         present = [grad for grad in self.grads() if grad is not None]
