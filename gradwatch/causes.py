@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
+from gradwatch.localise.together import Together
 from gradwatch.rules import Action, RuleSet
 from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
 
@@ -37,6 +38,7 @@ class Causes:
         rank: int,
     ) -> None:
         self._asked = localising(ruleset)
+        self._rank = rank
         actions = list(self._asked.values())
         self._localiser = Localiser(
             models,
@@ -59,12 +61,21 @@ class Causes:
         """What has been held belongs to no step: an evaluation of a closure that another one follows."""
         self._localiser.forget()
 
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
+        self._localiser.cleared(optimizer)
+
     def close(self) -> None:
         """Remove every hook."""
         self._localiser.close()
 
-    def of(self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool) -> tuple[Finding, ...]:
-        """What is known of the causes of this step's incidents; `late`: the step has been taken already."""
+    def of(
+        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool, ranks: str = ""
+    ) -> tuple[Finding, ...]:
+        """What is known of the causes of this step's incidents; `late`: the step has been taken already.
+
+        `ranks`: a name under which all ranks may meet over this step, "" where they do not judge it together.
+        """
         if snapshot.scalars.get("scaler_skip"):
             self._localiser.forget()  # no step was taken: what led to it must not be taken for a part of the next
             return ()
@@ -75,7 +86,8 @@ class Causes:
             event = _incident(verdict, rule)
             if event is not None and rule in self._asked and self._localiser.due(event.incident):
                 ask = _ask(self._asked[rule], event, snapshot)
-                found.append(self._localiser.localise(ask, late))
+                together = Together(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
+                found.append(self._localiser.localise(ask, late, together))
         return (*found, *self._localiser.recorded())
 
 

@@ -127,7 +127,7 @@ class Loop:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
-        self._capture.cleared = self._courses.cleared
+        self._capture.cleared = self._cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
@@ -194,13 +194,20 @@ class Loop:
         if self._causes is not None:
             self._causes.forget()
 
+    def _cleared(self, lane: Lane) -> None:
+        """Gradients of earlier backwards are gone, and no step was taken by them."""
+        self._courses.cleared(lane)
+        if self._causes is not None:
+            self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
+
     def causes(
         self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
     ) -> tuple[Finding, ...]:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
         if self._causes is None or lane.inside_backward:
             return ()
-        return self._causes.of(verdict, decision, snapshot, late=lane.step != snapshot.step)
+        late = lane.step != snapshot.step
+        return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
@@ -257,7 +264,8 @@ class Loop:
             self.health.report("capture", AttachError(IN_GRAPH))
 
     def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
+        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises if strict,
+        and what a signal handler of the script raised."""
         if isinstance(error, TrainingStopped):
             raise error
         self.health.report(component, error)

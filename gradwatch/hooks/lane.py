@@ -101,6 +101,16 @@ class Lane:
         """Whether a backward was heard whose gradients have not been read."""
         return self._read_at != self.backwards
 
+    @property
+    def overdue(self) -> bool:
+        """Whether there are gradients to read that a clip is about to change.
+
+        Where no backward is ever heard (gradients set by hand, `torch.func.grad`), nothing but the clip tells.
+        """
+        if self.backwards:
+            return self.unread
+        return self._norms is None and self._habit.expected == 0
+
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
         grads: list[Tensor | None] = [param.grad for param in self.params]

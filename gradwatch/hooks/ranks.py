@@ -151,6 +151,14 @@ class Ranks:
             return False
         return seat.layout is None or seat.layout.pooled or not seat.ddp
 
+    def judging_together(self, lane: Lane) -> str:
+        """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
+        seat = self._seats.get(lane.index)
+        if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites:
+            return ""
+        met = self._wants.acts or self._wants.facts or seat.sharded
+        return f"{self._name}/{lane.index}/{self._meetings}/cause" if met else ""
+
     @property
     def alone(self) -> bool:
         """Whether some lane goes on without the other ranks, though they are needed."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.finding import Finding
@@ -21,11 +21,14 @@ from gradwatch.hooks import graph_task, step_hooks
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
-from gradwatch.localise.held import Call, Holding, inner
+from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
+from gradwatch.localise.held import Call, inner
+from gradwatch.localise.holdings import Holdings
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import replay
+from gradwatch.localise.replay import Trace, replay
+from gradwatch.localise.together import Together
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -72,7 +75,7 @@ class Localiser:
         self._hold = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
-        self._holdings: list[Holding] = []
+        self._holdings = Holdings(failed, max_bytes)
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()
@@ -80,6 +83,7 @@ class Localiser:
         self._closure: Kept | None = None
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
+        self._together: Together | None = None
         self.add(models)
         self._remove = step_hooks.listen(self)
 
@@ -88,22 +92,26 @@ class Localiser:
         for model in models:
             self._models.append(weakref.ref(model))
             if self._hold:
-                self._holdings.append(Holding(model, self._failed, self._max_bytes))
+                self._holdings.add(model)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""
         self._remove()
-        for holding in self._holdings:
-            holding.close()
-        self._holdings.clear()
+        self._holdings.close()
         if self._live is not None:
             self._live.close()
             self._live = None
 
     def forget(self) -> None:
         """Let go of the calls that were held: they belong to no step."""
-        for holding in self._holdings:
-            holding.drop()
+        self._holdings.drop()
+
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients of earlier backwards: what led to them is part of no step."""
+        try:
+            self._holdings.cleared(optimizer)
+        except Exception as error:
+            self._failed("localise", error)
 
     @contextlib.contextmanager
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
@@ -123,13 +131,25 @@ class Localiser:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
         return self._incidents.get(incident, 0) < TRIES
 
-    def localise(self, ask: Ask, late: bool = False) -> Finding:
-        """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises."""
+    def localise(self, ask: Ask, late: bool = False, together: Together | None = None) -> Finding:
+        """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises.
+
+        `together`: the ranks, where all of them localise this step. Then they tell the cause on the rank that has it.
+        """
+        self._together = together
+        newest = self._newest()
+        if self._last is not None and self._last[0] == newest >= 0 and ask.way == "replay":
+            self._incidents[ask.incident] = TRIES
+            return self._signed(self._last[1], ask)  # two optimizers, one backward
         try:
             finding = self._localised(ask, late)
         except Exception as error:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
+        if together is not None:
+            finding = self._told_together(together, finding)
+        if finding.found and finding.phase != "loss":
+            self._last = (newest, finding)
         self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
         while len(self._incidents) > 1024:
             self._incidents.pop(next(iter(self._incidents)))
@@ -143,15 +163,15 @@ class Localiser:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _localised(self, ask: Ask, late: bool) -> Finding:
-        if self._recorded and ask.way != "detect_anomaly":
+        apart = self._together is None or not any(map(is_spread, self._alive()))
+        if (
+            self._recorded and ask.way != "detect_anomaly" and apart
+        ):  # else the others wait for this rank to agree
             return self._recorded.pop()  # the step under judgement is one that was recorded
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
-        held = self._held()
-        newest = held[-1][1].order if held else -1
-        if self._last is not None and self._last[0] == newest and held:
-            return self._last[1]  # two optimizers, one backward
+        held = self._holdings.calls()
         try:
             if late:
                 raise Refused("its numbers arrived from the device after it was taken")
@@ -161,10 +181,9 @@ class Localiser:
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
-            dropped = sum(holding.dropped for holding in self._holdings)
+            dropped = self._holdings.dropped
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
-        self._last = (newest, finding)
         spent = time.perf_counter() - started
         return finding.told(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
 
@@ -179,14 +198,54 @@ class Localiser:
         return finding if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
-        self._check(held)
+        whole = self._gathered(held)
         if suspicion == "nonfinite":
-            return diagnose(replay(held, self._alive(), self._fault, None, self._max_bytes))
+            return _unless_skipped(replay(held, self._alive(), self._fault, None, self._max_bytes, whole))
         profile = Profile(self._alive(), self._fault)
-        traces = replay(held, self._alive(), self._fault, profile, self._max_bytes)
+        traces = replay(held, self._alive(), self._fault, profile, self._max_bytes, whole)
         finding = diagnose(traces)
         found = None if finding.found else suspect(profile.layers(), suspicion == "exploding")
         return finding if found is None else warned(found, traces)
+
+    def _gathered(self, held: list[tuple[nn.Module, Call]]) -> dict[int, dict[str, Tensor]]:
+        """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
+        spread = [model for model in self._alive() if is_spread(model)]
+        if not spread:
+            self._check(held)
+            return {}
+        if self._together is None:
+            raise Refused("its parameters are spread over ranks, and these do not judge this step together")
+        refusal = ""
+        try:
+            self._check(held)
+            if any(is_spread(model) and inner(model) not in spread for model, _ in held):
+                raise Refused("the loop calls parts of a model that is spread over ranks")
+            refuse_gathering(spread)
+        except Refused as refused:
+            refusal = str(refused)
+        self._together.agree(refusal)
+        return {id(model): gather(model) for model in spread}
+
+    def _told_together(self, together: Together, own: Finding) -> Finding:
+        """What the ranks found; where one of them knows the cause, nobody needs to record the next steps."""
+        try:
+            finding = together.tell(own)
+        except Exception as error:
+            self._failed("localise", error)
+            return own
+        if (
+            finding.found
+            and finding.phase != "loss"
+            and isinstance(self._live, Live)
+            and not self._live.under_way
+        ):
+            self._live = None
+        return finding
+
+    def _newest(self) -> int:
+        """The order of the last call held; -1 where none is."""
+        held = self._holdings.calls()
+        return held[-1][1].order if held else -1
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
         """Record the next steps, and say so."""
@@ -202,18 +261,9 @@ class Localiser:
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.told(note=_joined(found.note, why))
 
-    def _held(self) -> list[tuple[nn.Module, Call]]:
-        held = []
-        for holding in self._holdings:
-            model = holding.model()
-            if model is not None:
-                held += [(model, call) for call in holding.calls if call.gradients or call.reason]
-        return sorted(held, key=lambda pair: pair[1].order)
-
     def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
-        for holding in self._holdings:
-            if holding.refused:
-                raise Refused(holding.refused)
+        if self._holdings.refused:
+            raise Refused(self._holdings.refused)
         if not held:
             raise Refused(
                 "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
@@ -227,7 +277,7 @@ class Localiser:
             rule=ask.rule,
             incident=ask.incident,
             step=ask.step,
-            rank=self._rank,
+            rank=self._rank if self._together is None else finding.rank,
             first_parameter=ask.first_parameter,
         )
 
@@ -250,7 +300,8 @@ class Localiser:
             finding = diagnose([trace], by="record")
             taken = f"found in a recorded step, which took {live.seconds:.2f} s"
             self._recorded.append(self._signed(finding.told(note=_joined(finding.note, taken)), self._ask))
-            self._incidents[self._ask.incident] = TRIES
+            if self._together is None:  # else the others would not know that it is
+                self._incidents[self._ask.incident] = TRIES
             live.left = 0
         if live.left <= 0:
             self._live = None
@@ -259,9 +310,7 @@ class Localiser:
         """What led to this step cannot be run again; the recording of the next one begins."""
         try:
             self._steps += 1
-            for holding in self._holdings:
-                holding.taken(optimizer, self._steps - OLD)
-                holding.steps = self._steps
+            self._holdings.step_taken(optimizer, self._steps, self._steps - OLD)
             if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._live.begin()
         except Refused as refusal:
@@ -271,6 +320,19 @@ class Localiser:
         except Exception as error:
             self._live = None
             self._failed("localise", error)
+
+
+def _unless_skipped(traces: list[Trace]) -> Finding:
+    """The cause among the calls that were run again; raises Refused where only the others can hold it."""
+    skipped = [trace.skipped for trace in traces if trace.skipped]
+    finding = diagnose(traces)
+    if skipped and not finding.found:
+        raise Refused(skipped[0])
+    if not skipped:
+        return finding
+    return finding.told(
+        note=_joined(finding.note, f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}")
+    )
 
 
 def _in_backward() -> bool:
