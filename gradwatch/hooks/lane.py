@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import device
 from gradwatch.hooks.arrivals import Arrivals
-from gradwatch.hooks.dense import addable, part
+from gradwatch.hooks.dense import parts, unsummed
 from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.exact import norm_of
 from gradwatch.hooks.habit import Habit
@@ -113,19 +113,11 @@ class Lane:
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
-        grads: list[Tensor | None] = [param.grad for param in self.params]
-        if not self.distributed:
-            return grads
-        # In place on a DTensor bumps only the version of the shard behind it.
-        pairs = zip(grads, self.params, strict=True)
-        return [grad if grad is None else part(grad, param) for grad, param in pairs]
+        return parts(self.params) if self.distributed else [param.grad for param in self.params]
 
     def partial(self) -> list[int]:
         """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
-        if not self.distributed:
-            return []
-        pairs = [(param.grad, param) for param in self.params]
-        return [k for k, (grad, param) in enumerate(pairs) if grad is not None and not addable(grad, param)]
+        return unsummed(self.params) if self.distributed else []
 
     # -- during backward ---------------------------------------------------------------------------------
 
