@@ -104,7 +104,11 @@ class Loop:
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._engine = Engine(ruleset, self.run.rank)
         self._ranks = Ranks(
-            f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
+            f"{self.run.attempt}/{next(_ordinal)}",
+            wants(self._engine),
+            self.models,
+            self._of_ranks,
+            stages=lambda: self._stages.taken(),
         )
         publishing = Publishing()
         self._sinks: list[Breaker] = publishing.sinks
@@ -224,7 +228,7 @@ class Loop:
 
     def pooled(self, lane: Lane) -> bool:
         """Whether the ranks put together what each knows of these gradients."""
-        return self._ranks.talks(lane)
+        return self._ranks.pooled(lane)
 
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
