@@ -48,7 +48,7 @@ class Call:
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it can); `caller` is
-    the line that made the call.
+    the line that made the call; `indices` are the samples it was told to be of (`Watch.batch`).
     """
 
     order: int
@@ -61,6 +61,7 @@ class Call:
     autocast: dict[str, tuple[bool, torch.dtype]]
     training: bool
     caller: tuple[CodeType, int] | None
+    indices: Any = None
     nbytes: int = 0
     outputs: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class Holding:
         self.calls: deque[Call] = deque()
         self.dropped = 0
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
+        self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
         self._generators = Held()
@@ -127,6 +129,7 @@ class Holding:
         """Let go of everything."""
         self.calls.clear()
         self.dropped = 0
+        self.indices = None
         self._open = None
 
     def taken(self, optimizer: Optimizer, before: int) -> None:
@@ -135,6 +138,7 @@ class Holding:
         What is left are calls of other models whose backward is still to come (a generator's, at the step of its
         critic), unless they were made before the step numbered `before`.
         """
+        self.indices = None
         if not self.calls:
             return
         if self._moves(optimizer):
@@ -178,6 +182,7 @@ class Holding:
             autocast=_autocasts(),
             training=module.training,
             caller=self._called(),
+            indices=self.indices,
             nbytes=sum(map(_nbytes, given)),
         )
         if self._seen < LOOKED_AT:

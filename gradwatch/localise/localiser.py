@@ -16,21 +16,23 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.finding import Finding
+from gradwatch.finding import Batch, Finding
 from gradwatch.hooks import graph_task, step_hooks
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
+from gradwatch.localise.fingerprint import fingerprint
 from gradwatch.localise.held import Call, Holding, inner
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import replay
+from gradwatch.localise.replay import refuse, replay
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 OLD = 8  # optimizer steps after which a forward without a backward is forgotten
+NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,27 @@ class Localiser:
 
     # -- asked by the composition root -------------------------------------------------------------------
 
+    def tell(self, indices: Any) -> None:
+        """Which samples of the dataset the calls are of that follow, until a step is taken."""
+        for holding in self._holdings:
+            holding.indices = indices
+
+    def held(self) -> list[tuple[nn.Module, Call]]:
+        """The calls of this step whose outputs got a gradient, or that could not be held, in their order."""
+        held = []
+        for holding in self._holdings:
+            model = holding.model()
+            if model is not None:
+                held += [(model, call) for call in holding.calls if call.gradients or call.reason]
+        return sorted(held, key=lambda pair: pair[1].order)
+
+    def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
+        """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
+        for holding in self._holdings:
+            if holding.refused:
+                return holding.refused
+        return "" if held else NOT_SEEN
+
     def due(self, incident: str) -> bool:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
         return self._incidents.get(incident, 0) < TRIES
@@ -133,7 +156,7 @@ class Localiser:
         self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
         while len(self._incidents) > 1024:
             self._incidents.pop(next(iter(self._incidents)))
-        return self._signed(finding, ask)
+        return self._signed(finding.told(batch=self._batch_of(finding)), ask)
 
     def recorded(self) -> tuple[Finding, ...]:
         """What recording came to since this was last asked."""
@@ -148,7 +171,7 @@ class Localiser:
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
-        held = self._held()
+        held = self.held()
         newest = held[-1][1].order if held else -1
         if self._last is not None and self._last[0] == newest and held:
             return self._last[1]  # two optimizers, one backward
@@ -179,7 +202,8 @@ class Localiser:
         return finding if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
-        self._check(held)
+        if refusal := self.refusal(held):
+            raise Refused(refusal)
         if suspicion == "nonfinite":
             return diagnose(replay(held, self._alive(), self._fault, None, self._max_bytes))
         profile = Profile(self._alive(), self._fault)
@@ -202,22 +226,23 @@ class Localiser:
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.told(note=_joined(found.note, why))
 
-    def _held(self) -> list[tuple[nn.Module, Call]]:
-        held = []
-        for holding in self._holdings:
-            model = holding.model()
-            if model is not None:
-                held += [(model, call) for call in holding.calls if call.gradients or call.reason]
-        return sorted(held, key=lambda pair: pair[1].order)
-
-    def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
-        for holding in self._holdings:
-            if holding.refused:
-                raise Refused(holding.refused)
-        if not held:
-            raise Refused(
-                "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
-            )
+    def _batch_of(self, finding: Finding) -> Batch | None:
+        """What went into the call at fault; None where that is not held, or nobody knows which call it was."""
+        if finding.batch is not None:
+            return finding.batch
+        try:
+            held = self.held()
+            known = finding.by == "replay" and finding.found
+            if not (held if known else len(held) == 1):
+                return None
+            model, call = held[finding.call if known else 0]
+            refuse(inner(model), call)
+            return fingerprint(call.args, call.kwargs, call.indices)
+        except Refused:  # what is held is no longer what went in
+            return None
+        except Exception as error:
+            self._failed("localise", error)
+            return None
 
     def _alive(self) -> list[nn.Module]:
         return [inner(model) for ref in self._models if (model := ref()) is not None]
@@ -248,8 +273,9 @@ class Localiser:
         trace = live.end()
         if trace is not None and trace.blamed:
             finding = diagnose([trace], by="record")
-            taken = f"found in a recorded step, which took {live.seconds:.2f} s"
-            self._recorded.append(self._signed(finding.told(note=_joined(finding.note, taken)), self._ask))
+            note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
+            finding = finding.told(note=note, batch=self._batch_of(finding))
+            self._recorded.append(self._signed(finding, self._ask))
             self._incidents[self._ask.incident] = TRIES
             live.left = 0
         if live.left <= 0:
