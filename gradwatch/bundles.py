@@ -25,15 +25,13 @@ from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks.lane import Lane
 from gradwatch.incident import AROUND, Incident, StepNorms, ordered
-from gradwatch.incident_page import page
+from gradwatch.incident_page import markdown, page
 from gradwatch.localise.evidence import Evidence, gather
 from gradwatch.rules import Action, RuleSet
-from gradwatch.sinks.printable import one_line
 from gradwatch.snapshot import Decision, Event, Record, RunInfo, Snapshot, Verdict
 
 MOST_INCIDENTS = 1024
 CLOSE_SECONDS = 1.5
-LONGEST_LINE = 2000
 BUSY = BufferError("two bundles are being written already: one is lost")
 LATE = "its numbers arrived from the device after the step was taken"
 INSIDE = "its optimizer steps inside the backward"
@@ -237,15 +235,6 @@ def norms_of(record: Record) -> StepNorms:
         snapshot.scalars.get("loss"),
         record.decision.skip,
     )
-
-
-def markdown(lines: Iterator[str]) -> str:
-    """The page as a file: each line harmless in an editor, prose without HTML of anybody's."""
-    return "".join(f"{_harmless(one_line(line, LONGEST_LINE))}\n" for line in lines)
-
-
-def _harmless(line: str) -> str:
-    return line if line.startswith("    ") else line.replace("<", "&lt;")
 
 
 def _gone(lane: Lane, snapshot: Snapshot) -> str:

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from gradwatch import explanation
 from gradwatch.incident import Incident, StepNorms
+from gradwatch.sinks.printable import one_line
 from gradwatch.snapshot import Order
 
+LONGEST_LINE = 2000
 SCRIPT = "MODULE:FUNCTION"
 
 
@@ -44,7 +46,7 @@ def _happened(incident: Incident) -> Iterator[str]:
     yield "### What happened"
     yield ""
     rank = f", rank {incident.rank} of {incident.world_size}" if incident.world_size > 1 else ""
-    yield f"- rule `{event.rule}` ({event.detector}, {event.severity}) fired at step {incident.step}{rank}"
+    yield f"- rule `{event.rule}` ({event.detector}, {event.severity}) fired at step {event.step}{rank}"
     yield from (f"- {text}" for text in (event.summary, event.description) if text)
     if event.sites:
         worst = ", ".join(f"`{site}`" for site in event.sites)
@@ -105,3 +107,12 @@ def _kept(bundle: str, obstacle: str, missing: tuple[str, ...]) -> Iterator[str]
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else ("NaN" if math.isnan(value) else "Inf")
+
+
+def markdown(lines: Iterable[str]) -> str:
+    """The page as a file: every line printable, and none of anybody's HTML outside what is quoted as code."""
+    return "".join(f"{_harmless(one_line(line, LONGEST_LINE))}\n" for line in lines)
+
+
+def _harmless(line: str) -> str:
+    return line if line.startswith("    ") else line.replace("<", "&lt;")

@@ -35,6 +35,7 @@ DTYPES = frozenset(
 """What safetensors can hold (https://github.com/huggingface/safetensors, `TensorInfo`)."""
 
 UNASKED = "not asked for; write `snapshot: {batch: true}`"
+NO_GRADIENT = "the gradient at its outputs was not kept: beyond max_bytes"
 SPREAD = "spread over ranks, and this one holds a part; name the checkpoint when it is run again"
 
 
@@ -231,7 +232,7 @@ def _obstacle(evidence: Evidence, held: list[tuple[nn.Module, Call]]) -> str:
             if gap := next(missing(tree, place), ""):
                 return f"its inputs were {UNASKED}" if gap.endswith(UNASKED) else f"{gap} was not kept"
         if len(told.gradients) < len(call.gradients):
-            return "the gradient at its outputs was not kept: beyond max_bytes"
+            return NO_GRADIENT
     if lost := next((one for one in evidence.left_out if one.name.startswith("generator.")), None):
         return f"the state of a random generator was not kept: {lost}"
     return "" if held else "no call was held"
