@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ from gradwatch.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.incident_page import markdown, page
 from gradwatch.localise.evidence import Evidence, gather
 from gradwatch.rules import Action, RuleSet
+from gradwatch.sinks import undisturbed
 from gradwatch.snapshot import Decision, Event, Record, RunInfo, Snapshot, Verdict
 
 MOST_INCIDENTS = 1024
-CLOSE_SECONDS = 1.5
+CLOSE_SECONDS = 0.5  # the journal may need 1.5 more, and a script is to end within 2
 BUSY = BufferError("two bundles are being written already: one is lost")
 LATE = "its numbers arrived from the device after the step was taken"
 INSIDE = "its optimizer steps inside the backward"
@@ -95,11 +97,19 @@ class Bundles:
         rules = {one.rule for one in decision.orders if one.action == SNAPSHOT and not one.shadow}
         if not rules:
             return decision
-        followed = {rule for rule in sorted(rules) if self._take(rule, lane, verdict, snapshot, findings)}
+        followed = {rule for rule in sorted(rules) if self._guarded(rule, lane, verdict, snapshot, findings)}
         orders = (
             one for one in decision.orders if one.action != SNAPSHOT or one.shadow or one.rule in followed
         )
         return replace(decision, orders=frozenset(orders))
+
+    def _guarded(self, *args: Any) -> bool:
+        """Whether something was taken for a rule; a fault of ours costs the bundle, not the verdict."""
+        try:
+            return self._take(*args)
+        except Exception as error:
+            self._failed(self.name, error)
+            return False
 
     def _take(
         self, rule: str, lane: Lane, verdict: Verdict, snapshot: Snapshot, findings: tuple[Finding, ...]
@@ -144,7 +154,9 @@ class Bundles:
     # -- as a sink ---------------------------------------------------------------------------------------
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Know the run; the disk is first touched at an incident."""
+        """Know the run, and import what writes; the disk is first touched at an incident."""
+        with undisturbed():
+            import safetensors.torch  # noqa: F401
         self._run, self._health = run, health
         health.mark(self.name, True)
 
@@ -169,7 +181,7 @@ class Bundles:
         return self._background.wait(timeout)
 
     def close(self) -> None:
-        """Wait for what is being written, at most 1.5 s; what is not done by then is left unfinished."""
+        """Wait for what is being written, at most 0.5 s; what is not done by then is lost, and told."""
         if not self._background.wait(CLOSE_SECONDS):
             self._health.report(self.name, TimeoutError("the disk did not answer: a bundle was not finished"))
         self._health.mark(self.name, False)

@@ -20,11 +20,19 @@ def snapshots(ruleset: RuleSet) -> dict[str, Action]:
     }
 
 
-def check_snapshots(ruleset: RuleSet) -> None:
-    """Raise `AttachError` where a rule keeps bundles and the library that writes their tensors is not installed."""
+def unavailable(ruleset: RuleSet) -> list[str]:
+    """Why bundles cannot be kept here, one sentence per rule that wants them; torch is not needed to tell."""
+    asked = snapshots(ruleset)
     try:
-        if snapshots(ruleset):
+        if asked:
             require("safetensors", "bundle")
     except MissingDependencyError as error:
-        rules = ", ".join(repr(rule) for rule in snapshots(ruleset))
-        raise AttachError(f"rule {rules}: the action 'snapshot' cannot be carried out: {error}") from None
+        return [f"rule {rule!r}: action 'snapshot' cannot be carried out: {error}" for rule in asked]
+    return []
+
+
+def check_snapshots(ruleset: RuleSet) -> None:
+    """Raise `AttachError` where a rule keeps bundles and the library that writes their tensors is not installed."""
+    problems = unavailable(ruleset)
+    if problems:
+        raise AttachError("\n".join(problems))

@@ -20,7 +20,7 @@ def folder_name(incident: str, rank: int = 0, world_size: int = 1, attempt: int 
 def safe(incident: str) -> str:
     """An id as the name of one folder, wherever it comes from; ids of rule files are as they are."""
     kept = "".join(char if char.isascii() and (char.isalnum() or char in "-_.") else "-" for char in incident)
-    if kept == incident and len(kept) <= LONGEST and not kept.startswith("."):
+    if kept == incident and 0 < len(kept) <= LONGEST and not kept.startswith("."):
         return kept
     digest = hashlib.sha256(incident.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return f"{kept[:LONGEST].lstrip('.')}~{digest}"

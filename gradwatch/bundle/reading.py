@@ -92,7 +92,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
     if header > min(MOST_HEADER, len(raw) - 8):
         raise BundleError(f"{path}: byte 0: a header of {header:,} bytes in a file of {len(raw):,}")
     try:
-        return load(raw)
+        found: dict[str, Any] = load(raw)
     except (
         SafetensorError,
         ValueError,
@@ -103,6 +103,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
         MemoryError,
     ) as error:
         raise BundleError(f"{path}: byte 8: not safetensors: {error}") from None
+    return found
 
 
 def _checked(path: Path, found: dict[str, Any]) -> Document:

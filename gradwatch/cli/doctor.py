@@ -215,4 +215,4 @@ def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[
 def load_factory(reference: str) -> Factory:
     """What `module:factory` names; the cwd is searched first, as by `python -m`."""
     with from_here():
-        return load("--model", reference)
+        return load("--model", reference, "MODULE:FACTORY")

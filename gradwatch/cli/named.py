@@ -24,11 +24,11 @@ def from_here() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def load(option: str, reference: str) -> Callable[..., Any]:
+def load(option: str, reference: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:
     """What `module:function` names. Raises GradwatchError that says what is wrong with the option."""
     module, colon, name = reference.partition(":")
     if not colon or not module or not name:
-        raise GradwatchError(f"{option} {reference!r} is not MODULE:FUNCTION, e.g. train:build")
+        raise GradwatchError(f"{option} {reference!r} is not {form}, e.g. train:build")
     if module.endswith(".py"):
         raise GradwatchError(f"{option} {reference!r}: name the module, not its file: {module[:-3]}:{name}")
     try:

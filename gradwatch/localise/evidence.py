@@ -194,8 +194,14 @@ def _call(
         },
         training=call.training,
         caller=next(iter(frame_of(call.caller)), None),
-        batch=None if call.reason else fingerprint(call.args, call.kwargs, call.indices),
+        batch=fingerprint(call.args, call.kwargs, call.indices) if _intact(call) else None,
     )
+
+
+def _intact(call: Call) -> bool:
+    """Whether the inputs are still what the model was given."""
+    given = tensors((call.args, call.kwargs))
+    return not call.reason and [tensor._version for tensor in given] == call.versions
 
 
 def _buffers(evidence: Evidence, n: int, base: nn.Module, before: Mapping[str, Tensor]) -> dict[str, str]:
