@@ -39,6 +39,10 @@ BUILT = (
 )
 ELSEWHERE = "computed on {now}, and on {then} when it happened: the last bits may differ"
 MOST_OUTPUTS = 1 << 20
+PYTHON_WORDS, NUMPY_WORDS = (
+    625,
+    624,
+)  # of 32 bits, of the Mersenne twister's state; Python's holds the position too
 
 
 @dataclass(slots=True, eq=False)
@@ -231,17 +235,17 @@ class Rerun:
                 torch.Generator().set_state(found.cpu)
         except BundleError:
             raise
-        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
             raise BundleError(f"{at}.generators: not the state of a generator: {error}") from None
         return found
 
     def _states(self, told: GeneratorStates, at: str) -> Generators:
         found = Generators()
         if told.python:
-            words = np.frombuffer(self._bytes(told.python, at), "<u4").tolist()
+            words = np.frombuffer(self._bytes(told.python, PYTHON_WORDS, at), "<u4").tolist()
             found.python = (3, tuple(words), told.gauss_next)
         if told.numpy:
-            keys = np.frombuffer(self._bytes(told.numpy, at), "<u4").astype(np.uint32)
+            keys = np.frombuffer(self._bytes(told.numpy, NUMPY_WORDS, at), "<u4").astype(np.uint32)
             found.numpy = ("MT19937", keys, told.position, told.has_gauss, told.cached_gaussian)
         if told.cpu:
             found.cpu = self._tensor(told.cpu, at)
@@ -253,9 +257,9 @@ class Rerun:
                 self.notes.append(f"the generator of device cuda:{index:.8} cannot be put back here")
         return found
 
-    def _bytes(self, name: str, at: str) -> bytes:
+    def _bytes(self, name: str, words: int, at: str) -> bytes:
         tensor = self._tensor(name, at)
-        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.numel() % 4:
+        if tensor.dtype != torch.uint8 or tensor.shape != (4 * words,):
             raise BundleError(f"{at}: {name!r:.80} is no state of a generator")
         return tensor.numpy().tobytes()
 
