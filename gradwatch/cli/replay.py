@@ -132,7 +132,7 @@ def text(document: Document, found: Finding | None, arguments: argparse.Namespac
     incident = replace(document.incident, finding=found)
     lines = list(page(incident, str(arguments.bundle), document.obstacle, map(str, document.left_out)))
     before = document.incident.finding
-    if arguments.script and before is not None and same(before, found) is False:
+    if arguments.script and before is not None and before.found and not same(before, found):
         lines.append(f"- when it happened the cause was: {sentence(before)}")
     elif arguments.script and same(before, found):
         lines.append("- the same cause as when it happened")
