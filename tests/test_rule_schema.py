@@ -41,7 +41,12 @@ VALID: dict[str, Any] = {
         "non-finite": {
             "detect": {"kind": "nonfinite", "of": "norm", "values": ["nan", "inf"]},
             "severity": "critical",
-            "do": ["stop", {"skip_step": {"max_consecutive": 10, "then": "stop"}}, {"localise": None}],
+            "do": [
+                {"snapshot": {"batch": True, "parameters": False, "keep": 2, "max_bytes": 9}},
+                "stop",
+                {"skip_step": {"max_consecutive": 10, "then": "stop"}},
+                {"localise": None},
+            ],
             "annotations": {"summary": "{param} at {step}", "runbook_url": "https://example.org"},
         },
         "exploding": {
@@ -54,7 +59,11 @@ VALID: dict[str, Any] = {
             "warmup": 30,
             "keep_firing_for": 20,
             "on_error": "skip_step",
-            "do": [{"clip": {"to": "baseline"}}, {"escalate": {"after": "3 in 100", "to": "stop"}}],
+            "do": [
+                {"clip": {"to": "baseline"}},
+                {"escalate": {"after": "3 in 100", "to": "stop"}},
+                {"snapshot": {"batch": True, "parameters": False, "keep": 2, "max_bytes": 0}},
+            ],
             "labels": {"team": "vision"},
         },
         "depth": {"detect": {"kind": "depth_ratio", "below": 1e-3, "depths": [0, 3]}, "enabled": False},
