@@ -59,11 +59,7 @@ VALID: dict[str, Any] = {
             "warmup": 30,
             "keep_firing_for": 20,
             "on_error": "skip_step",
-            "do": [
-                {"clip": {"to": "baseline"}},
-                {"escalate": {"after": "3 in 100", "to": "stop"}},
-                {"snapshot": {"batch": True, "parameters": False, "keep": 2, "max_bytes": 0}},
-            ],
+            "do": [{"clip": {"to": "baseline"}}, {"escalate": {"after": "3 in 100", "to": "stop"}}],
             "labels": {"team": "vision"},
         },
         "depth": {"detect": {"kind": "depth_ratio", "below": 1e-3, "depths": [0, 3]}, "enabled": False},
