@@ -168,6 +168,7 @@ def check_directory(path: str) -> Check:
 
 def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     """The rules, if the file is valid, and what there is to say about it."""
+    from gradwatch.bundle.asked import unavailable
     from gradwatch.rulefile import load_rules
 
     try:
@@ -181,6 +182,10 @@ def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     checks = [Check("rules", source, "ok", f"{enabled} rules, digest {ruleset.digest[:12]}")]
     checks += [
         Check("rules", rule, "note", f"inactive: {reason}") for rule, reason in ruleset.inactive.items()
+    ]
+    checks += [
+        Check("rules", source, "fail", reason, "pip install 'gradwatch[bundle]'")
+        for reason in unavailable(ruleset)
     ]
     return ruleset, checks
 

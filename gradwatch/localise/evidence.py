@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.bundle.document import CallDocument, GeneratorStates, LeftOut, ModelDocument
+from gradwatch.finding import utf8
 from gradwatch.hooks.dense import local
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.fingerprint import fingerprint
@@ -57,10 +58,16 @@ class Evidence:
     _known: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
 
     def keep(self, name: str, tensor: Tensor) -> str:
-        """Copy a tensor; the name under which it is kept (that of before, if it is), "" where it is left out."""
+        """Copy a tensor; the name under which it is kept (that of before, if it is), "" where it is left out.
+
+        `name` may hold any parameter's name; what UTF-8 cannot spell is replaced, and two names stay two.
+        """
         known = self._known.get(id(tensor))
         if known is not None:
             return known[1]
+        name = utf8(name)
+        while name in self.tensors:
+            name += "~"
         nbytes = tensor.numel() * tensor.element_size()
         if why := _unfit(tensor):
             self.left_out.append(LeftOut(name, nbytes, why))

@@ -39,6 +39,7 @@ BUILT = (
 )
 ELSEWHERE = "computed on {now}, and on {then} when it happened: the last bits may differ"
 MOST_OUTPUTS = 1 << 20
+MOST_CALLS = 4096
 PYTHON_WORDS, NUMPY_WORDS = (
     625,
     624,
@@ -64,6 +65,8 @@ class Rerun:
         if told.obstacle and not (told.obstacle == NO_GRADIENT and self.loss_fn is not None):
             hint = "; have the function return `model, loss_fn`" if told.obstacle == NO_GRADIENT else ""
             raise BundleError(f"this bundle cannot be run again: {told.obstacle}{hint}")
+        if len(told.calls) > MOST_CALLS:
+            raise BundleError(f"a step of {len(told.calls):,} calls; {MOST_CALLS:,} are run again at most")
         if len(self.models) != len(told.models):
             kinds = ", ".join(one.type for one in told.models)
             raise BundleError(
@@ -184,10 +187,16 @@ class Rerun:
         )
 
     def _arguments(self, told: CallDocument, at: str, device: torch.device) -> tuple[Any, Any]:
+        made: dict[str, Tensor] = {}  # one tensor given twice is one tensor again, however often it is named
+
         def tensor(said: Mapping[str, Any], place: str) -> Tensor:
-            found = self._tensor(said.get("name"), f"{at}.{place}")
-            found = strided(found, said.get("stride")).to(device)
-            return found.requires_grad_() if said.get("requires_grad") is True and _differs(found) else found
+            name = said.get("name")
+            stored = self._tensor(name, f"{at}.{place}")
+            if name not in made:
+                found = strided(stored, said.get("stride")).to(device).detach()
+                wanted = said.get("requires_grad") is True and _differs(found)
+                made[str(name)] = found.requires_grad_(wanted)
+            return made[str(name)]
 
         try:
             args, kwargs = decode(told.args, tensor, "args"), decode(told.kwargs, tensor, "kwargs")

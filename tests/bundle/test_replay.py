@@ -406,3 +406,16 @@ def test_a_loss_that_is_none_is_no_traceback(tmp_path: Path) -> None:
     once.load()
     with pytest.raises(GradwatchError):
         once.run(1 << 30)
+
+
+def test_one_tensor_given_twice_is_one_tensor_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept once, and the same object for the model: its gradient is of both uses."""
+
+    class Twice(Fragile):
+        def forward(self, x: Tensor, scales: Any = None) -> Tensor:
+            assert scales[0] is x
+            return super().forward(x)
+
+    run = Run(tmp_path, rules(), model=Twice(), call=lambda model, x: model(x, [x]))
+    assert [name for name in run.tensors if name.startswith("input.")] == ["input.0.0"]
+    assert again(run.only, Twice()).op == "sqrt"
