@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwatch.bundle.asked import SNAPSHOT, snapshots
 from gradwatch.bundle.background import Background
-from gradwatch.bundle.document import DOCUMENT, PAGE, Document
+from gradwatch.bundle.document import DOCUMENT, PAGE, Document, LeftOut
 from gradwatch.bundle.folders import FOLDER, count, folder_name
 from gradwatch.bundle.writing import write_bundle
 from gradwatch.causes import SUSPICIONS, Causes, incident_of
@@ -146,6 +146,9 @@ class Bundles:
                 parameters=bool(action.params["parameters"]),
             )
             evidence.obstacle = self._causes.refusal(held) or evidence.obstacle
+            if self._causes.dropped:
+                why = f"{self._causes.dropped} were not held: beyond max_bytes"
+                evidence.left_out.append(LeftOut("earlier micro-batches", 0, why))
         except Exception as error:
             evidence.obstacle = f"it could not be copied: {type(error).__name__}: {error}"
             self._failed(self.name, error)

@@ -64,6 +64,11 @@ class Causes:
         """The forward calls of the present step, in their order."""
         return self._localiser.held()
 
+    @property
+    def dropped(self) -> int:
+        """Forward calls of the present step that were let go of to stay within `max_bytes`."""
+        return self._localiser.dropped
+
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
         """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
         return self._localiser.refusal(held)

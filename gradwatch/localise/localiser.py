@@ -135,6 +135,11 @@ class Localiser:
                 held += [(model, call) for call in holding.calls if call.gradients or call.reason]
         return sorted(held, key=lambda pair: pair[1].order)
 
+    @property
+    def dropped(self) -> int:
+        """Calls of this step that were let go of to stay within `max_bytes`."""
+        return sum(holding.dropped for holding in self._holdings)
+
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
         """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
         for holding in self._holdings:
@@ -184,8 +189,7 @@ class Localiser:
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
-            dropped = sum(holding.dropped for holding in self._holdings)
-            more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
+            more = f"{self.dropped} earlier micro-batches were not held (max_bytes)" if self.dropped else ""
             return self._later(ask, more, finding)
         self._last = (newest, finding)
         spent = time.perf_counter() - started
