@@ -141,6 +141,7 @@ class Bundles:
             gather(
                 evidence,
                 held,
+                self._causes.models(),
                 _gradients(lane, event),
                 batch=bool(action.params["batch"]),
                 parameters=bool(action.params["parameters"]),
@@ -221,6 +222,7 @@ class Bundles:
             SUSPICIONS.get(one.event.detector, "nonfinite"),
             evidence.obstacle,
             evidence.calls,
+            evidence.watched,
             evidence.models,
             snapshot.sites.names,
             evidence.gradients,

@@ -16,6 +16,7 @@ from gradwatch.bundle.asked import snapshots
 from gradwatch.finding import Finding
 from gradwatch.localise.held import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
+from gradwatch.localise.together import Together
 from gradwatch.rules import Action, RuleSet
 from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
 
@@ -42,6 +43,7 @@ class Causes:
         rank: int,
     ) -> None:
         self._asked = localising(ruleset)
+        self._rank = rank
         actions, keeps = list(self._asked.values()), list(snapshots(ruleset).values())
         self._localiser = Localiser(
             models,
@@ -64,6 +66,10 @@ class Causes:
         """The forward calls of the present step, in their order."""
         return self._localiser.held()
 
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive."""
+        return self._localiser.models()
+
     @property
     def dropped(self) -> int:
         """Forward calls of the present step that were let go of to stay within `max_bytes`."""
@@ -81,12 +87,21 @@ class Causes:
         """What has been held belongs to no step: an evaluation of a closure that another one follows."""
         self._localiser.forget()
 
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
+        self._localiser.cleared(optimizer)
+
     def close(self) -> None:
         """Remove every hook."""
         self._localiser.close()
 
-    def of(self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool) -> tuple[Finding, ...]:
-        """What is known of the causes of this step's incidents; `late`: the step has been taken already."""
+    def of(
+        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool, ranks: str = ""
+    ) -> tuple[Finding, ...]:
+        """What is known of the causes of this step's incidents; `late`: the step has been taken already.
+
+        `ranks`: a name under which all ranks may meet over this step, "" where they do not judge it together.
+        """
         if snapshot.scalars.get("scaler_skip"):
             self._localiser.forget()  # no step was taken: what led to it must not be taken for a part of the next
             return ()
@@ -97,7 +112,8 @@ class Causes:
             event = incident_of(verdict, rule)
             if event is not None and rule in self._asked and self._localiser.due(event.incident):
                 ask = _ask(self._asked[rule], event, snapshot)
-                found.append(self._localiser.localise(ask, late))
+                together = Together(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
+                found.append(self._localiser.localise(ask, late, together))
         return (*found, *self._localiser.recorded())
 
 

@@ -1,7 +1,7 @@
 """Every problem a rule file can have: a stable code, what it means, an example, and how to mend it.
 
-GW0xx the text cannot be read · GW1xx the shape is wrong · GW2xx the words do not fit together. A code
-never changes its meaning; `gradwatch rules explain CODE` prints its entry.
+GW0xx the text cannot be read · GW1xx the shape is wrong · GW2xx the words do not fit together · GW3xx tests of
+rule files. A code never changes its meaning; `gradwatch rules explain CODE` prints its entry.
 """
 
 from __future__ import annotations
@@ -252,6 +252,43 @@ _ENTRIES = (
         "gradwatch, Prometheus or Alertmanager sets this label itself.",
         "labels: {severity: page}",
         "Choose another name for the label; `severity:` is a key of the rule.",
+    ),
+    Code(
+        "GW301",
+        "a series that cannot be read",
+        "In a test file the values of a series are written as promtool writes them: numbers, NaN, Inf and _ (missing),"
+        " with spaces between; 1x30 is 31 times 1, 1+0.5x9 ten values that grow by 0.5, _x3 three missing ones.",
+        'norm: "1x30, 50"',
+        "Write one of these forms; at most 100,000 steps.",
+    ),
+    Code(
+        "GW302",
+        "no such input",
+        "In a test file `input:` names columns, and below them globs on the parameters (or modules, or ranks) of this"
+        " test. What follows from other columns, such as rms from norm, is not given but made.",
+        'input: {norm: {"encoder.*": "1x30"}}   # params: {decoder.weight: [8, 8]}',
+        "Correct the name, or add the parameter to `params:`.",
+    ),
+    Code(
+        "GW303",
+        "no such rule",
+        "In a test file an event, an action or `only:` names a rule that the rule file under test does not have.",
+        "events: [{step: 3, rule: non-finte}]",
+        "Correct the id; `gradwatch rules list --rules FILE` shows those there are.",
+    ),
+    Code(
+        "GW304",
+        "a test that expects nothing",
+        "A test without `events:` and without `actions:` cannot fail.",
+        'tests: [{name: quiet, params: {w: [4]}, input: {norm: "1x30"}}]',
+        "Say what is to come; `events: []` says that nothing is.",
+    ),
+    Code(
+        "GW305",
+        "rules that do not fit the test's parameters",
+        "The rule file refuses to be attached to a model with these parameters, as it would in training.",
+        "params: {w: [4]}   # the rules ask for groups: [matrices]",
+        "Give the test parameters that the rules are about, or mark the rule `optional: true`.",
     ),
 )
 

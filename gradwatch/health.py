@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from gradwatch.interruption import by_signal_handler
+
 
 class Health:
     """Counts of internal errors and which components are up; safe to use from any thread.
 
-    `report` never raises. `on_first` (if set) is called with (component, error) the first time a component
+    `report` raises nothing but what is no fault of ours: an exception from a signal handler of the script, which
+    arrived while code of ours ran, goes on to the script. `on_first` (if set) is called with (component, error) the first time a component
     fails, so that each failure is logged once and counted ever after.
     """
 
@@ -20,7 +23,9 @@ class Health:
         self._up: dict[str, bool] = {}
 
     def report(self, component: str, error: BaseException) -> None:
-        """Count one internal error of `component`."""
+        """Count one internal error of `component`; raise it again if the script's own signal handler raised it."""
+        if by_signal_handler(error):
+            raise error
         with self._lock:
             count = self._errors.get(component, 0) + 1
             self._errors[component] = count

@@ -8,23 +8,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.applied import factors_of, reshaped, told, unclipped
 from gradwatch.checkpoint import joined
-from gradwatch.course import CALM, Clock, Course, reshaped, told, unclipped
+from gradwatch.course import CALM, Clock, Course
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
 from gradwatch.errors import GradwatchError
-from gradwatch.hooks.assemble import Extras, assemble, of_norms
+from gradwatch.hooks.assemble import Extras, as_float32, assemble, of_norms
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks, Shared
 from gradwatch.hooks.sampling import Sampled
-from gradwatch.hooks.standing import Found, carried_scale, factors_of
+from gradwatch.hooks.standing import Found, carried_scale
 from gradwatch.hooks.window import Window
 from gradwatch.publishing import Publishing
 from gradwatch.refusals import permitted
@@ -274,6 +277,16 @@ class Judging:
         course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
+
+    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
+        """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""
+        course = self._courses[lane.index]
+        own = len(norms)
+        norm, calls = np.zeros(len(course.sites), np.float32), np.zeros(len(course.sites), np.int32)
+        norm[:own], calls[:own] = as_float32(norms), norms > 0
+        total = math.sqrt(np.dot(norms, norms))
+        found = Snapshot(lane.index, lane.step, course.sites, norm, calls, np.ones_like(norm), total, total)
+        return course.bound.again(course.state, found, self._policy_failed).at(slice(0, own))
 
     def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
         """What was decided of a lane's step is done, or was not, because of `error`; its Record is published now."""

@@ -8,7 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -125,7 +127,7 @@ class Loop:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
-        self._capture.cleared = self._courses.cleared
+        self._capture.cleared = self._cleared
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
@@ -198,13 +200,20 @@ class Loop:
         if self._causes is not None:
             self._causes.forget()
 
+    def _cleared(self, lane: Lane) -> None:
+        """Gradients of earlier backwards are gone, and no step was taken by them."""
+        self._courses.cleared(lane)
+        if self._causes is not None:
+            self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
+
     def causes(
         self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
     ) -> tuple[Finding, ...]:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
         if self._causes is None or lane.inside_backward:
             return ()
-        return self._causes.of(verdict, decision, snapshot, late=lane.step != snapshot.step)
+        late = lane.step != snapshot.step
+        return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
 
     def kept(
         self,
@@ -263,6 +272,10 @@ class Loop:
         """The standing clip of the rule file; None without one."""
         return self._courses[lane.index].bound.max_norm
 
+    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
+        """What the standing clips ask of one more gradient of a step that has been judged."""
+        return self._judging.clips_again(lane, norms)
+
     def captured(self) -> None:
         """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
         if not self._captured:
@@ -270,7 +283,8 @@ class Loop:
             self.health.report("capture", AttachError(IN_GRAPH))
 
     def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises only if strict."""
+        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises if strict,
+        and what a signal handler of the script raised."""
         if isinstance(error, TrainingStopped):
             raise error
         self.health.report(component, error)
@@ -291,6 +305,8 @@ class Loop:
         """What was really done of a decision; its Record is published now."""
         try:
             self._judging.acted(lane, decision, error)
+            if error is not None:
+                self._ranks.did_otherwise(lane)
         except Exception as fault:  # a stop must not be lost for it
             self.health.report("action", fault)
 

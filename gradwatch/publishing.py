@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from gradwatch.course import Course, Held, reshaped
+from gradwatch.applied import reshaped
+from gradwatch.course import Course, Held
 from gradwatch.exit_status import end_with_status
 from gradwatch.failing import failed
 from gradwatch.sinks.breaker import Breaker

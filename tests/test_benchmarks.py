@@ -27,7 +27,7 @@ from tests.benchmarks.peers import (
     step_listeners,
 )
 from tests.benchmarks.tables import report
-from tests.benchmarks.targets import targets
+from tests.benchmarks.targets import parameter_targets, targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
 
 QUICK = [name for name, contender in CONTENDERS.items() if contender.package in ("torch", "gradwatch")]
@@ -328,6 +328,31 @@ def test_targets_pass_and_fail() -> None:
         "what gradwatch adds to a clipping loop ÷ floor": (False, True),
     }
     assert targets(WORKLOADS["mlp"], {"bare": bare, "floor": bare}) == []
+
+
+def test_room_for_a_bound_in_the_backward() -> None:
+    """By parameter, less what observing adds: the watch alone, with bare hooks beside it, with hooks of its own."""
+    tiny = WORKLOADS["tiny"]
+    assert tiny.parameters == sum(1 for _ in tiny.model().parameters())
+    bare, each = np.full((10, 1), 50 * MILLISECOND), tiny.parameters * 1e-6
+    added = {
+        "bare": 0.0,
+        "gradwatch": 1.0,
+        "norm-hooks": 3.0,
+        "gradwatch-local": 8.0,
+        "gradwatch-backward": 5.0,
+    }
+    seconds = {name: bare + more * each for name, more in added.items()}
+    found = {
+        t.what.partition("beyond ")[2]: (t.ratio.value, t.reached) for t in parameter_targets(tiny, seconds)
+    }
+    assert found == {
+        "the plain watch": (pytest.approx(4.0), False),
+        "the watch and bare tensor hooks that read the norm": (pytest.approx(1.0), True),
+        "the watch that observes by tensor hooks": (pytest.approx(-3.0), True),
+    }
+    del seconds["norm-hooks"]
+    assert len(parameter_targets(tiny, seconds)) == 2
 
 
 def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,3 +188,119 @@ def test_stop_in_a_later_evaluation_leaves_the_weights_of_the_step_before() -> N
         with pytest.raises(gradwatch.TrainingStopped):
             job.step()
     assert equal(weights, job.weights())
+
+
+# -- the clips of a later evaluation -----------------------------------------------------------------------
+
+
+class Thrice(torch.optim.SGD):
+    """Evaluates three times a step, at other weights each time, and keeps the gradients that it is given."""
+
+    given: list[list[torch.Tensor]]
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        params, self.given = self.param_groups[0]["params"], []
+        for _ in range(3):
+            with torch.enable_grad():
+                closure()
+            self.given.append([param.grad.clone() for param in params])
+            with torch.no_grad():
+                for param in params:
+                    param.mul_(1.1)
+        return None
+
+
+def by_norm(grads: list[torch.Tensor], most: float) -> list[torch.Tensor]:
+    """torch's own clip of all of these together."""
+    copies = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for copy_, grad in zip(copies, grads, strict=True):
+        copy_.grad = grad.clone()
+    torch.nn.utils.clip_grad_norm_(copies, most)
+    return [one.grad for one in copies if one.grad is not None]
+
+
+def each_by_norm(grads: list[torch.Tensor], most: float) -> list[torch.Tensor]:
+    return [by_norm([grad], most)[0] for grad in grads]
+
+
+LATER: dict[str, tuple[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]] = {
+    "total": ("total: {method: norm, max_norm: 0.05}", lambda grads: by_norm(grads, 0.05)),
+    "each": ("total: {method: norm, max_norm: 0.02, scope: param}", lambda grads: each_by_norm(grads, 0.02)),
+    "groups": (
+        "groups: {first: {method: norm, max_norm: 0.02}, last: {method: norm, max_norm: 0.01}}",
+        lambda grads: by_norm(grads[:2], 0.02) + by_norm(grads[2:], 0.01),
+    ),
+    "value": (
+        "total: {method: value, clip_value: 0.003}",
+        lambda grads: [grad.clamp(-0.003, 0.003) for grad in grads],
+    ),
+    "centralize": (
+        "total: {method: centralize}",
+        lambda grads: [grad - grad.mean(1, keepdim=True) if grad.dim() > 1 else grad for grad in grads],
+    ),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("kind", LATER)
+def test_every_evaluation_is_clipped(kind: str, at: str) -> None:
+    """What the optimizer is given at each of its evaluations is that very gradient, clipped as the file says."""
+    if at == "backward" and kind in ("total", "groups"):
+        return  # refused: neither is of one parameter
+    clip, expected = LATER[kind]
+    text = f"""
+version: 1
+groups: {{first: {{params: ["0.*"]}}, last: {{params: ["2.*"]}}}}
+rules: {{}}
+clip: {{{clip}, at: {at}}}
+"""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, sink = Thrice(model.parameters(), lr=0.1), Kept()
+    made: list[list[torch.Tensor]] = []
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        loss = (model(X) - Y).pow(2).mean()
+        made.append(list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)))
+        loss.backward()
+
+    with gradwatch.watch(model, optimizer, rules=parse_rules(text), sinks=[sink], strict=True):
+        for number in range(3):
+            made.clear()
+            optimizer.step(closure)
+            for raw, given in zip(made, optimizer.given, strict=True):
+                assert any(not torch.equal(a, b) for a, b in zip(raw, given, strict=True))
+                for one, other in zip(given, expected(raw), strict=True):
+                    assert torch.allclose(one, other, rtol=1e-4, atol=1e-8)
+            assert sink.records[-1].snapshot.step == number
+    assert len(sink.records) == 3
+
+
+def test_later_evaluations_are_clipped_by_what_was_learned_and_teach_nothing() -> None:
+    """AutoClip: one norm is learned a step, and each later gradient held to the percentile of those and its own."""
+    text = "version: 1\nrules: {}\nclip: {total: {method: autoclip, percentile: 50}}\n"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = Thrice(model.parameters(), lr=0.0)
+    firsts: list[float] = []
+    made: list[float] = []
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        ((model(X) - Y).pow(2).mean() * (3.0 if made else 1.0)).backward()
+        made.append(
+            math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+        )
+
+    with gradwatch.watch(model, optimizer, rules=parse_rules(text), sinks=[Kept()], strict=True) as gw:
+        for _ in range(5):
+            made.clear()
+            optimizer.step(closure)
+            firsts.append(made[0])
+            norms = [float(torch.cat([g.flatten() for g in given]).norm()) for given in optimizer.given]
+            wanted = [min(norm, float(torch.tensor([*firsts, norm]).quantile(0.5))) for norm in made[1:]]
+            assert norms[1:] == pytest.approx(wanted, rel=1e-4)
+        saved = gw.state_dict()["lanes"]["0"]["engine"]["clips"]
+        (only,) = saved.values()
+        assert only["fields"]["seen"] == [5]

@@ -25,7 +25,7 @@ clip: {total: {method: norm, max_norm: 1.0}}
 def test_the_standing_clip_holds_where_a_rules_clip_fails(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `done` gradients were multiplied the foreach call fails, once."""
+    """After `done` gradients were multiplied the foreach call fails; where none was, the second attempt fails too."""
     torch.manual_seed(0)
     model, kept = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,7 +36,7 @@ def test_the_standing_clip_holds_where_a_rules_clip_fails(
 
     def halfway(grads: Any, factors: Any) -> None:
         calls.append(len(grads))
-        if len(calls) > 1:
+        if len(calls) > (1 if done else 2):
             return multiply(grads, factors)
         for grad, factor in zip(grads[:done], factors, strict=False):
             grad.mul_(factor)
@@ -58,3 +58,31 @@ def test_the_standing_clip_holds_where_a_rules_clip_fails(
     assert len(told) == 1
     assert ("some gradients had been changed" in told[0]) == bool(done)
     watch.close()
+
+
+def test_what_fails_before_it_has_changed_anything_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A passing fault costs nothing but a count: the clip is carried out, once, and told as it was decided."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(6, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    multiply, calls = torch._foreach_mul_, []
+
+    def once(grads: Any, factors: Any) -> None:
+        calls.append(len(grads))
+        if len(calls) == 1:
+            raise MemoryError("for a moment")
+        return multiply(grads, factors)
+
+    monkeypatch.setattr(torch, "_foreach_mul_", once)
+    with gradwatch.watch(
+        model, optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path / "run"
+    ) as gw:
+        (model(torch.randn(4, 6)).sum() * 100).backward()
+        optimizer.step()
+        assert gw.health.errors() == {"action": 1}
+    norms = [float(param.grad.norm()) for param in model.parameters() if param.grad is not None]
+    assert norms == pytest.approx([0.1, 0.1], rel=1e-4)
+    assert len(calls) == 2
+    assert not [event for event in kept.records[-1].verdict.events if event.kind == "failed"]

@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])  # type: ignore[union-attr,index]
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "interruption"),
     ("snapshot", "finding", "remedies", "explanation", "health", "codes", "exit_status", "bounds"),
     ("incident",),
     ("checkpoint",),
-    ("detectors", "policies", "limits"),
+    ("detectors", "policies", "limits", "applied"),
     ("rules",),
     ("rulefile", "engine", "testing", "failing"),
     ("settings", "journal", "sinks"),
@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("localise",),
     ("course", "rank_rules", "backward_rules", "causes"),
     ("bundles", "publishing", "refusals", "surroundings"),
+    ("ruletests",),
     ("courses",),
     ("judging",),
     ("loop",),

@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.course import told, unclipped
+from gradwatch.applied import told, unclipped
 from gradwatch.hooks.lane import Lane
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Decision
@@ -282,3 +284,36 @@ def test_a_rule_on_a_device_clips_without_waiting_and_is_told(monkeypatch: pytes
     assert fired == [3]
     assert job.sink.records[3].snapshot.coef.min() < 0.1
     job.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.booleans(),
+    st.floats(-18, 30),
+    st.sampled_from([0.1, 0.999, 1.001, 1.5, 100.0]),
+    st.integers(0, 2**31),
+)
+def test_a_short_vector_is_held_to_the_very_bound(
+    size: int, matrix: bool, exponent: float, times: float, seed: int
+) -> None:
+    """Whether hooks look at a norm or at its square: what is above the bound is brought to it, all else is not touched,
+    over the whole range of float32."""
+    chance = torch.Generator().manual_seed(seed)
+    values = torch.randn((1, size) if matrix else (size,), generator=chance).double()
+    grad = (values / values.norm() * 10**exponent).float()
+    bound = float(grad.double().norm()) / times
+    param = nn.Parameter(torch.zeros_like(grad))
+    clip = f"clip: {{total: {{method: norm, max_norm: {bound!r}, scope: param}}, at: backward}}"
+    rules = parse_rules(f"version: 1\nrules: {{}}\n{clip}\n")
+    model = nn.ParameterList([param])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[], strict=True):
+        (param * grad).sum().backward()
+    assert param.grad is not None
+    if times < 1:
+        assert torch.equal(param.grad, grad)
+    else:
+        norm = float(grad.double().norm())
+        wanted = bound * norm / (norm + 1e-6)  # as torch's clip
+        assert float(param.grad.double().norm()) == pytest.approx(wanted, rel=1e-5)

@@ -65,7 +65,10 @@ def test_carets_stand_under_what_is_wrong() -> None:
 
 
 def test_every_code_is_explained_and_raised() -> None:
-    """The catalogue, the codes in the sources and the codes that fixtures raise are the same set."""
+    """The catalogue, the codes in the sources and the codes that fixtures raise are the same set (GW3xx are those of
+    test files: tests/ruletests).
+    """
+    catalogue = {code for code in CODES if not code.startswith("GW3")}
     in_sources = {
         code for path in PACKAGE.glob("*.py") for code in re.findall(r"\bGW\d{3}\b", path.read_text("utf-8"))
     }
@@ -74,8 +77,8 @@ def test_every_code_is_explained_and_raised() -> None:
         for path in HERE.glob("*.bad.txt")
         for code in re.findall(r"^GW\d{3}", path.read_text("utf-8"), re.MULTILINE)
     }
-    assert in_sources == set(CODES)
-    assert raised | {"GW009", "GW202"} == set(CODES)
+    assert in_sources == catalogue
+    assert raised | {"GW009", "GW202"} == catalogue
     for code, entry in CODES.items():
         assert code in explain(code)
         assert all((entry.title, entry.meaning, entry.example, entry.mend))

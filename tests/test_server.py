@@ -298,7 +298,7 @@ def test_load_takes_a_small_share_of_one_core(attack: Callable[[socket.socket], 
         used, elapsed = time.clock_gettime(clock) - used, time.monotonic() - started
     # The share, the burst and one turn; tripled, because the clocks of a busy machine are no ruler. Without
     # the allowance this is ten times as much.
-    assert used < 3 * (0.03 * elapsed + 0.02)
+    assert used < 3 * (Limits().cpu_share * elapsed + 0.04)
 
 
 @pytest.mark.parametrize(("sent", "large"), [(b"", False), (b"GET /metrics HT", False), (GET, True)])

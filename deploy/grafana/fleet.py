@@ -8,9 +8,34 @@ from grafana_foundation_sdk.builders.dashboard import (
     Dashboard,
     Row,
 )
-from panels import CALM, OK_IS_ZERO, board, lines, number, query, rows_of, with_all
+from panels import (
+    CALM,
+    OK_IS_ZERO,
+    RUN_COLUMN,
+    Column,
+    board,
+    counts,
+    lines,
+    number,
+    query,
+    rows_of,
+    with_all,
+)
 
 JOB = 'job=~"$job"'
+RUN_COLUMNS = {
+    "run_id": RUN_COLUMN,
+    "Value #A": Column("Rules firing", "short", ((None, "green"), (1, "red"))),
+    "Value #B": Column("Steps / s", "ops"),
+    "Value #C": Column("Since last step", "s", ((None, "text"), (300, "red"))),
+    "Value #D": Column("Gradient norm", "none"),
+    "Value #E": Column("Non-finite", "short", ((None, "text"), (1, "red"))),
+    "Value #F": Column("Skipped", "short", ((None, "text"), (1, "orange"))),
+    "Value #G": Column("Overhead", "percentunit", ((None, "text"), (0.05, "red"))),
+    "Value #H": Column("Coverage", "percentunit", ((None, "red"), (1, "text"))),
+    "outcome": Column("Ended"),
+}
+"""As the queries of the table come, A to I; of the last one only a label is shown."""
 
 
 def now() -> tuple[Any, ...]:
@@ -66,16 +91,36 @@ def runs() -> tuple[Any, ...]:
     return (
         Row("Runs"),
         rows_of(
-            "Firing rules",
-            "Runs with firing rules, the most first.",
-            "short",
-            f"sort_desc(run_id:gradwatch_rules_active:count{{{JOB}}})",
+            "Runs",
+            "One line a run that trains, or that `gradwatch serve` saw end within the hour; firing ones first.",
+            RUN_COLUMNS,
+            f"run_id:gradwatch_rules_active:count{{{JOB}}}",
+            f"run_id:gradwatch_steps:rate{{{JOB}}}",
+            f"time() - run_id:gradwatch_last_step_timestamp_seconds:max{{{JOB}}}",
+            f"run_id:gradwatch_grad_norm:max{{{JOB}}}",
+            f"run_id:gradwatch_nonfinite_steps:max{{{JOB}}}",
+            f"run_id:gradwatch_skipped_steps:max{{{JOB}}}",
+            f"run_id:gradwatch_overhead:max{{{JOB}}}",
+            f"run_id:gradwatch_coverage:min{{{JOB}}}",
+            f"max by (run_id, outcome) (gradwatch_run_outcome{{{JOB}}}) == 1",
+            sort="Rules firing",
+            span=24,
         ),
         rows_of(
             "Alerts",
             "Every alert of gradwatch that is pending or firing.",
-            "short",
-            'ALERTS{alertname=~"Gradwatch.+"} or ALERTS_FOR_STATE{alertname=~"Gradwatch.+"}',
+            {
+                "alertname": Column("Alert", width=280),
+                "alertstate": Column("State"),
+                "severity": Column("Severity"),
+                "run_id": RUN_COLUMN,
+                "rank": Column("Rank"),
+                "rule": Column("Rule"),
+            },
+            'ALERTS{alertname=~"Gradwatch.+"}',
+            sort="State",
+            descending=False,
+            span=24,
         ),
         lines(
             "Steps / s",
@@ -90,22 +135,19 @@ def runs() -> tuple[Any, ...]:
             query(f"run_id:gradwatch_grad_norm:max{{{JOB}}}", "{{run_id}}"),
             log=True,
         ),
-        lines(
+        counts(
             "Firings",
-            "Rules that began to fire, per run.",
-            "short",
-            query(f"run_id:gradwatch_rule_firings:increase{{{JOB}}}", "{{run_id}}"),
+            "Rules that began to fire in the last four scrapes, per run.",
+            query(f"round(run_id:gradwatch_rule_firings:increase{{{JOB}}})", "{{run_id}}"),
         ),
-        lines(
+        counts(
             "Non-finite steps",
             "Steps with a NaN or Inf, since each run began.",
-            "short",
             query(f"run_id:gradwatch_nonfinite_steps:max{{{JOB}}}", "{{run_id}}"),
         ),
-        lines(
+        counts(
             "Skipped steps",
             "Steps skipped by gradwatch since each run began.",
-            "short",
             query(f"run_id:gradwatch_skipped_steps:max{{{JOB}}}", "{{run_id}}"),
         ),
         lines(
@@ -121,11 +163,23 @@ def runs() -> tuple[Any, ...]:
             query(f"time() - run_id:gradwatch_last_step_timestamp_seconds:max{{{JOB}}}", "{{run_id}}"),
         ),
         lines(
-            "Overhead and coverage",
-            "Largest share of time gradwatch takes, and smallest share of parameters it can measure.",
+            "Overhead",
+            "Largest share of the time of a step that gradwatch takes, over the ranks of each run.",
             "percentunit",
-            query(f"run_id:gradwatch_overhead:max{{{JOB}}}", "{{run_id}} overhead"),
-            query(f"run_id:gradwatch_coverage:min{{{JOB}}}", "{{run_id}} coverage"),
+            query(f"run_id:gradwatch_overhead:max{{{JOB}}}", "{{run_id}}"),
+        ),
+        lines(
+            "Coverage",
+            "Smallest share of the parameters that can be measured, over the ranks of each run.",
+            "percentunit",
+            query(f"run_id:gradwatch_coverage:min{{{JOB}}}", "{{run_id}}"),
+        )
+        .min(0)
+        .max(1),
+        counts(
+            "Ranks up",
+            "Processes of each run that answered the last scrape.",
+            query(f"run_id:gradwatch_targets:count{{{JOB}}}", "{{run_id}}"),
         ),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grafana_foundation_sdk.builders import common, stat, table, timeseries
@@ -15,11 +16,13 @@ from grafana_foundation_sdk.builders.dashboard import (
     ThresholdsConfig,
 )
 from grafana_foundation_sdk.builders.prometheus import Dataquery
-from grafana_foundation_sdk.models.common import ScaleDistribution
+from grafana_foundation_sdk.models.common import LineInterpolation, ScaleDistribution
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    DataTransformerConfig,
+    DynamicConfigValue,
     Threshold,
     ThresholdsMode,
     VariableRefresh,
@@ -82,19 +85,87 @@ def lines(title: str, about: str, unit: str, *queries: Dataquery, log: bool = Fa
     return panel
 
 
-def rows_of(title: str, about: str, unit: str, expr: str, span: int = 12) -> Any:
-    """A table of the latest values, one row a series."""
-    target = query(expr, instant=True).format(PromQueryFormat.TABLE)
-    return (
-        table.Panel()
-        .title(title)
-        .description(about)
-        .datasource(SOURCE)
-        .unit(unit)
-        .span(span)
-        .height(8)
-        .with_target(target)
-    )
+def states(title: str, about: str, *queries: Dataquery, span: int = 12) -> Any:
+    """Curves that are 1 or 0, drawn as steps."""
+    panel = lines(title, about, "short", *queries, span=span).fill_opacity(0)
+    return panel.line_interpolation(LineInterpolation.STEP_AFTER).min(0).max(1).decimals(0)
+
+
+def counts(title: str, about: str, *queries: Dataquery, span: int = 12) -> Any:
+    """Curves of whole numbers, flat at the bottom where nothing has happened."""
+    panel = lines(title, about, "short", *queries, span=span)
+    return panel.line_interpolation(LineInterpolation.STEP_AFTER).min(0).axis_soft_max(4).decimals(0)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its heading, and how its numbers are shown."""
+
+    heading: str
+    unit: str = ""
+    colours: tuple[tuple[float | None, str], ...] = ()
+    link: str = ""
+    width: int = 0
+
+    def properties(self) -> list[DynamicConfigValue]:
+        """As overrides of the field."""
+        found = []
+        if self.unit:
+            found.append(DynamicConfigValue(id_val="unit", value=self.unit))
+        if self.colours:
+            levels = [{"value": value, "color": colour} for value, colour in self.colours]
+            found.append(DynamicConfigValue(id_val="thresholds", value={"mode": "absolute", "steps": levels}))
+            found.append(DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-text"}))
+        if self.width:
+            found.append(DynamicConfigValue(id_val="custom.width", value=self.width))
+        if self.link:
+            found.append(
+                DynamicConfigValue(id_val="links", value=[{"title": "Look at it", "url": self.link}])
+            )
+        return found
+
+
+RUN_COLUMN = Column("Run", link="/d/gradwatch-run?var-run_id=${__value.raw}&${__url_time_range}", width=200)
+"""The name of a run, which leads to its dashboard."""
+
+
+def rows_of(
+    title: str,
+    about: str,
+    columns: Mapping[str, Column],
+    *exprs: str,
+    sort: str,
+    descending: bool = True,
+    span: int = 12,
+) -> Any:
+    """A table of the latest values: labels and values as columns, in this order; nothing else is shown.
+
+    The value of a single query is called Value, those of several Value #A, Value #B; their rows are merged by label.
+    `sort` is the heading by which it is sorted at first.
+    """
+    panel = table.Panel().title(title).description(about).datasource(SOURCE).unit("short")
+    order_by = common.TableSortByFieldState().display_name(sort).desc(descending)
+    panel = panel.span(span).height(8).min_width(80).sort_by([order_by])
+    for letter, expr in zip("ABCDEFGHIJ", exprs, strict=False):
+        panel = panel.with_target(query(expr, instant=True).format(PromQueryFormat.TABLE).ref_id(letter))
+    names = list(columns)
+    order = {name: number for number, name in enumerate(names)}
+    headings = {name: column.heading for name, column in columns.items()}
+    changes = [
+        DataTransformerConfig(id_val="filterFieldsByName", options={"include": {"names": names}}),
+        DataTransformerConfig(
+            id_val="organize",
+            options={"excludeByName": {}, "indexByName": order, "renameByName": headings},
+        ),
+    ]
+    if len(exprs) > 1:  # after the filter: rows are merged where all their labels are equal, __name__ too
+        changes.insert(1, DataTransformerConfig(id_val="merge", options={}))
+    for change in changes:
+        panel = panel.with_transformation(change)
+    for column in columns.values():
+        if column.properties():
+            panel = panel.override_by_name(column.heading, column.properties())
+    return panel
 
 
 def variable(name: str, label: str, values: str, everything: str = ".+") -> QueryVariable:
@@ -132,7 +203,8 @@ def board(uid: str, title: str, about: str) -> Dashboard:
 
 
 def with_all(made: Dashboard, panels: Sequence[Any]) -> Dashboard:
-    """Rows and panels in their order."""
-    for panel in panels:
+    """Rows and panels in their order, numbered: links to a panel keep leading to it."""
+    for number, panel in enumerate(panels, 1):
+        panel = panel.id(number)
         made = made.with_row(panel) if isinstance(panel, Row) else made.with_panel(panel)
     return made

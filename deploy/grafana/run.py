@@ -16,11 +16,14 @@ from panels import (
     RATE,
     RUN,
     SOURCE,
+    Column,
     board,
+    counts,
     lines,
     number,
     query,
     rows_of,
+    states,
     steps,
     variable,
     with_all,
@@ -45,6 +48,14 @@ ANNOTATIONS = {
 }
 
 
+FIRING = (
+    f"max by (rule) (gradwatch_rule_active{{{RANK}}})"
+    f" + max by (rule) (ceil(increase(gradwatch_rule_firings_total{{{RANK}}}[{RATE}])))"
+)
+HAS_FIRED = (
+    f"max by (rule) (max_over_time(gradwatch_rule_active{{{RANK}}}[$__range] @ end()))"
+    f" + max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range] @ end()))"
+)
 STEPS_RATE = f"rate(gradwatch_steps_total{{{RANK}}}[{RATE}])"
 
 
@@ -156,20 +167,22 @@ def places() -> tuple[Any, ...]:
     """Which parameters and groups."""
     return (
         Row("Where?"),
-        lines(
+        states(
             "Firing rules",
-            "Which rules were firing at the last step.",
-            "short",
-            query(
-                f"max by (rule) (gradwatch_rule_active{{{RANK}}})",
-                "{{rule}}",
-            ),
-        ),
+            "1 while a rule fires, and where it began to fire between two scrapes; rules that never did are left out.",
+            query(f"clamp_max({FIRING}, 1) and on (rule) ({HAS_FIRED} > 0)", "{{rule}}"),
+        ).no_value("No rule has fired in this time."),
         rows_of(
             "Firings by rule",
             "How often each rule has fired since the run began.",
-            "short",
-            f"sort_desc(max by (rule, kind, severity) (gradwatch_rule_firings_total{{{RANK}}}))",
+            {
+                "rule": Column("Rule", width=220),
+                "kind": Column("Kind"),
+                "severity": Column("Severity"),
+                "Value": Column("Firings", "short", ((None, "text"), (1, "orange"))),
+            },
+            f"max by (rule, kind, severity) (gradwatch_rule_firings_total{{{RANK}}})",
+            sort="Firings",
         ),
         bargauge.Panel()
         .title("Largest norms")
@@ -211,7 +224,7 @@ def actions() -> tuple[Any, ...]:
         lines(
             "Actions",
             "Actions carried out per minute, by rule.",
-            "short",
+            "opm",
             query(
                 f"max by (rule, action) (rate(gradwatch_actions_total{{{RANK}}}[{RATE}])) * 60",
                 "{{action}} for {{rule}}",
@@ -229,10 +242,9 @@ def actions() -> tuple[Any, ...]:
                 f"min(gradwatch_grad_norm_applied{{{RANK}}} / gradwatch_grad_norm{{{RANK}}})", "coefficient"
             ),
         ),
-        lines(
+        counts(
             "Skipped steps",
             "Steps skipped by gradwatch, and those the GradScaler rejected itself, since the run began.",
-            "short",
             query(f"max(gradwatch_skipped_steps_total{{{RANK}}})", "by gradwatch"),
             query(f"max(gradwatch_scaler_skips_total{{{RANK}}})", "by the GradScaler"),
         ),
@@ -274,10 +286,9 @@ def ranks() -> tuple[Any, ...]:
                 "rank {{rank}}",
             ),
         ),
-        lines(
+        states(
             "Answering",
             "Whether each rank answered the last scrape (1) or not (0).",
-            "short",
             query(f"max by (rank) (up{{{RANK}}})", "rank {{rank}}"),
         ),
     )
@@ -300,16 +311,14 @@ def ourselves() -> tuple[Any, ...]:
                 for quantile, name in ((0.5, "median"), (0.99, "99 %"))
             ),
         ),
-        lines(
+        counts(
             "Faults",
             "Faults kept out of training since the run began, by component.",
-            "short",
             query(f"sum by (component) (gradwatch_internal_errors_total{{{RANK}}})", "{{component}}"),
         ),
-        lines(
+        states(
             "Components",
             "Which parts work (1) and which are switched off after repeated faults (0).",
-            "short",
             query(f"min by (component) (gradwatch_component_up{{{RANK}}})", "{{component}}"),
         ),
         lines(

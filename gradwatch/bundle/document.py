@@ -58,7 +58,7 @@ class GeneratorStates:
 
 @dataclass(frozen=True, slots=True)
 class CallDocument:
-    """One forward call of the step: `model` is the position of the model called in `Document.models`.
+    """One forward call of the step: `model` is the position of what was called in `Document.models`.
 
     `args` and `kwargs` are trees (see above). `outputs` is how many tensors it returned, `gradients` the tensors that
     reached them, by position; `autocast` (enabled, dtype) by kind of device.
@@ -78,10 +78,17 @@ class CallDocument:
 
 @dataclass(frozen=True, slots=True)
 class ModelDocument:
-    """One model: its class, where it computed, and the tensors that hold its buffers and parameters, by name."""
+    """A module that was called, where it computed, and the tensors that hold its buffers and parameters, by name.
+
+    `of` is the position of the watched model it belongs to in `Document.watched`, `name` its FQN in there ("" = the
+    model itself); `of` -1: a criterion, which belongs to none. `spread`: its parameters were over several ranks.
+    """
 
     type: str
+    of: int = 0
+    name: str = ""
     device: str = "cpu"
+    spread: bool = False
     buffers: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,16 +97,18 @@ class ModelDocument:
 class Document:
     """Everything in a bundle that is no tensor.
 
-    `obstacle` says why the step cannot be run again from it ("" = it can). `sites` names the S elements of the tensors
-    `site.norm`, `site.calls` and `site.coef`, and `gradients` the gradients kept, by parameter: as they were found at
-    the step, before anything was done about them, and the part of this rank where they are sharded. `loss_scale` is
-    that of the GradScaler they went through, None without one.
+    `obstacle` says why the step cannot be run again from it ("" = it can). `watched` are the classes of the watched
+    models, `models` the modules that were called: they, parts of them, criteria beside them. `sites` names the S
+    elements of the tensors `site.norm`, `site.calls` and `site.coef`, and `gradients` the gradients kept, by parameter:
+    as they were found at the step, before anything was done about them, and the part of this rank where they are
+    sharded. `loss_scale` is that of the GradScaler they went through, None without one.
     """
 
     incident: Incident
     suspicion: Literal["nonfinite", "exploding", "vanishing"] = "nonfinite"
     obstacle: str = ""
     calls: tuple[CallDocument, ...] = ()
+    watched: tuple[str, ...] = ()
     models: tuple[ModelDocument, ...] = ()
     sites: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)

@@ -1,17 +1,17 @@
-"""`gradwatch rules check | explain | list | schema`: everything about rule files, without torch."""
+"""`gradwatch rules check | test | explain | list | schema`: everything about rule files, without torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.terminal import complain, paint, table
-from gradwatch.errors import Problem, RuleFileError
+from gradwatch.cli import rules_test
+from gradwatch.cli.terminal import complain, framed, paint, plural, table
+from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
     from gradwatch.rules import Rule, RuleSet
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe `gradwatch rules …` to argparse."""
-    parser = commands.add_parser("rules", help="check, explain and list rule files")
+    parser = commands.add_parser("rules", help="check, test, explain and list rule files")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     check = verbs.add_parser("check", help="everything that is wrong with a rule file, with its place")
     check.add_argument("files", nargs="+", metavar="FILE", help="rule file, or a shipped pack by name")
     check.add_argument("--json", action="store_true", help="for a machine")
     check.set_defaults(handler=handle_check)
+
+    rules_test.add_parser(verbs)
 
     explain = verbs.add_parser("explain", help="what an error code such as GW101 means and how to mend it")
     explain.add_argument(
@@ -96,12 +98,6 @@ def check_one(path: str) -> dict[str, Any]:
         return report | {"ok": False, "problems": list(error.problems)}
     enabled, notes = sum(rule.enabled for rule in ruleset.rules), [*unbuilt(ruleset), *unavailable(ruleset)]
     return report | {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
-
-
-def framed(problem: Problem) -> str:
-    """The problem with its source line and caret, the code in red on a terminal."""
-    code, rest = str(problem).split(" ", 1)
-    return f"{paint(code, 'red', sys.stderr)} {rest}"
 
 
 def handle_explain(arguments: argparse.Namespace) -> int:
@@ -221,8 +217,3 @@ def handle_schema(arguments: argparse.Namespace) -> int:
 
     print(json.dumps(json_schema(), indent=2))
     return 0
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 rule`, `2 rules`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from gradwatch.errors import Problem
+
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _ESCAPE = re.compile("\x1b\\[[0-9;]*m")
 
@@ -34,6 +36,12 @@ def complain(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def framed(problem: Problem) -> str:
+    """The problem with its source line and caret, the code in red on a terminal."""
+    code, rest = str(problem).split(" ", 1)
+    return f"{paint(code, 'red', sys.stderr)} {rest}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Left-aligned columns two spaces apart; cells may already be painted."""
     cells = [[paint(title, "bold") for title in header], *rows]
@@ -53,3 +61,8 @@ def width(text: str) -> int:
 def unpainted(text: str) -> str:
     """`text` without escape codes; cut a line only in this form, or its colour would run on."""
     return _ESCAPE.sub("", text)
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 rule`, `2 rules`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -247,6 +247,13 @@ class BoundEngine:
             return decision, state
         return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot, failed))
 
+    def again(self, state: EngineState, snapshot: Snapshot, failed: Failed = raised) -> Decision:
+        """What the standing clips ask of one more gradient of a step that has been judged; nothing is learned of it."""
+        if self.clipping.at == "backward":
+            return Decision()  # the hooks have done it
+        coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
+        return self._standing if coef is None else self._standing | Decision(coef=coef)
+
     def fallback(self, total_norm: float) -> Decision:
         """The orders that hold without a verdict, should `evaluate` fail on one rank of several.
 

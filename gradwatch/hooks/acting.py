@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.applied import factors_of
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import device
 from gradwatch.hooks.device import arrived, clip_factor, kept
@@ -22,7 +23,7 @@ from gradwatch.hooks.evaluations import Evaluations
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
-from gradwatch.hooks.standing import Found, carried_scale, factors_of, put
+from gradwatch.hooks.standing import Found, carried_scale, put
 from gradwatch.hooks.versions import versions_of
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import PARTLY, STANDING_CLIP, Decision, Order
@@ -69,11 +70,12 @@ class Acting:
         what the rule's `on_error` says is done instead.
         """
         error: Exception | None = None
+        passing: Exception | None = None
         if not decision.stop:
-            decision, error = self._attempt(optimizer, lane, decision, turn, max_norm)
+            decision, error, passing = self._attempt(optimizer, lane, decision, turn, max_norm)
         self._done(lane, decision, error)
-        if error is not None:
-            self._failed("action", error)
+        if (fault := error or passing) is not None:
+            self._failed("action", fault)
         if decision.stop:
             if turn is not None and turn.memory is not None:
                 turn.memory.restore()
@@ -86,24 +88,60 @@ class Acting:
         decision: Decision,
         turn: Evaluations | None,
         max_norm: float | None,
-    ) -> tuple[Decision, Exception | None]:
-        """Carry it out; what was done in the end, and the fault that made it differ from what was decided."""
+    ) -> tuple[Decision, Exception | None, Exception | None]:
+        """Carry it out; what was done in the end, the fault that made it differ from what was decided, and one that
+        did not.
+
+        What fails before it has changed anything is tried once more: a passing fault on one rank must not part it from
+        the others, who have none and act.
+        """
         found = versions_of(lane.grads()) if decision.touches and not decision.skip else None
-        try:
-            self._carry_out(optimizer, lane, decision, turn)
-        except Exception as error:
-            self.give_back(lane.index)  # the gradient passes unchanged
-            if found is not None and versions_of(lane.grads()) != found:
-                # To divide again would not give back the same bits.
-                error.__dict__.setdefault("__notes__", []).append(PARTLY)
-            instead = in_place_of(decision, max_norm)
+        passing: Exception | None = None
+        for last in (False, True):
             try:
-                self._carry_out(optimizer, lane, instead, turn)
-            except Exception:  # not even that can be done: it is told as a failure all the same
-                self.give_back(lane.index)
-                instead = replace(instead, skip=False, max_norm=None)
-            return instead, error
-        return decision, None
+                self._carry_out(optimizer, lane, decision, turn)
+            except Exception as error:
+                self.give_back(lane.index)  # the gradient passes unchanged
+                self.open_gate(lane.index)
+                changed = found is not None and versions_of(lane.grads()) != found
+                if changed or last:
+                    return (
+                        self._instead(optimizer, lane, decision, turn, max_norm, error, changed),
+                        error,
+                        None,
+                    )
+                passing = error
+            else:
+                break
+        return decision, None, passing
+
+    def _instead(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        max_norm: float | None,
+        error: Exception,
+        changed: bool,
+    ) -> Decision:
+        """Do what is to be done where a Decision failed; `changed`: after it had changed some gradients."""
+        if changed:  # to divide again would not give back the same bits
+            error.__dict__.setdefault("__notes__", []).append(PARTLY)
+        instead = in_place_of(decision, max_norm)
+        try:
+            self._carry_out(optimizer, lane, instead, turn)
+        except Exception:  # not even that can be done: it is told as a failure all the same
+            self.give_back(lane.index)
+            instead = replace(instead, skip=False, max_norm=None)
+        return instead
+
+    def clip_again(self, lane: Lane, decision: Decision, total: float) -> None:
+        """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
+        if decision.max_norm is not None and only_total(decision):
+            lane.multiply(clip_coefficient(total, decision.max_norm))
+        elif decision.touches:
+            _reshape(lane, decision, total)
 
     def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
@@ -130,7 +168,7 @@ class Acting:
             coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
             self._multiply(optimizer if turn is None else None, lane, coefficient)
         elif decision.touches:
-            _reshape(lane, decision)
+            _reshape(lane, decision, lane.total_applied() if decision.max_norm is not None else 0.0)
 
     def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
         """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
@@ -235,10 +273,10 @@ def where(lane: Lane) -> torch.device:
     return lane.params[0].device
 
 
-def _reshape(lane: Lane, decision: Decision) -> None:
-    """Zero and multiply gradients in place, as decided: each parameter once."""
+def _reshape(lane: Lane, decision: Decision, total: float) -> None:
+    """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = lane.grads()
-    coef = factors_of(decision, lane.total_applied() if decision.max_norm is not None else 0.0, len(grads))
+    coef = factors_of(decision, total, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:

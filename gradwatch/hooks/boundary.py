@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,7 +30,6 @@ from gradwatch.hooks.in_backward import InBackward
 from gradwatch.hooks.judge import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
-from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision
 
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
@@ -150,14 +150,18 @@ class Boundary:
         if self._judge.pooled(lane):
             return  # a rank knows only its own part of a later evaluation, and must not act on it alone
         self._capture.drain()
-        total = lane.total_read()
+        norms = lane.norms_read()
+        total = math.sqrt(np.dot(norms, norms))
         if not math.isfinite(total):
             turn.spoilt = True
             self._inside[lane.index] = 0
             lane.step += 1  # a Snapshot of its own
             self._at_step(optimizer)
-        elif turn.max_norm is not None:
-            lane.multiply(clip_coefficient(total, turn.max_norm))
+            return
+        decision = self._judge.clips_again(lane, norms)
+        if turn.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
+            decision |= Decision(max_norm=turn.max_norm)
+        self._acting.clip_again(lane, decision, total)
 
     def _is_nested(self, optimizer: Optimizer) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.

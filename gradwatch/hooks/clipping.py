@@ -93,7 +93,7 @@ class BeforeClip:
         late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
         for lane in late:
             self._bound(lane)
-        for lane in [*late, *(lane for lane in self._capture.lanes if lane.backwards and lane.unread)]:
+        for lane in [*late, *(lane for lane in self._capture.lanes if lane.overdue)]:
             lane.read()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from gradwatch.hooks.deferred import Measured
@@ -41,6 +43,9 @@ class Judge(Protocol):
 
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the total norm, which a device applies without the host; None = none."""
+
+    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
+        """What the standing clips ask of one more gradient of a step that has been judged, of these `norms[K]`."""
 
     def captured(self) -> None:
         """A step was captured in a CUDA graph: nobody will see its replays."""

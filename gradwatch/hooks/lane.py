@@ -101,6 +101,16 @@ class Lane:
         """Whether a backward was heard whose gradients have not been read."""
         return self._read_at != self.backwards
 
+    @property
+    def overdue(self) -> bool:
+        """Whether there are gradients to read that a clip is about to change.
+
+        Where no backward is ever heard (gradients set by hand, `torch.func.grad`), nothing but the clip tells.
+        """
+        if self.backwards:
+            return self.unread
+        return self._norms is None and self._habit.expected == 0
+
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
         grads: list[Tensor | None] = [param.grad for param in self.params]
@@ -263,13 +273,12 @@ class Lane:
         """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
         return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
 
-    def total_read(self) -> float:
-        """Root sum of squares of what this window's last backward left, read now where it is unread."""
+    def norms_read(self) -> NDArray[np.float64]:
+        """float64[K] what this window's last backward left, read now where it is unread."""
         if self._norms is None or self.unread:
             self.read()
         assert self._norms is not None
-        norms = self._norms.norms()
-        return float(np.sqrt(np.dot(norms, norms)))
+        return self._norms.norms()
 
     def multiply(self, coefficient: np.float32) -> None:
         """Multiply every gradient in place; a coefficient of 1 touches nothing."""

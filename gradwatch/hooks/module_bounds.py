@@ -20,7 +20,7 @@ from gradwatch.bounds import Bound, at_site, factor_of
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.device import capturing, widest
 from gradwatch.hooks.exact import exact_norm
-from gradwatch.hooks.limiter import SCALED, SEVERAL_RANKS, WHY, factor_on_device
+from gradwatch.hooks.turn import SCALED, SEVERAL_RANKS, WHY, factor_on_device
 
 
 class ModuleBounds:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.hooks import reduce
+from gradwatch.hooks import parting, reduce
 from gradwatch.hooks.assemble import Extras, appended
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.group import AloneError, Group, Meeting, announce, meet, place
@@ -100,6 +100,7 @@ class Seat:
     usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
     lost: bool = False
     told: Told | None = None
+    parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
 
     def lose(self, why: str, own: Sites) -> None:
         """Go on without the others; what was laid out for all ranks is laid out anew."""
@@ -136,6 +137,14 @@ class Ranks:
         """Whether the ranks exchange the facts of every step of a lane, and so wait for them."""
         seat = self._seats.get(lane.index)
         return seat is not None and (seat.layout is not None or bool(seat.alone))
+
+    def judging_together(self, lane: Lane) -> str:
+        """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
+        seat = self._seats.get(lane.index)
+        if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites:
+            return ""
+        met = self._wants.acts or self._wants.facts or seat.sharded
+        return f"{self._name}/{lane.index}/{self._meetings}/cause" if met else ""
 
     @property
     def alone(self) -> bool:
@@ -276,6 +285,7 @@ class Ranks:
     ) -> Told | None:
         self._turn.discard(index)
         seat.told = None
+        layout.part(vector, "parted")[layout.rank], seat.parted = float(seat.parted), False
         try:
             told = seat.told = Told(layout, group.total(vector))
         except AloneError as error:
@@ -285,7 +295,17 @@ class Ranks:
         if told.head("blind"):
             ranks = ", ".join(map(str, told.blind))
             self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; nobody acts on it"))
+        if told.parted.any():
+            self._report("ranks", parting.by(told))
         return told
+
+    def did_otherwise(self, lane: Lane) -> None:
+        """This rank could not do what was decided of a step: the others hear it with the facts of the next one."""
+        seat = self._seats.get(lane.index)
+        if seat is not None and seat.layout is not None and seat.group is not None:
+            seat.parted = True
+        elif self.several:
+            self._report("ranks", parting.untold(place()[0], lane.step))
 
     def norms_alone(self, lane: Lane, window: Window, values: Mapping[str, float]) -> Shared | None:
         """The step as every rank sees it but for extra columns: where a fault of ours has spoilt the whole of it.

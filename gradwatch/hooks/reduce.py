@@ -26,7 +26,7 @@ from gradwatch.snapshot import Column, Sites
 Vector = NDArray[np.float64]
 
 HEAD = ("facts", "blind", "provisional", "rejected", "loss", "losses")
-BY_RANK = ("step", "norm_local", "nonfinite", "site", "checksum")
+BY_RANK = ("step", "norm_local", "nonfinite", "site", "checksum", "parted")
 POOLED = ("squares", "applied", "calls", "nan", "inf")
 COMPARED = ("hash", "hash_squared")
 HOLDER = 2.0**26
@@ -137,6 +137,12 @@ class Told:
     def blind(self) -> list[int]:
         """The ranks that took part without facts."""
         return [int(rank) for rank in np.flatnonzero(self.by_rank("step") == 0)]
+
+    @property
+    def parted(self) -> NDArray[np.bool_]:
+        """bool[W]: the ranks that could not do what was decided of their last step, unless none of them could."""
+        alone = self.by_rank("parted") > 0
+        return alone & ~alone.all()
 
     @property
     def loss(self) -> float | None:
@@ -301,7 +307,8 @@ def rank_columns(told: Told, replicas: bool) -> dict[str, Column]:
         columns[RANK_NORM] = Column(norm, place > 0)
         columns[RANK_SITE] = Column(place - 1, place > 0)
     if replicas and not told.layout.pooled:
-        odd, differing = deviating(told), differing_sites(told)
+        # A rank that did not clip or skip with the others holds other weights, whatever its reduced gradients say.
+        odd, differing = deviating(told) | told.parted, differing_sites(told)
         counted = max(1, len(differing)) if odd.any() else 0
         columns[RANK_MISMATCH] = Column(np.where(odd, float(counted), 0.0), np.ones(len(odd), bool))
         if len(differing):

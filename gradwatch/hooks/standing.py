@@ -23,8 +23,6 @@ from torch.optim import Optimizer
 from gradwatch.hooks.device import DeviceReading, clip_factor, on_host
 from gradwatch.hooks.elementwise import Elementwise, Scale
 from gradwatch.hooks.norms import CpuReader
-from gradwatch.policies import clip_coefficient
-from gradwatch.snapshot import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +162,3 @@ def carried_scale(optimizer: Optimizer | None) -> Scale:
     """What a fused optimizer will divide its gradients by: a loss scale, a clip of the user's own, or both."""
     scale = getattr(optimizer, "grad_scale", None)
     return scale if isinstance(scale, Tensor) else 1.0
-
-
-def factors_of(decision: Decision, total: float, count: int) -> NDArray[np.float32]:
-    """float32[K]: the factor that a decision comes to for each parameter, `total` being the norm of all of them."""
-    uniform = np.float32(1) if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
-    if decision.coef is None:
-        return np.full(count, uniform, np.float32)
-    # A bound on the total, reached or not, allows no factor above 1: else what it bounds could grow beyond it.
-    return decision.coef if decision.max_norm is None else np.minimum(decision.coef, uniform)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError
 from gradwatch.hooks import clipping, step_hooks
+from gradwatch.interruption import by_signal_handler
 
 if TYPE_CHECKING:
     from gradwatch.launch.discovery import LooseParameters
@@ -80,7 +81,7 @@ def _attach_once(optimizer: Optimizer) -> Watch | None:
     try:
         return attach(optimizer)
     except Exception as error:
-        if os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
+        if by_signal_handler(error) or os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
             raise
         _say_not_watching(error)
         return None

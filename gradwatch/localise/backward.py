@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradwatch.finding import Frame, Operand
 from gradwatch.localise import frames
@@ -85,7 +86,10 @@ class BackwardTracer:
         made, given = tuple(made), tuple(given)
         if len(self.culprits) > COUNTED or finite(made) or not finite(given):
             return
-        self.culprits.append(self._culprit(node, made, given))
+        with (
+            _disable_current_modes()
+        ):  # a mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here
+            self.culprits.append(self._culprit(node, made, given))
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:
         name = node.name()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.localise.attributes import Refused, written_in_place
-from gradwatch.localise.held import MAX_BYTES
+from gradwatch.localise.gathered import is_spread
+from gradwatch.localise.held import MAX_BYTES, shared
 from gradwatch.localise.live import backwards_watched
 from gradwatch.localise.randomness import Generators
 from gradwatch.localise.recorder import Recorder
@@ -37,10 +38,11 @@ class Kept:
 
     run: Callable[[], Any]
     models: Sequence[nn.Module]
-    generators: Generators = field(default_factory=Generators.now)
+    generators: Generators = field(init=False)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.generators = Generators.now(self.models)
         for model in self.models:
             named = model.named_buffers(remove_duplicate=False)
             self.buffers.append({name: buffer.detach().clone() for name, buffer in named})
@@ -68,6 +70,8 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
     for model in kept.models:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise Refused("DistributedDataParallel would take the closure's second run for another step")
+        if is_spread(model) or shared(model):
+            raise Refused("the closure talks to other ranks")
     given: dict[str, Tensor] = {}
     for number, (model, buffers) in enumerate(zip(kept.models, kept.buffers, strict=True)):
         found = stand_ins(model, buffers)

@@ -6,7 +6,7 @@ one pass over at most `max_bytes`, at an incident only. Nothing of the training 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ from gradwatch.hooks.dense import local
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.fingerprint import fingerprint
 from gradwatch.localise.frames import frame_of
+from gradwatch.localise.gathered import is_spread
 from gradwatch.localise.held import Call, inner, shared
-from gradwatch.localise.randomness import Generators
+from gradwatch.localise.randomness import CPU, NUMPY, PYTHON, Generators, of_cuda
 from gradwatch.localise.replay import refuse
 from gradwatch.localise.trees import encode, missing
 from gradwatch.localise.values import tensors
@@ -37,6 +38,7 @@ DTYPES = frozenset(
 
 UNASKED = "not asked for; write `snapshot: {batch: true}`"
 NO_GRADIENT = "the gradient at its outputs was not kept: beyond max_bytes"
+OWN_GENERATOR = "the forward draws from a generator of the script's own, not from one of the process"
 SPREAD = "spread over ranks, and this one holds a part; name the checkpoint when it is run again"
 
 
@@ -50,6 +52,7 @@ class Evidence:
     max_bytes: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     calls: tuple[CallDocument, ...] = ()
+    watched: tuple[str, ...] = ()
     models: tuple[ModelDocument, ...] = ()
     gradients: dict[str, str] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -109,12 +112,16 @@ def copied(tensor: Tensor) -> Tensor:
 def gather(
     evidence: Evidence,
     held: list[tuple[nn.Module, Call]],
+    watched: Sequence[nn.Module],
     gradients: Iterable[tuple[str, Tensor]],
     *,
     batch: bool,
     parameters: bool,
 ) -> None:
-    """Put into `evidence` the calls of the step `held`, the `gradients` named and, if asked, inputs and weights."""
+    """Put into `evidence` the calls of the step `held`, the `gradients` named and, if asked, inputs and weights.
+
+    `watched` are the models that the function of a replay is to build.
+    """
     bases = list({id(inner(model)): inner(model) for model, _ in held}.values())
     states = [_generators(evidence, n, call.generators) for n, (_, call) in enumerate(held)]
     trees = [_arguments(evidence, n, call, batch) for n, (_, call) in enumerate(held)]
@@ -136,7 +143,10 @@ def gather(
         if kept := evidence.keep(f"gradient.{name}", grad):
             evidence.gradients[name] = kept
     weights = [_parameters(evidence, n, base) if parameters else {} for n, base in enumerate(bases)]
-    evidence.models = tuple(map(_model, bases, buffers, weights))
+    evidence.watched = tuple(map(_type, map(inner, watched)))
+    evidence.models = tuple(
+        _model(base, watched, *kept) for base, *kept in zip(bases, buffers, weights, strict=True)
+    )
     evidence.obstacle = _obstacle(evidence, held)
     evidence.let_go()
 
@@ -145,19 +155,25 @@ def _generators(evidence: Evidence, n: int, found: Generators) -> GeneratorState
     """Of one call; what was not looked at is not drawn from."""
     name = f"generator.{n}"
     told: dict[str, Any] = {}
-    if found.python is not None:
-        _, words, told["gauss_next"] = found.python
-        told["python"] = evidence.keep_bytes(f"{name}.python", np.array(words, "<u4").tobytes())
-    if found.numpy is not None and found.numpy[0] == "MT19937":
-        _, words, *rest = found.numpy
-        told["numpy"] = evidence.keep_bytes(f"{name}.numpy", np.asarray(words, "<u4").tobytes())
-        told |= dict(zip(("position", "has_gauss", "cached_gaussian"), rest, strict=True))
-    elif found.numpy is not None:
-        evidence.left_out.append(LeftOut(f"{name}.numpy", 0, f"numpy's generator is {found.numpy[0]}"))
-    if found.cpu is not None:
-        told["cpu"] = evidence.keep(f"{name}.cpu", found.cpu)
-    told["cuda"] = {str(k): evidence.keep(f"{name}.cuda{k}", state) for k, state in found.cuda.items()}
-    return GeneratorStates(**told)
+    cuda: dict[str, str] = {}
+    devices = {id(source): k for k, source in enumerate(of_cuda())} if torch.cuda.is_initialized() else {}
+    moved = found.moved()
+    for source, state in found.states:
+        if source is PYTHON:
+            _, words, told["gauss_next"] = state
+            told["python"] = evidence.keep_bytes(f"{name}.python", np.array(words, "<u4").tobytes())
+        elif source is NUMPY and state[0] == "MT19937":
+            _, words, *rest = state
+            told["numpy"] = evidence.keep_bytes(f"{name}.numpy", np.asarray(words, "<u4").tobytes())
+            told |= dict(zip(("position", "has_gauss", "cached_gaussian"), rest, strict=True))
+        elif source is CPU:
+            told["cpu"] = evidence.keep(f"{name}.cpu", state)
+        elif id(source) in devices:
+            k = devices[id(source)]
+            cuda[str(k)] = evidence.keep(f"{name}.cuda{k}", state)
+        elif source in moved:
+            evidence.left_out.append(LeftOut(f"{name}.own", 0, OWN_GENERATOR))
+    return GeneratorStates(**told, cuda=cuda)
 
 
 def _arguments(evidence: Evidence, n: int, call: Call, batch: bool) -> tuple[Any, Any]:
@@ -219,7 +235,7 @@ def _buffers(evidence: Evidence, n: int, base: nn.Module, before: Mapping[str, T
 
 
 def _parameters(evidence: Evidence, n: int, base: nn.Module) -> dict[str, str]:
-    if shared(base):
+    if is_spread(base) or shared(base):
         size = sum(param.numel() * param.element_size() for param in base.parameters())
         evidence.left_out.append(LeftOut(f"parameter.{n}", size, SPREAD))
         return {}
@@ -228,24 +244,61 @@ def _parameters(evidence: Evidence, n: int, base: nn.Module) -> dict[str, str]:
     return {name: kept for name, kept in found.items() if kept}
 
 
-def _model(base: nn.Module, buffers: Mapping[str, str], weights: Mapping[str, str]) -> ModelDocument:
-    kind = f"{type(base).__module__}.{type(base).__qualname__}"
+def _model(
+    base: nn.Module, watched: Sequence[nn.Module], buffers: Mapping[str, str], weights: Mapping[str, str]
+) -> ModelDocument:
     where = next((param.device for param in base.parameters()), torch.device("cpu"))
-    return ModelDocument(kind, str(where), buffers, weights)
+    of, name = _place(base, watched)
+    return ModelDocument(_type(base), of, name, str(where), is_spread(base), buffers, weights)
+
+
+def _place(base: nn.Module, watched: Sequence[nn.Module]) -> tuple[int, str]:
+    """Which watched model it is a part of, and its name there; (-1, "") for a criterion."""
+    for of, model in enumerate(watched):
+        for name, module in inner(model).named_modules():
+            if module is base:
+                return of, name
+    return -1, ""
+
+
+def _type(base: nn.Module) -> str:
+    return f"{type(base).__module__}.{type(base).__qualname__}"
+
+
+def _without_idle_criteria(
+    evidence: Evidence, held: list[tuple[nn.Module, Call]]
+) -> list[tuple[nn.Module, Call]]:
+    """The calls, less those of criteria that cannot be run again from what was kept: the model's can without."""
+    kept = []
+    for pair, told in zip(held, evidence.calls, strict=True):
+        gap = _gap(*pair, told) if evidence.models[told.model].of < 0 else ""
+        if gap:
+            what = f"the call of {evidence.models[told.model].type}"
+            evidence.left_out.append(LeftOut(what, 0, f"cannot be run again: {gap}"))
+        else:
+            kept.append((pair, told))
+    evidence.calls = tuple(told for _, told in kept)
+    return [pair for pair, _ in kept]
 
 
 def _obstacle(evidence: Evidence, held: list[tuple[nn.Module, Call]]) -> str:
     """Why the calls cannot be run again from what was kept; "" where they can."""
-    for (model, call), told in zip(held, evidence.calls, strict=True):
-        try:
-            refuse(inner(model), call)
-        except Refused as refusal:
-            return str(refusal)
-        for place, tree in (("args", told.args), ("kwargs", told.kwargs)):
-            if gap := next(missing(tree, place), ""):
-                return f"its inputs were {UNASKED}" if gap.endswith(UNASKED) else f"{gap} was not kept"
-        if len(told.gradients) < len(call.gradients):
-            return NO_GRADIENT
+    held = _without_idle_criteria(evidence, held)
+    gaps = (_gap(model, call, told) for (model, call), told in zip(held, evidence.calls, strict=True))
+    if gap := next(filter(None, gaps), ""):
+        return gap
     if lost := next((one for one in evidence.left_out if one.name.startswith("generator.")), None):
         return f"the state of a random generator was not kept: {lost}"
     return "" if held else "no call was held"
+
+
+def _gap(model: nn.Module, call: Call, told: CallDocument) -> str:
+    """What one call lacks; "" where it lacks nothing."""
+    try:
+        refuse(inner(model), call)
+    except Refused as refusal:
+        return str(refusal)
+    for place, tree in (("args", told.args), ("kwargs", told.kwargs)):
+        if gap := next(missing(tree, place), ""):
+            return f"its inputs were {UNASKED}" if gap.endswith(UNASKED) else f"{gap} was not kept"
+    return NO_GRADIENT if len(told.gradients) < len(call.gradients) else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwatch.finding import Frame, Operand
 from gradwatch.hooks.device import capturing
 from gradwatch.localise import frames
-from gradwatch.localise.operations import NOT_READ, of_kernel
+from gradwatch.localise.operations import CONTRACTIONS, NOT_READ, of_kernel, read_by
 from gradwatch.localise.values import State, describe, readable, state, tensors
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
@@ -136,6 +136,7 @@ class ForwardTracer(TorchDispatchMode):
         broken = [(tensor, found) for tensor, found in broken if not found.finite]
         if not broken or name.rstrip("_") in NOT_READ:
             return
+        args, kwargs = read_by(name, args, kwargs)
         given = tensors((args, kwargs))
         states = [before.get(id(tensor)) or state(tensor) for tensor in given]
         for tensor, found in broken:
@@ -153,6 +154,8 @@ class ForwardTracer(TorchDispatchMode):
     ) -> Origin:
         """The origin of what `made` holds, a new one where this operation is it."""
         traced = list(self._sources(name, given, states))
+        if name in CONTRACTIONS:
+            traced = [replace(one, intended=False) if one.external else one for one in traced]
         if found.nan and not any(one.nan for one in states):
             overflow = [one for one in traced if not (one.intended or one.nan)]
             if overflow:

@@ -37,19 +37,21 @@ def of_traceback(entries: Iterable[str]) -> tuple[Frame, ...]:
     return _chosen(_parsed(list(entries)))
 
 
-def calling() -> tuple[CodeType, int] | None:
-    """The line that called a model, cheaply: what `frame_of` makes a Frame of when it is wanted."""
+def calling() -> FrameType | None:
+    """The frame that called a model, cheaply."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH, OURS)):
-            return frame.f_code, frame.f_lineno
+    while frame is not None and not is_of_user(frame):
         frame = frame.f_back
-    return None
+    return frame
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether it is neither torch's nor gradwatch's."""
+    return not frame.f_code.co_filename.startswith((TORCH, OURS))
 
 
 def frame_of(called: tuple[CodeType, int] | None) -> tuple[Frame, ...]:
-    """The Frame of what `calling` gave, () for None."""
+    """The Frame of a code object and a line in it, () for None."""
     if called is None:
         return ()
     code, line = called

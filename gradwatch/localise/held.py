@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import alias
 from gradwatch.hooks.device import capturing
 from gradwatch.hooks.modules import Tap
 from gradwatch.localise.buffers import Buffers
 from gradwatch.localise.frames import calling
+from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
 
@@ -35,7 +37,7 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
-TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel", "FSDPModule"})
+TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _orders = itertools.count()  # of calls, over all models of the process
@@ -47,8 +49,9 @@ class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `reason` says why it cannot be run again ("" = it can); `caller` is
-    the line that made the call; `indices` are the samples it was told to be of (`Watch.batch`).
+    those of the tensors among the arguments; `tasks` the graph tasks of the backwards that reached it; `reason` says
+    why it cannot be run again ("" = it can); `caller` is the line that made the call; `indices` are the samples it was
+    told to be of (`Watch.batch`).
     """
 
     order: int
@@ -65,6 +68,7 @@ class Call:
     nbytes: int = 0
     outputs: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    tasks: set[int] = field(default_factory=set)
     reason: str = ""
 
     def release(self, reason: str) -> None:
@@ -84,14 +88,28 @@ class Call:
             yield
 
 
+class Outermost:
+    """Which of several holdings hears a call under way: what it calls in turn is a part of it."""
+
+    def __init__(self) -> None:
+        self.now: Holding | None = None
+
+
 class Holding:
     """Holds the calls of one model between two steps; `close` removes its hooks. Never raises into the forward.
 
-    `max_bytes` caps what is held (see `MAX_BYTES`).
+    `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
+    `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
     """
 
     def __init__(
-        self, model: nn.Module, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES
+        self,
+        model: nn.Module,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int = MAX_BYTES,
+        outermost: Outermost | None = None,
+        met: Callable[[FrameType | None], None] | None = None,
+        light: bool = False,
     ) -> None:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
@@ -100,12 +118,15 @@ class Holding:
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
-        self._generators = Held()
+        self._outermost = outermost or Outermost()
+        self._met = met
+        self._light = light
+        self._generators = Held(self.model)
         self._buffers = Buffers(inner(model))
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._open: Call | None = None
         self._seen = 0
-        self._before_params: list[int] | None = None
+        self._before_params: dict[int, int] | None = None
         self._caller: tuple[CodeType, int] | None = None
         self._handles: list[RemovableHandle] = []
         self.refused = shared(model)
@@ -132,6 +153,19 @@ class Holding:
         self.indices = None
         self._open = None
 
+    def cleared(self, over: Container[int] | None = None) -> set[int]:
+        """Gradients of earlier backwards were thrown away: forget the calls that only those had reached.
+
+        With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
+        """
+        now = graph_task.current()
+        gone = [call for call in self.calls if call.tasks and now not in call.tasks]
+        if over is not None:
+            gone = [call for call in gone if all(task in over for task in call.tasks)]
+        for call in gone:
+            self.calls.remove(call)
+        return {task for call in gone for task in call.tasks}
+
     def taken(self, optimizer: Optimizer, before: int) -> None:
         """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
 
@@ -141,14 +175,19 @@ class Holding:
         self.indices = None
         if not self.calls:
             return
-        if self._moves(optimizer):
+        if self.moves(optimizer):
             self.drop()
             return
         kept = [call for call in self.calls if not call.gradients and call.step > before]
         self.calls.clear()
         self.calls.extend(kept)
 
-    def _moves(self, optimizer: Optimizer) -> bool:
+    @property
+    def heard(self) -> bool:
+        """Whether the model has ever been called, wanting gradients."""
+        return self._seen > 0
+
+    def moves(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._movers.get(optimizer)
@@ -171,7 +210,13 @@ class Holding:
         return guarded
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._outermost.now not in (None, self):
+            return
+        self._outermost.now = self
         held, given = _held(args, kwargs)
+        nbytes = sum(map(_nbytes, given))
+        if self._light and nbytes > self._max_bytes:
+            return
         self._open = Call(
             next(_orders),
             self.steps,
@@ -183,7 +228,7 @@ class Holding:
             training=module.training,
             caller=self._called(),
             indices=self.indices,
-            nbytes=sum(map(_nbytes, given)),
+            nbytes=nbytes,
         )
         if self._seen < LOOKED_AT:
             self._before_params = _versions(module)
@@ -191,17 +236,22 @@ class Holding:
     def _called(self) -> tuple[CodeType, int] | None:
         """The line that calls the model: nearly always the same, and 5 us to find out."""
         if self._generators.looking or self._caller is None:
-            self._caller = calling()
+            frame = calling()
+            self._caller = None if frame is None else (frame.f_code, frame.f_lineno)
+            if self._met is not None and self._seen < LOOKED_AT:
+                self._met(frame)
         return self._caller
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self._open = self._open, None
+        if self._outermost.now is self:
+            self._outermost.now = None
         if call is None:
             return
         self._generators.after()
         if self._seen < LOOKED_AT:
             self._seen += 1
-            if self._before_params is not None and self._before_params != _versions(module):
+            if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
             self._before_params = None
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
@@ -228,6 +278,7 @@ class Holding:
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
         if kept is None:
             return
+        call.tasks.add(graph_task.current())
         before = call.gradients.get(position)
         call.gradients[position] = kept if before is None else before + kept
         call.nbytes += 0 if before is not None else _nbytes(kept)
@@ -251,9 +302,7 @@ def shared(model: nn.Module) -> str:
         kinds = {each.__name__ for each in type(module).__mro__}
         if kinds & TALKING:
             return f"the forward of {type(module).__name__} talks to other ranks"
-    if any(type(param).__name__ == "DTensor" for param in model.parameters()):
-        return "its parameters are spread over ranks"
-    return ""
+    return ungatherable(model) if is_spread(model) else ""
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -298,6 +347,10 @@ def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
     }
 
 
-def _versions(module: nn.Module) -> list[int]:
-    params: Iterable[Tensor] = module.parameters()
-    return [param._version for param in params]
+def _versions(module: nn.Module) -> dict[int, int]:
+    """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
+    return {id(param): param._version for param in module.parameters()}
+
+
+def _written(before: dict[int, int], now: dict[int, int]) -> bool:
+    return any(now.get(one, version) != version for one, version in before.items())

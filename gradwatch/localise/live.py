@@ -56,6 +56,11 @@ class Live:
         self._stack.enter_context(backwards_watched(self._backward))
         self._began = time.perf_counter()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._stack is not None
+
     def end(self) -> Trace | None:
         """The next step is about to be taken; None where nothing was being recorded."""
         if self._stack is None or self._recorder is None:

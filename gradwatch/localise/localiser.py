@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.finding import Batch, Finding
@@ -22,11 +22,14 @@ from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
 from gradwatch.localise.fingerprint import fingerprint
-from gradwatch.localise.held import Call, Holding, inner
+from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
+from gradwatch.localise.held import Call, inner
+from gradwatch.localise.holdings import Holdings
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import refuse, replay
+from gradwatch.localise.replay import Trace, refuse, replay, within
+from gradwatch.localise.together import Together
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -74,7 +77,7 @@ class Localiser:
         self._hold = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
-        self._holdings: list[Holding] = []
+        self._holdings = Holdings(failed, max_bytes)
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()
@@ -82,6 +85,7 @@ class Localiser:
         self._closure: Kept | None = None
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
+        self._together: Together | None = None
         self.add(models)
         self._remove = step_hooks.listen(self)
 
@@ -90,28 +94,32 @@ class Localiser:
         for model in models:
             self._models.append(weakref.ref(model))
             if self._hold:
-                self._holdings.append(Holding(model, self._failed, self._max_bytes))
+                self._holdings.add(model)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""
         self._remove()
-        for holding in self._holdings:
-            holding.close()
-        self._holdings.clear()
+        self._holdings.close()
         if self._live is not None:
             self._live.close()
             self._live = None
 
     def forget(self) -> None:
         """Let go of the calls that were held: they belong to no step."""
-        for holding in self._holdings:
-            holding.drop()
+        self._holdings.drop()
+
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients of earlier backwards: what led to them is part of no step."""
+        try:
+            self._holdings.cleared(optimizer)
+        except Exception as error:
+            self._failed("localise", error)
 
     @contextlib.contextmanager
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
         """While this is entered, the step to localise is what `run` computes."""
         try:
-            self._closure = Kept(run, self._alive())
+            self._closure = Kept(run, self.models())
         except Exception as error:
             self._failed("localise", error)
         try:
@@ -121,47 +129,56 @@ class Localiser:
 
     # -- asked by the composition root -------------------------------------------------------------------
 
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive, without what DDP and torch.compile wrap around them."""
+        return [inner(model) for ref in self._models if (model := ref()) is not None]
+
     def tell(self, indices: Any) -> None:
         """Which samples of the dataset the calls are of that follow, until a step is taken."""
         for holding in self._holdings:
             holding.indices = indices
 
     def held(self) -> list[tuple[nn.Module, Call]]:
-        """The calls of this step whose outputs got a gradient, or that could not be held, in their order."""
-        held = []
-        for holding in self._holdings:
-            model = holding.model()
-            if model is not None:
-                held += [(model, call) for call in holding.calls if call.gradients or call.reason]
-        return sorted(held, key=lambda pair: pair[1].order)
+        """(module, call) of those of this step that a gradient has reached, in the order they were made."""
+        return self._holdings.calls()
 
     @property
     def dropped(self) -> int:
         """Calls of this step that were let go of to stay within `max_bytes`."""
-        return sum(holding.dropped for holding in self._holdings)
+        return self._holdings.dropped
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
         """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
-        for holding in self._holdings:
-            if holding.refused:
-                return holding.refused
-        return "" if held else NOT_SEEN
+        return self._holdings.refused or ("" if held else NOT_SEEN)
 
     def due(self, incident: str) -> bool:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
         return self._incidents.get(incident, 0) < TRIES
 
-    def localise(self, ask: Ask, late: bool = False) -> Finding:
-        """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises."""
+    def localise(self, ask: Ask, late: bool = False, together: Together | None = None) -> Finding:
+        """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises.
+
+        `together`: the ranks, where all of them localise this step. Then they tell the cause on the rank that has it.
+        """
+        self._together = together
+        newest = self._newest()
+        if self._last is not None and self._last[0] == newest >= 0 and ask.way == "replay":
+            self._incidents[ask.incident] = TRIES
+            return self._signed(self._last[1], ask)  # two optimizers, one backward
         try:
             finding = self._localised(ask, late)
         except Exception as error:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
+        finding = finding.told(batch=self._batch_of(finding))  # this rank's own, before all are told of one
+        if together is not None:
+            finding = self._told_together(together, finding)
+        if finding.found and finding.phase != "loss":
+            self._last = (newest, finding)
         self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
         while len(self._incidents) > 1024:
             self._incidents.pop(next(iter(self._incidents)))
-        return self._signed(finding.told(batch=self._batch_of(finding)), ask)
+        return self._signed(finding, ask)
 
     def recorded(self) -> tuple[Finding, ...]:
         """What recording came to since this was last asked."""
@@ -171,15 +188,15 @@ class Localiser:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _localised(self, ask: Ask, late: bool) -> Finding:
-        if self._recorded and ask.way != "detect_anomaly":
+        apart = self._together is None or not any(map(is_spread, self.models()))
+        if (
+            self._recorded and ask.way != "detect_anomaly" and apart
+        ):  # else the others wait for this rank to agree
             return self._recorded.pop()  # the step under judgement is one that was recorded
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
-        held = self.held()
-        newest = held[-1][1].order if held else -1
-        if self._last is not None and self._last[0] == newest and held:
-            return self._last[1]  # two optimizers, one backward
+        held = self._holdings.calls()
         try:
             if late:
                 raise Refused("its numbers arrived from the device after it was taken")
@@ -189,9 +206,9 @@ class Localiser:
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
-            more = f"{self.dropped} earlier micro-batches were not held (max_bytes)" if self.dropped else ""
+            dropped = self._holdings.dropped
+            more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
-        self._last = (newest, finding)
         spent = time.perf_counter() - started
         return finding.told(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
 
@@ -206,15 +223,54 @@ class Localiser:
         return finding if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
-        if refusal := self.refusal(held):
-            raise Refused(refusal)
+        whole = self._gathered(held)
         if suspicion == "nonfinite":
-            return diagnose(replay(held, self._alive(), self._fault, None, self._max_bytes))
-        profile = Profile(self._alive(), self._fault)
-        traces = replay(held, self._alive(), self._fault, profile, self._max_bytes)
+            return _unless_skipped(replay(held, self.models(), self._fault, None, self._max_bytes, whole))
+        profile = Profile(self.models(), self._fault)
+        traces = replay(held, self.models(), self._fault, profile, self._max_bytes, whole)
         finding = diagnose(traces)
         found = None if finding.found else suspect(profile.layers(), suspicion == "exploding")
         return finding if found is None else warned(found, traces)
+
+    def _gathered(self, held: list[tuple[nn.Module, Call]]) -> dict[int, dict[str, Tensor]]:
+        """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
+        spread = [model for model in self.models() if is_spread(model)]
+        if not spread:
+            self._check(held)
+            return {}
+        if self._together is None:
+            raise Refused("its parameters are spread over ranks, and these do not judge this step together")
+        refusal = ""
+        try:
+            self._check(held)
+            if any(is_spread(model) and inner(model) not in spread for model, _ in held):
+                raise Refused("the loop calls parts of a model that is spread over ranks")
+            refuse_gathering(spread)
+        except Refused as refused:
+            refusal = str(refused)
+        self._together.agree(refusal)
+        return {id(model): gather(model) for model in spread}
+
+    def _told_together(self, together: Together, own: Finding) -> Finding:
+        """What the ranks found; where one of them knows the cause, nobody needs to record the next steps."""
+        try:
+            finding = together.tell(own)
+        except Exception as error:
+            self._failed("localise", error)
+            return own
+        if (
+            finding.found
+            and finding.phase != "loss"
+            and isinstance(self._live, Live)
+            and not self._live.under_way
+        ):
+            self._live = None
+        return finding
+
+    def _newest(self) -> int:
+        """The order of the last call held; -1 where none is."""
+        held = self._holdings.calls()
+        return held[-1][1].order if held else -1
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
         """Record the next steps, and say so."""
@@ -226,20 +282,27 @@ class Localiser:
             if ask.way == "detect_anomaly":
                 self._live = Raising(ask.record_steps)
             else:
-                self._live = Live(self._alive(), ask.record_steps, self._fault)
+                self._live = Live(self.models(), ask.record_steps, self._fault)
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.told(note=_joined(found.note, why))
+
+    def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
+        if refusal := self.refusal(held):
+            raise Refused(refusal)
 
     def _batch_of(self, finding: Finding) -> Batch | None:
         """What went into the call at fault; None where that is not held, or nobody knows which call it was."""
         if finding.batch is not None:
             return finding.batch
         try:
-            held = self.held()
-            known = finding.by == "replay" and finding.found
-            if not (held if known else len(held) == 1):
+            models = self.models()
+            held = [(model, call, within(inner(model), models)) for model, call in self.held()]
+            at = finding.call if finding.by == "replay" and finding.found else len(held) - 1
+            # Of a criterion the batch is that of the model's call before it.
+            given = [(model, call) for model, call, watched in held[: at + 1] if watched]
+            if not given or (len(given) > 1 and not (finding.by == "replay" and finding.found)):
                 return None
-            model, call = held[finding.call if known else 0]
+            model, call = given[-1]
             refuse(inner(model), call)
             return fingerprint(call.args, call.kwargs, call.indices)
         except Refused:  # what is held is no longer what went in
@@ -248,15 +311,12 @@ class Localiser:
             self._failed("localise", error)
             return None
 
-    def _alive(self) -> list[nn.Module]:
-        return [inner(model) for ref in self._models if (model := ref()) is not None]
-
     def _signed(self, finding: Finding, ask: Ask) -> Finding:
         return finding.told(
             rule=ask.rule,
             incident=ask.incident,
             step=ask.step,
-            rank=self._rank,
+            rank=self._rank if self._together is None else finding.rank,
             first_parameter=ask.first_parameter,
         )
 
@@ -280,7 +340,8 @@ class Localiser:
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
             finding = finding.told(note=note, batch=self._batch_of(finding))
             self._recorded.append(self._signed(finding, self._ask))
-            self._incidents[self._ask.incident] = TRIES
+            if self._together is None:  # else the others would not know that it is
+                self._incidents[self._ask.incident] = TRIES
             live.left = 0
         if live.left <= 0:
             self._live = None
@@ -289,9 +350,7 @@ class Localiser:
         """What led to this step cannot be run again; the recording of the next one begins."""
         try:
             self._steps += 1
-            for holding in self._holdings:
-                holding.taken(optimizer, self._steps - OLD)
-                holding.steps = self._steps
+            self._holdings.step_taken(optimizer, self._steps, self._steps - OLD)
             if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._live.begin()
         except Refused as refusal:
@@ -301,6 +360,19 @@ class Localiser:
         except Exception as error:
             self._live = None
             self._failed("localise", error)
+
+
+def _unless_skipped(traces: list[Trace]) -> Finding:
+    """The cause among the calls that were run again; raises Refused where only the others can hold it."""
+    skipped = [trace.skipped for trace in traces if trace.skipped]
+    finding = diagnose(traces)
+    if skipped and not finding.found:
+        raise Refused(skipped[0])
+    if not skipped:
+        return finding
+    return finding.told(
+        note=_joined(finding.note, f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}")
+    )
 
 
 def _in_backward() -> bool:

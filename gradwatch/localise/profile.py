@@ -110,8 +110,12 @@ def suspect(layers: Sequence[Layer], exploding: bool) -> Finding | None:
         )
         for layer in layers
     ]
-    for below, above in itertools.pairwise(layers):
-        if above.at_input > 0:
+    for number, below in enumerate(layers[:-1]):
+        # A gradient may come over a branch (a residual) rather than from the next layer: what a later layer has
+        # given its input already did not begin in this gap.
+        later = [layer for layer in layers[number + 1 :] if layer.at_input > 0]
+        if later:
+            above = (max if exploding else min)(later, key=lambda layer: layer.at_input)
             between = f"between {below.module} and {above.module}"
             told = f"{between} it goes from {above.at_input:.3g} to {below.at_output:.3g}"
             steps.append((below.at_output / above.at_input, _parent(below.module, above.module), "", told))

@@ -24,6 +24,7 @@ from gradwatch.localise.attributes import Refused, written_in_place
 from gradwatch.localise.backward import Culprit
 from gradwatch.localise.forward import Origin, key_of
 from gradwatch.localise.frames import frame_of
+from gradwatch.localise.gathered import without_fsdp
 from gradwatch.localise.held import MAX_BYTES, Call, inner
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
@@ -38,6 +39,7 @@ class Trace:
     backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
     was finite, else `gradient` describes it. `sources`: what an external origin is called, by its key. `caller`:
     the line that called the model. `stray`: an operation that wrote where nobody puts back what was there.
+    `skipped`: why this call was not run again; "" where it was.
     """
 
     caller: tuple[Frame, ...] = ()
@@ -49,6 +51,7 @@ class Trace:
     gradient: Operand | None = None
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     stray: str = ""
+    skipped: str = ""
 
     @property
     def blamed(self) -> bool:
@@ -62,24 +65,43 @@ def replay(
     failed: Callable[[BaseException], None],
     around: AbstractContextManager[Any] | None = None,
     max_bytes: int = MAX_BYTES,
+    whole: Mapping[int, Mapping[str, Tensor]] | None = None,
 ) -> list[Trace]:
     """Run the calls of one step again, in their order: (the model called, its call).
 
     Modules are named by their place in `models`. `around` is entered around every forward. `max_bytes` caps the
-    copies of tensors in module attributes. Raises `Refused` beyond it, and where a call could not be what it was; what
-    the forward itself raises passes, and everything is as before all the same.
+    copies of tensors in module attributes. `whole` has the parameters of spread models, by the id of the model (see
+    `gathered`). A call that could not be what it was is skipped. Raises `Refused` beyond the cap, and where no call is
+    left; what the forward itself raises passes, and everything is as before all the same.
     """
-    for model, call in held:
-        refuse(inner(model), call)
+    refused = [_refusal(inner(model), call) for model, call in held]
+    if any(refused) and (all(refused) or any(call.buffers for _, call in held)):
+        raise Refused(next(filter(None, refused)))  # a call skipped would leave the next one other buffers
     buffers: dict[int, dict[str, Tensor]] = {}
     traces = []
-    for model, call in held:
+    for (model, call), why in zip(held, refused, strict=True):
+        if why:
+            traces.append(Trace(frame_of(call.caller), skipped=why))
+            continue
         base = inner(model)
-        given = stand_ins(base, buffers.get(id(base), call.buffers))
-        recorder = Recorder(models, failed)
+        given = stand_ins(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
+        recorder = Recorder(models if within(base, models) else [base], failed)
         traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
+
+
+def within(base: nn.Module, models: Sequence[nn.Module]) -> bool:
+    """Whether it is one of the watched modules, rather than a criterion beside them."""
+    return any(base is module for model in models for module in model.modules())
+
+
+def _refusal(model: nn.Module, call: Call) -> str:
+    try:
+        refuse(model, call)
+    except Refused as refusal:
+        return str(refusal)
+    return ""
 
 
 def refuse(model: nn.Module, call: Call) -> None:
@@ -131,7 +153,7 @@ def _again(
         _backward(trace, used, list(call.gradients.values()), recorder)
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
-    with undisturbed(model, max_bytes), eager(), unchecked():
+    with undisturbed(model, max_bytes), without_fsdp(model), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
     trace.stray = recorder.stray
     return trace

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from gradwatch.localise.fingerprint import fingerprint
 from gradwatch.localise.frames import OURS, TORCH
 from gradwatch.localise.held import Call, inner
 from gradwatch.localise.profile import Profile, suspect
-from gradwatch.localise.randomness import Generators
+from gradwatch.localise.randomness import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
 from gradwatch.localise.replay import replay
 from gradwatch.localise.trees import DTYPES, TreeError, decode
 from gradwatch.localise.values import finite, tensors
@@ -38,6 +38,8 @@ BUILT = (
     "the weights are those that the function built: name those of the job with --checkpoint FILE.safetensors"
 )
 ELSEWHERE = "computed on {now}, and on {then} when it happened: the last bits may differ"
+WAS_SPREAD = "its parameters were spread over ranks, and may have been computed with in another dtype"
+CRITERION = "the criterion {kind} was not run again: have the function return it as `model, loss_fn`"
 MOST_OUTPUTS = 1 << 20
 MOST_CALLS = 4096
 PYTHON_WORDS, NUMPY_WORDS = (
@@ -48,10 +50,11 @@ PYTHON_WORDS, NUMPY_WORDS = (
 
 @dataclass(slots=True, eq=False)
 class Rerun:
-    """One bundle about to be run again: `models` in the order of the document, what is to be said in `notes`.
+    """One bundle about to be run again: `models` are the watched ones in their order, `notes` what is to be said.
 
     `loss_fn(output)` gives the loss of a model's output. It is used where the gradient at the outputs was not kept, or
-    is not finite; otherwise that gradient is exact, and used.
+    is not finite; otherwise that gradient is exact, and used. A loss that is a module, of the class of a criterion that
+    was called in the step, is run as that one; without it calls of criteria are left out, for nobody has built them.
     """
 
     document: Document
@@ -59,6 +62,7 @@ class Rerun:
     models: Sequence[nn.Module]
     loss_fn: LossFn | None = None
     notes: list[str] = field(default_factory=list)
+    _ran: list[CallDocument] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         told = self.document
@@ -67,10 +71,10 @@ class Rerun:
             raise BundleError(f"this bundle cannot be run again: {told.obstacle}{hint}")
         if len(told.calls) > MOST_CALLS:
             raise BundleError(f"a step of {len(told.calls):,} calls; {MOST_CALLS:,} are run again at most")
-        if len(self.models) != len(told.models):
-            kinds = ", ".join(one.type for one in told.models)
+        if len(self.models) != len(told.watched):
+            kinds = ", ".join(told.watched)
             raise BundleError(
-                f"the step was one of {len(told.models)} models ({kinds}), and the function built {len(self.models)}"
+                f"the step was one of {len(told.watched)} models ({kinds}), and the function built {len(self.models)}"
             )
 
     def load(self, checkpoint: Mapping[str, Tensor] | None = None) -> None:
@@ -79,24 +83,43 @@ class Rerun:
             raise BundleError(
                 "a checkpoint of one model, and the step was one of several: load them in the function"
             )
-        for n, (model, told) in enumerate(zip(self.models, self.document.models, strict=True)):
-            if checkpoint is not None:
-                load_weights(inner(model), checkpoint, "the checkpoint")
-            elif told.parameters:
+        if checkpoint is not None:
+            load_weights(inner(self.models[0]), checkpoint, "the checkpoint")
+        for n, told in enumerate(self.document.models):
+            module = self._module(n)
+            if module is None:
+                continue
+            if told.parameters and checkpoint is None:
                 found = {name: self._tensor(kept, f"models.{n}") for name, kept in told.parameters.items()}
-                load_weights(inner(model), found, "the bundle")
-            else:
-                self.notes.append(BUILT)
-            self._compare(model, told)
+                load_weights(module, found, "the bundle")
+            elif checkpoint is None and any(True for _ in module.parameters()):
+                self._note(BUILT)
+            self._compare(module, told)
 
-    def _compare(self, model: nn.Module, told: ModelDocument) -> None:
-        base = inner(model)
-        kind = f"{type(base).__module__}.{type(base).__qualname__}"
-        if kind.rpartition(".")[2] != told.type.rpartition(".")[2]:
-            self.notes.append(f"the model is a {kind}, and was a {told.type}")
+    def _module(self, n: int) -> nn.Module | None:
+        """What was called, in the models that the function built; None for a criterion that it did not build."""
+        told = self.document.models[n]
+        if told.of < 0:
+            loss = self.loss_fn
+            alike = isinstance(loss, nn.Module) and _name(loss) == told.type.rpartition(".")[2]
+            return loss if alike else None  # type: ignore[return-value]
+        try:
+            return inner(self.models[told.of]).get_submodule(told.name)
+        except (AttributeError, LookupError):
+            raise BundleError(f"models.{n}: no part {told.name!r:.80} in model {told.of}") from None
+
+    def _compare(self, base: nn.Module, told: ModelDocument) -> None:
+        if _name(base) != told.type.rpartition(".")[2]:
+            self._note(f"the model is a {type(base).__module__}.{_name(base)}, and was a {told.type}")
         now = str(_device(base))
         if now.partition(":")[0] != told.device.partition(":")[0]:
-            self.notes.append(ELSEWHERE.format(now=now, then=told.device))
+            self._note(ELSEWHERE.format(now=now, then=told.device))
+        if told.spread:
+            self._note(WAS_SPREAD)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def run(self, max_bytes: int) -> Finding:
         """Run the step; its cause, signed with the incident's name.
@@ -107,8 +130,19 @@ class Rerun:
             BundleError: the document does not fit the tensors or the model.
             GradwatchError: the model raised; the message says what and where.
         """
-        calls = [self._call(n, told) for n, told in enumerate(self.document.calls)]
-        held = [self._held(call, told) for call, told in zip(calls, self.document.calls, strict=True)]
+        held = []
+        self._ran = []
+        for n, told in enumerate(self.document.calls):
+            if not 0 <= told.model < len(self.document.models) or not 0 <= told.outputs <= MOST_OUTPUTS:
+                raise BundleError(f"calls.{n}: model {told.model} and {told.outputs} outputs")
+            module = self._module(told.model)
+            if module is None:
+                self._note(CRITERION.format(kind=self.document.models[told.model].type))
+                continue
+            held.append(self._held(module, self._call(n, told, module), told))
+            self._ran.append(told)
+        if not held:
+            raise BundleError("this bundle cannot be run again: it holds no call of a model")
         faults: list[BaseException] = []
         try:
             finding = self._found(held, [inner(model) for model in self.models], faults, max_bytes)
@@ -138,7 +172,7 @@ class Rerun:
         return finding if found is None else warned(found, traces)
 
     def _signed(self, finding: Finding) -> Finding:
-        incident, calls = self.document.incident, self.document.calls
+        incident, calls = self.document.incident, self._ran
         event = incident.event
         return finding.told(
             rule="" if event is None else event.rule,
@@ -152,16 +186,11 @@ class Rerun:
 
     # -- from the document to a call ---------------------------------------------------------------------
 
-    def _call(self, n: int, told: CallDocument) -> Call:
+    def _call(self, n: int, told: CallDocument, base: nn.Module) -> Call:
         at = f"calls.{n}"
-        if not 0 <= told.model < len(self.models) or not 0 <= told.outputs <= MOST_OUTPUTS:
-            raise BundleError(
-                f"{at}: model {told.model} and {told.outputs} outputs, of {len(self.models)} models"
-            )
-        base = inner(self.models[told.model])
         if base.training != told.training:
-            self.models[told.model].train(told.training)
-        device = _device(base)
+            base.train(told.training)
+        device = _device(base, *map(inner, self.models))  # a criterion has no parameters of its own
         args, kwargs = self._arguments(told, at, device)
         if told.batch is not None and told.batch.hash:
             found = fingerprint(args, kwargs)
@@ -206,15 +235,16 @@ class Rerun:
             raise BundleError(f"{at}: its arguments are no tuple and dict")
         return args, kwargs
 
-    def _held(self, call: Call, told: CallDocument) -> tuple[nn.Module, Call]:
+    def _held(self, module: nn.Module, call: Call, told: CallDocument) -> tuple[nn.Module, Call]:
         """The call as it was, or, where its gradient is of no use, that of model and loss together."""
-        model, given = self.models[told.model], tuple(call.gradients.values())
-        if self.loss_fn is None or (given and finite(given)):
-            return model, call
+        given = tuple(call.gradients.values())
+        whole = any(module is inner(model) for model in self.models)  # of a part nobody knows the loss
+        if self.loss_fn is None or not whole or (given and finite(given)):
+            return module, call
         scale = self.document.loss_scale or 1.0
-        call.outputs, call.gradients = 1, {0: torch.tensor(scale, device=_device(inner(model)))}
+        call.outputs, call.gradients = 1, {0: torch.tensor(scale, device=_device(module))}
         call.buffers = {f"model.{name}": buffer for name, buffer in call.buffers.items()}
-        return _WithLoss(inner(model), self.loss_fn), call
+        return _WithLoss(module, self.loss_fn), call
 
     def _tensor(self, name: Any, at: str) -> Tensor:
         found = self.stored.get(name) if isinstance(name, str) else None
@@ -235,36 +265,33 @@ class Rerun:
     def _generators(self, told: GeneratorStates, at: str) -> Generators:
         """The states, tried on generators of our own first: what they refuse must not reach the process's."""
         try:
-            found = self._states(told, at)
-            if found.python is not None:
-                random.Random().setstate(found.python)
-            if found.numpy is not None:
-                np.random.RandomState().set_state(found.numpy)
-            if found.cpu is not None:
-                torch.Generator().set_state(found.cpu)
+            found = dict(self._states(told, at))
+            for source, scratch in ((PYTHON, random.Random().setstate), (CPU, torch.Generator().set_state)):
+                if source in found:
+                    scratch(found[source])
+            if NUMPY in found:
+                np.random.RandomState().set_state(found[NUMPY])
         except BundleError:
             raise
         except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
             raise BundleError(f"{at}.generators: not the state of a generator: {error}") from None
-        return found
+        return Generators.of(found.items())
 
-    def _states(self, told: GeneratorStates, at: str) -> Generators:
-        found = Generators()
+    def _states(self, told: GeneratorStates, at: str) -> Iterator[tuple[Source, Any]]:
         if told.python:
             words = np.frombuffer(self._bytes(told.python, PYTHON_WORDS, at), "<u4").tolist()
-            found.python = (3, tuple(words), told.gauss_next)
+            yield PYTHON, (3, tuple(words), told.gauss_next)
         if told.numpy:
             keys = np.frombuffer(self._bytes(told.numpy, NUMPY_WORDS, at), "<u4").astype(np.uint32)
-            found.numpy = ("MT19937", keys, told.position, told.has_gauss, told.cached_gaussian)
+            yield NUMPY, ("MT19937", keys, told.position, told.has_gauss, told.cached_gaussian)
         if told.cpu:
-            found.cpu = self._tensor(told.cpu, at)
-        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+            yield CPU, self._tensor(told.cpu, at)
+        devices = of_cuda() if torch.cuda.is_initialized() else []
         for index, name in told.cuda.items():
-            if index.isdecimal() and int(index) < devices:
-                found.cuda[int(index)] = self._tensor(name, at)
-            elif self.document.models and self.document.models[0].device.startswith("cuda"):
-                self.notes.append(f"the generator of device cuda:{index:.8} cannot be put back here")
-        return found
+            if index.isascii() and index.isdecimal() and len(index) < 4 and int(index) < len(devices):
+                yield devices[int(index)], self._tensor(name, at)
+            else:
+                self._note(f"the generator of device cuda:{index:.8} cannot be put back here")
 
     def _bytes(self, name: str, words: int, at: str) -> bytes:
         tensor = self._tensor(name, at)
@@ -326,12 +353,18 @@ def strided(tensor: Tensor, stride: Any) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
 
 
+def _name(module: nn.Module) -> str:
+    return type(module).__qualname__.rpartition(".")[2]
+
+
 def _differs(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
+def _device(*models: nn.Module) -> torch.device:
+    """Where the first parameter of the first of them that has any lies."""
+    params = (param for model in models for param in model.parameters())
+    return next((param.device for param in params), torch.device("cpu"))
 
 
 def _dtype(name: str, at: str) -> torch.dtype:

@@ -30,7 +30,7 @@ def undisturbed(model: nn.Module, max_bytes: int) -> Iterator[None]:
     Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.
     """
     restores: list[Callable[[], None]] = [
-        Generators.now().restore,
+        Generators.now((model,)).restore,
         _anomaly(),
         _grad_mode(),
         *attributes(model, max_bytes),
@@ -42,11 +42,16 @@ def undisturbed(model: nn.Module, max_bytes: int) -> Iterator[None]:
         yield
 
 
-def stand_ins(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers by name, for `torch.func.functional_call`; tied parameters stay tied."""
+def stand_ins(
+    model: nn.Module, buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Parameters and buffers by name, for `torch.func.functional_call`; tied parameters stay tied.
+
+    `whole`: the parameters as `gather` gave them, where each rank holds only a part.
+    """
     made: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    found: dict[str, Tensor] = dict(whole or {})
+    for name, param in () if whole else model.named_parameters(remove_duplicate=False):
         if id(param) not in made:
             made[id(param)] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
         found[name] = made[id(param)]

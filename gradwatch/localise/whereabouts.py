@@ -20,29 +20,40 @@ from gradwatch.hooks.names import named_modules
 LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 
 
+def _kind(module: nn.Module) -> str:
+    """Its class, as the user wrote it: `fully_shard` makes an `FSDPNet` of a `Net`."""
+    bases = type(module).__bases__
+    return (
+        bases[1].__name__ if bases[0].__name__ == "FSDPModule" and len(bases) > 1 else type(module).__name__
+    )
+
+
 class Whereabouts:
     """A context manager that follows the calls of the named modules in this thread; FQNs as `named_modules`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._names: dict[int, tuple[str, str]] = {}
         for name, module in named_modules(list(models)):
-            self._names.setdefault(id(module), (name, type(module).__name__))
+            kind = _kind(module)
+            self._names.setdefault(id(module), (kind if name == type(module).__name__ else name, kind))
         self._stack: list[tuple[str, str]] = []
         self._numbers: list[int] = []
         self._modules: list[tuple[str, str]] = []
         self._handles: list[Any] = []
+        self._last: dict[int, Any] = {}
 
     def __enter__(self) -> Whereabouts:
         self._handles = [
             register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._leaves, always_call=True),
+            register_module_forward_hook(self._ran, always_call=True),
         ]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._last.values()):
             handle.remove()
         self._handles.clear()
+        self._last.clear()
 
     @property
     def now(self) -> tuple[str, str]:
@@ -59,7 +70,18 @@ class Whereabouts:
         self._stack.append(self._names.get(id(module), self.now))
         self._note()
 
+        if module._forward_hooks:
+            # What the user's forward hooks compute belongs to the module too, and the global hook runs before them.
+            self._last[id(module)] = module.register_forward_hook(self._leaves, always_call=True)
+
+    def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._last:
+            self._leaves(module, args, output)
+
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        last = self._last.pop(id(module), None)
+        if last is not None:
+            last.remove()
         if self._stack:
             self._stack.pop()
         self._note()

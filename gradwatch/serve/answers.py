@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gradwatch.serve.fleet import STATES, Fleet, Member
+from gradwatch.serve.summary import Known
 from gradwatch.sinks.exposition import CONTENT_TYPE, Family, Labels, Series, render
 from gradwatch.sinks.families import families
 from gradwatch.sinks.http import Content
@@ -16,6 +17,7 @@ from gradwatch.sinks.printable import printable
 from gradwatch.snapshot import RunInfo
 
 JOB = "gradwatch"
+FIRINGS = "gradwatch_rule_firings_total"
 MOST_ENDED = 200
 """Processes whose last counters are served, the latest first: about 100 series each."""
 
@@ -47,7 +49,8 @@ def metrics(fleet: Fleet, ended_for: float) -> Content:
     """The last counters of processes that ended in the last `ended_for` seconds, and what serve says of itself.
 
     They carry the labels that their process was scraped with, `job` included, so that in Prometheus (with
-    `honor_labels`) the same series go on and end at their final value.
+    `honor_labels`) the same series go on and end at their final value. What the journal does not know to the end is
+    left out: a series that ends early is true, one that goes back would count everything again.
     """
     merged = {metric.name: Family(metric) for metric in METRICS}
     for member in fleet.ended_since(fleet.scanned_at - ended_for, MOST_ENDED):
@@ -61,7 +64,15 @@ def _ended(member: Member) -> Iterator[Family]:
     if summary is None:
         return iter(())
     labels: Labels = (("job", JOB), *_labels(member).items())
-    return labelled(lasting(families(summary.view())), labels)
+    return labelled(_told(lasting(families(summary.view())), summary.known), labels)
+
+
+def _told(found: Iterable[Family], known: Known) -> Iterator[Family]:
+    """Without the counters that are not known."""
+    for family in found:
+        is_firings = family.metric.name == FIRINGS
+        if known == "all" or family.metric.kind == "gauge" or (known == "firings" and is_firings):
+            yield family
 
 
 def _own(fleet: Fleet) -> Iterable[Family]:

@@ -10,21 +10,24 @@ import hashlib
 import os
 import secrets
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
+from gradwatch.journal.replay import join_records
 from gradwatch.serve.discover import Process
 from gradwatch.sinks.families import OptimizerView, RunEnd, View
 from gradwatch.sinks.tally import Histogram, Tally
-from gradwatch.snapshot import Event, RunInfo
+from gradwatch.snapshot import RunInfo
 
 _NEWEST = 5
-_FORMAT = 1
+_FORMAT = 2
 _HISTOGRAMS = ("grad_norm", "step_seconds", "observe_seconds")
 _COUNTS = (
     "steps",
@@ -37,15 +40,24 @@ _COUNTS = (
 )
 
 
+Known = Literal["all", "firings", "nothing"]
+"""Which counters are at least what a scrape has seen: a counter that goes back looks like one that began anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A process that has ended. `recent` are its last firings, oldest first; `complete`: it closed its journal."""
+    """A process that has ended. `recent` are its last firings, oldest first; `complete`: it closed its journal.
+
+    `known` says which of its counters can be told: all where the journal holds every step; of a killed process only
+    firings, which are written at once, for its last seconds of steps are not; none where events were given up.
+    """
 
     run: RunInfo
     end: RunEnd
     tallies: dict[int, Tally]
     recent: tuple[str, ...] = ()
     complete: bool = False
+    known: Known = "all"
 
     @property
     def steps(self) -> int:
@@ -81,23 +93,57 @@ def summarise(process: Process) -> Summary | None:
     if found is None:
         return None
     tallies: dict[int, Tally] = {}
-    recent: deque[str] = deque(maxlen=_NEWEST)
     stopped, last = False, found.run.start_time
-    for step in reader.records():
+    told = _Told()
+    for step in join_records(told.heed(reader.entries())):
         record = step.record
         tally = tallies.setdefault(record.snapshot.optimizer, Tally.of(found.run.rules))
         tally.observe(record, record.wall_time)
         tally.record = None  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
-        recent.extend(_told(event) for event in record.verdict.events if event.kind == "firing")
+    for optimizer, firings in told.firings.items():
+        tally = tallies.setdefault(optimizer, Tally.of(found.run.rules))
+        tally.firings |= firings
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
-    return Summary(found.run, end, tallies, tuple(recent), reader.complete)
+    known = told.known(sum(tally.steps for tally in tallies.values()))
+    return Summary(found.run, end, tallies, tuple(told.recent), reader.complete, known)
 
 
-def _told(event: Event) -> str:
-    return f"step {event.step}: {event.rule} ({event.severity})"
+@dataclass(slots=True)
+class _Told:
+    """What a journal says beside its steps: firings, which are safe before the row of their step is, and its losses."""
+
+    firings: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_NEWEST))
+    given: int | None = None
+    lost_events: bool = False
+    _seen: set[int] = field(default_factory=set)
+
+    def heed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """The same entries."""
+        for entry in entries:
+            if isinstance(entry, EventsEntry) and entry.number not in self._seen:
+                self._seen.add(entry.number)
+                self._count(entry)
+            elif isinstance(entry, LostEntry):
+                self.lost_events |= bool(entry.events or entry.rotated)
+            elif isinstance(entry, EndEntry):
+                self.given = entry.steps
+            yield entry
+
+    def _count(self, entry: EventsEntry) -> None:
+        firings = self.firings.setdefault(entry.optimizer, {})
+        for event in entry.events:
+            if event.kind == "firing":
+                key = (event.rule, event.detector, event.severity)
+                firings[key] = firings.get(key, 0) + 1
+                self.recent.append(f"step {event.step}: {event.rule} ({event.severity})")
+
+    def known(self, steps: int) -> Known:
+        """Which counters can be told, where so many steps were found."""
+        return "nothing" if self.lost_events else "all" if self.given == steps else "firings"
 
 
 # -- kept on disk ----------------------------------------------------------------------------------------------
@@ -116,6 +162,7 @@ class _Kept(BaseModel):
     tallies: dict[int, dict[str, Any]]
     recent: list[str]
     complete: bool
+    known: Known
 
 
 @dataclass(slots=True)
@@ -167,7 +214,7 @@ class Summaries:
             tallies = {index: _tally(fields) for index, fields in kept.tallies.items()}
         except (OSError, ValidationError, ValueError, LookupError, TypeError, AttributeError):
             return None
-        return Summary(kept.run, kept.end, tallies, tuple(kept.recent), kept.complete)
+        return Summary(kept.run, kept.end, tallies, tuple(kept.recent), kept.complete, kept.known)
 
     def _save(self, process: Process, summary: Summary) -> None:
         if not self.folder:
@@ -181,6 +228,7 @@ class Summaries:
             tallies={index: _fields(tally) for index, tally in summary.tallies.items()},
             recent=list(summary.recent),
             complete=summary.complete,
+            known=summary.known,
         )
         path = self._path(process)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")

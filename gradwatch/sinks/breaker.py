@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
+from gradwatch.interruption import by_signal_handler
 from gradwatch.sinks import Sink
 from gradwatch.snapshot import Record, RunInfo
 
@@ -29,6 +30,8 @@ def _contained(
             except TrainingStopped:
                 raise
             except Exception as error:
+                if by_signal_handler(error):  # the script's own, and none of this sink's business
+                    raise
                 try:
                     self._fail(error)
                 except Exception:

@@ -50,7 +50,7 @@ class Limits:
 
     connections: int = 64
     deadline_seconds: float = 5.0
-    cpu_share: float = 0.03
+    cpu_share: float = 0.01
     cpu_burst_seconds: float = 0.1
 
 
@@ -246,13 +246,14 @@ class Endpoint:
     def _send(self, connection: _Connection) -> None:
         while connection.unsent:
             try:
-                sent = connection.socket.send(connection.unsent[0])
+                sent = connection.socket.sendmsg(connection.unsent)
             except BlockingIOError:
                 self._await(connection, selectors.EVENT_WRITE)
                 return
-            connection.unsent[0] = connection.unsent[0][sent:]
-            if not connection.unsent[0]:
-                del connection.unsent[0]
+            while connection.unsent and sent >= len(connection.unsent[0]):
+                sent -= len(connection.unsent.pop(0))
+            if sent:
+                connection.unsent[0] = connection.unsent[0][sent:]
         if connection.received.endswith((b"\r\n\r\n", b"\n\n")):
             self._drop(connection)
             return

@@ -10,7 +10,7 @@ Axes: N rounds, T timed steps of a turn, B bootstrap resamples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,6 +137,14 @@ def added_ratio(
     ratios = np.median(top[picks], 1) / np.where((m := np.median(bottom[picks], 1)) > 0, m, np.nan)
     low, high = np.percentile(ratios, (2.5, 97.5))
     return Interval(float(np.median(top) / np.median(bottom)), float(low), float(high))
+
+
+def beyond(
+    seconds: Mapping[str, Seconds], one: str, others: Sequence[str], baseline: str = "bare"
+) -> Interval:
+    """µs a step: what `one` adds to the baseline, less what all `others` add to it."""
+    added = [_added(seconds[name], seconds[baseline]) for name in (one, *others)]
+    return _interval(added[0] - np.sum(added[1:], axis=0), np.median)
 
 
 def step_ratio(

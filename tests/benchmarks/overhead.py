@@ -34,7 +34,7 @@ from tests.benchmarks.interleave import (
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import CONTENDERS, Contender, present
 from tests.benchmarks.tables import machine, report
-from tests.benchmarks.targets import Target, step_targets, targets
+from tests.benchmarks.targets import Target, parameter_targets, step_targets, targets
 from tests.benchmarks.workloads import WORKLOADS, Task, Workload
 
 Loop = Literal["handover", "steps"]
@@ -151,7 +151,7 @@ def run_workload(workload: Workload, names: list[str], rounds: int, clock: str) 
         into = result.handover if panel.loop == "handover" else result.steps
         into.update({name: c for name, c in compare(seconds).items() if name not in into})
         if panel.loop == "handover":
-            result.targets += targets(workload, seconds)
+            result.targets += targets(workload, seconds) + parameter_targets(workload, seconds)
             handed = seconds
         result.complaints |= complaints
     if "bare" in result.steps:

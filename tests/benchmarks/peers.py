@@ -183,6 +183,31 @@ class ItemHooks(Contender):
             handle.remove()
 
 
+class NormHooks(Contender):
+    """A tensor hook on every parameter that knows the norm of its gradient: what has to be known to clip it there."""
+
+    name = "norm-hooks"
+    title = "bare tensor hooks: vector_norm(grad).item()"
+
+    def attach(self, task: Task) -> None:
+        self.norms: dict[int, float] = {}
+        norm = torch.linalg.vector_norm
+
+        def hook(index: int) -> Callable[[Tensor], None]:
+            def read(grad: Tensor) -> None:
+                self.norms[index] = norm(grad).item()
+
+            return read
+
+        self._handles = [
+            parameter.register_hook(hook(index)) for index, parameter in enumerate(task.parameters)
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 class LightningGradNorm(Contender):
     """`lightning.pytorch.utilities.grad_norm`, called where its docs say; what it returns is not logged."""
 
@@ -384,6 +409,34 @@ class GradwatchClipBites(GradwatchClip):
     max_norm = 1e-3
 
 
+class GradwatchLocal(Gradwatch):
+    """The default watch and a rule on `norm_local`, which needs a tensor hook on every parameter."""
+
+    name = "gradwatch-local"
+    title = "gradwatch observes by tensor hooks too (norm_local)"
+
+    def attach(self, task: Task) -> None:
+        from gradwatch.rulefile import parse_rules
+
+        rule = f"{{detect: {{kind: above, of: norm_local, threshold: {NEVER_CLIPS}}}}}"
+        self.rules = parse_rules(f"version: 1\nextends: [{Gradwatch.rules}]\nrules: {{local: {rule}}}\n")
+        super().attach(task)
+
+
+class GradwatchBackward(Gradwatch):
+    """The default watch, and a bound on every parameter inside the backward that nothing reaches."""
+
+    name = "gradwatch-backward"
+    title = "gradwatch clips every parameter `at: backward`, bound not reached"
+
+    def attach(self, task: Task) -> None:
+        from gradwatch.rulefile import parse_rules
+
+        clip = f"{{total: {{method: norm, max_norm: {NEVER_CLIPS}, scope: param}}, at: backward}}"
+        self.rules = parse_rules(f"version: 1\nextends: [{Gradwatch.rules}]\nclip: {clip}\n")
+        super().attach(task)
+
+
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
@@ -395,9 +448,12 @@ CONTENDERS: dict[str, type[Contender]] = {
         GradwatchUserClip,
         GradwatchClip,
         GradwatchClipBites,
+        GradwatchLocal,
+        GradwatchBackward,
         TotalNorm,
         ClipGradNorm,
         ItemHooks,
+        NormHooks,
         LightningGradNorm,
         DetectAnomaly,
         WandbWatch,

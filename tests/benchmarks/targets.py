@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.benchmarks.interleave import Interval, Seconds, added_ratio, step_ratio
+from tests.benchmarks.interleave import Interval, Seconds, added_ratio, beyond, step_ratio
 from tests.benchmarks.workloads import Workload
 
 
@@ -103,3 +103,24 @@ def step_targets(workload: Workload, seconds: Mapping[str, Seconds], step_ms: fl
         )
         if {contender, "clip_grad_norm", "bare"} <= seconds.keys()
     ]
+
+
+_IN_BACKWARD = "`at: backward`, nothing clipped, µs a parameter beyond "
+_OBSERVERS = {
+    "the plain watch": ("gradwatch",),
+    "the watch and bare tensor hooks that read the norm": ("gradwatch", "norm-hooks"),
+    "the watch that observes by tensor hooks": ("gradwatch-local",),
+}
+ROOM = 2.0
+"""µs a parameter that a bound in the backward may cost beyond observing it."""
+
+
+def parameter_targets(workload: Workload, seconds: Mapping[str, Seconds]) -> list[Target]:
+    """What acting inside the backward costs beyond observing, by parameter, where nothing has to be clipped."""
+    above, found = "gradwatch-backward", []
+    for said, observers in _OBSERVERS.items():
+        if {above, "bare", *observers} <= seconds.keys():
+            more = beyond(seconds, above, observers)
+            each = Interval(*(value / workload.parameters for value in more))
+            found.append(Target(workload.name, _IN_BACKWARD + said, ROOM, each))
+    return found

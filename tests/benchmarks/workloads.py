@@ -8,6 +8,7 @@ with gradients accumulated over four micro-batches (accumulating).
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ class Workload:
     rows: int
     few: int
     micros: int = 1
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """How many parameters its model has."""
+        with torch.device("meta"):
+            return sum(1 for _ in self.model().parameters())
 
     def task(self) -> Task:
         """A task with seeded weights and data, one step old, so that the optimizer's state exists."""

@@ -19,6 +19,7 @@ import pytest
 
 from gradwatch.health import Health
 from gradwatch.sinks.prometheus import PrometheusSink
+from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import Stack, running, stack, wait_until
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
 
@@ -50,6 +51,8 @@ def test_regenerating_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BOARDS)
 def test_the_grid(name: str) -> None:
     """No panel runs past column 24, none covers another, no two have the same number."""
+    numbers = [panel["id"] for panel in board(name)["panels"]]
+    assert numbers == list(range(1, len(numbers) + 1))
     taken: dict[tuple[int, int], str] = {}
     for panel in board(name)["panels"]:
         grid = panel["gridPos"]
@@ -137,13 +140,19 @@ class Training:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack that has scraped two ranks for a while, and `gradwatch serve`'s numbers of a fleet."""
     folder = tmp_path_factory.mktemp("dashboards")
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
     with stack(folder, "default") as servers:
         training = Training(folder, servers.targets)
+        record_run(
+            a_run(folder / "0", "run-0", pid=ended.pid), history()
+        )  # for what serve tells of those that ended
         try:
             with served_fleet(folder, servers.serve_port):
                 wait_until(lambda: servers.up("run-1") == ["0", "1"], "both ranks are scraped")
                 servers.prometheus.wait_for("run_id:gradwatch_rule_firings:increase > 0", 60)
                 servers.prometheus.wait_for("gradwatch_serve_processes", 60)
+                servers.prometheus.wait_for("gradwatch_run_outcome", 60)
                 servers.prometheus.wait_for('ALERTS{alertname="GradwatchNonFiniteGradients"}', 60)
                 time.sleep(5)  # curves want more than one point
                 yield servers

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradwatch.health import Health
+from gradwatch.journal.entries import LostEntry
 from gradwatch.serve.answers import metrics, sd
 from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.page import fleet_page
 from gradwatch.sinks.exposition import render
 from gradwatch.sinks.families import families
+from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.lasting import lasting
+from gradwatch.sinks.metrics import METRICS
 from gradwatch.sinks.prometheus import PrometheusSink
 from gradwatch.snapshot import Decision
 from tests.binaries import require
@@ -57,9 +63,76 @@ def test_how_it_ended(
     assert [member.state for member in fleet.members] == [outcome]
     text = metrics(fleet, 60).body.decode()
     assert f'outcome="{outcome}"' in text
-    assert 'gradwatch_steps_total{job="gradwatch",run_id="run-1",rank="0",instance="run-1/0"} 20' in text
+    labels = 'job="gradwatch",run_id="run-1",rank="0",instance="run-1/0"'
+    assert (f"gradwatch_steps_total{{{labels}}} 20" in text) == close
+    assert 'gradwatch_rule_firings_total{job="gradwatch"' in text
     assert "gradwatch_last_step_timestamp_seconds" not in text
     assert fleet_page(fleet, time.time()).body.count(b"<tr>") == 2
+
+
+def test_no_counter_goes_back(tmp_path: Path, dead_pid: int) -> None:
+    """Of a killed process the last steps were scraped and not recorded: none of its counters is less than a scrape's.
+
+    Prometheus takes a counter that falls for one that began anew: all its steps would count again, in one moment.
+    """
+    run, records = a_run(tmp_path, pid=dead_pid), history(40)
+    live = PrometheusSink(None, params="off")
+    live.open(run, Health())
+    for record in records:
+        live.write(record)
+    # A firing is written at once, the row of its step later: this one's never was.
+    fired = replace(records[30], verdict=records[2].verdict)
+    live.write(fired)
+    acknowledged = threading.Event()
+    sink = JournalSink()
+    sink.on_acknowledged = lambda event: acknowledged.set()
+    sink.open(run, Health())
+    for record in records[:30]:
+        sink.write(record)
+    assert sink.flush(10)
+    acknowledged.clear()
+    sink.write(fired)
+    assert acknowledged.wait(10)
+    sink._forget()
+    scraped = {metric_of(name): value for name, value in series(live.render()).items()}
+    served = {
+        metric_of(name): value
+        for name, value in series(metrics(scan(tmp_path), 60).body).items()
+        if "run_id=run-1" in name and name.startswith(COUNTED)
+    }
+    assert served
+    assert {name: value for name, value in served.items() if value < scraped[name]} == {}
+    assert any("gradwatch_rule_firings_total" in name and value == 2 for name, value in served.items())
+
+
+COUNTED = tuple(metric.name for metric in METRICS if metric.kind != "gauge")
+
+
+def metric_of(name: str) -> str:
+    """A series without the labels that service discovery adds."""
+    return re.sub(r"(instance|job|rank|run_id)=[^,}]*,?", "", name).replace(",}", "}")
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"), [({"events": 1}, False), ({"rotated": 4096}, False), ({"norms": 1}, True)]
+)
+def test_firings_are_not_told_where_events_were_given_up(
+    lost: dict[str, int], told: bool, tmp_path: Path, dead_pid: int
+) -> None:
+    """A full queue, or a journal cut to its cap: what is left is no count."""
+    sink = JournalSink()
+    sink.open(a_run(tmp_path, pid=dead_pid), Health())
+    for record in history():
+        sink.write(record)
+    sink._unrecorded |= LostEntry(**lost)  # as when the queue is full
+    assert sink.flush(10)
+    sink._forget()
+    (member,) = scan(tmp_path).members
+    assert member.summary is not None
+    assert member.summary.known == ("firings" if told else "nothing")
+    text = metrics(scan(tmp_path), 60).body
+    assert (b'gradwatch_rule_firings_total{job="gradwatch"' in text) == told
+    assert b'outcome="died"' in text
 
 
 def test_a_live_process_is_a_target_and_its_journal_is_not_read(tmp_path: Path) -> None:

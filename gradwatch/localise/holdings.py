@@ -1,0 +1,158 @@
+"""What is held of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
+
+A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). Then
+its children are held instead, level by level, until some of them turn out to be what the loop calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.localise.held import Call, Holding, Outermost
+from gradwatch.localise.nearby import beside
+
+UNCALLED = 2  # steps after which a model that was not called is looked for in its children
+LEVELS = 3  # of children
+WIDEST = 64  # parts of one model
+
+
+class Family:
+    """One watched model: held itself, or as the parts that are called in its place."""
+
+    def __init__(self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding]) -> None:
+        self._hold = hold
+        self._outermost = Outermost()
+        self._level = 0
+        self._waited = 0
+        self.holdings = [hold(model, self._outermost)]
+
+    def step_taken(self, optimizer: Optimizer) -> None:
+        """A step has been taken: was any of these called before it?"""
+        self._outermost.now = None  # a forward that raised has left it set
+        if (
+            self._level >= LEVELS
+            or self._waited > UNCALLED
+            or not any(h.moves(optimizer) for h in self.holdings)
+        ):
+            return
+        if any(holding.heard for holding in self.holdings):
+            self._waited = UNCALLED + 1  # it is known what is called
+            return
+        self._waited += 1
+        if self._waited == UNCALLED:
+            self._descend()
+
+    def _descend(self) -> None:
+        parts = [
+            part
+            for holding in self.holdings
+            if (model := holding.model()) is not None
+            for part in _parts(model)
+        ]
+        self._level += 1
+        if not parts or len(parts) > WIDEST or any(holding.refused for holding in self.holdings):
+            self._level = LEVELS
+            return
+        for holding in self.holdings:
+            holding.close()
+        self.holdings = [self._hold(part, self._outermost) for part in parts]
+        self._waited = 0
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Its children; those of a list of modules, which nobody calls, in its place."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+class Holdings:
+    """The calls since the last step, of all models and criteria. Never raises into a forward.
+
+    `failed` counts a fault of ours; `max_bytes` caps what is held per model, and per call of a criterion.
+    """
+
+    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int) -> None:
+        self._failed = failed
+        self._max_bytes = max_bytes
+        self._families: list[Family] = []
+        self._criteria: list[Holding] = []
+
+    def add(self, model: nn.Module) -> None:
+        """Hold the calls of one more model."""
+        self._families.append(Family(model, self._model))
+
+    def close(self) -> None:
+        """Remove every hook and let go of everything."""
+        for holding in self:
+            holding.close()
+        self._families.clear()
+        self._criteria.clear()
+
+    def drop(self) -> None:
+        """Let go of the calls: they belong to no step."""
+        for holding in self:
+            holding.drop()
+
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The gradients that this optimizer was to step by (None = not known) were thrown away: they are of no step."""
+        over: set[int] = set()
+        for family in self._families:
+            for holding in family.holdings:
+                if optimizer is None or holding.moves(optimizer):
+                    over |= holding.cleared()
+        for criterion in self._criteria:
+            criterion.cleared(over)
+
+    def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
+        """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
+        for family in self._families:
+            family.step_taken(optimizer)
+        for holding in self:
+            holding.taken(optimizer, before)
+            holding.steps = number
+
+    def calls(self) -> list[tuple[nn.Module, Call]]:
+        """(module, call) of those that a gradient has reached, in the order they were made."""
+        held = []
+        for holding in self:
+            module = holding.model()
+            if module is not None:
+                held += [(module, call) for call in holding.calls if call.gradients or call.reason]
+        return sorted(held, key=lambda pair: pair[1].order)
+
+    @property
+    def refused(self) -> str:
+        """Why a watched model cannot be run again at all; "" where it can."""
+        return next((h.refused for family in self._families for h in family.holdings if h.refused), "")
+
+    @property
+    def dropped(self) -> int:
+        """Calls of this step that were let go for their size."""
+        return sum(holding.dropped for holding in self)
+
+    def __iter__(self) -> Iterator[Holding]:
+        for family in self._families:
+            yield from family.holdings
+        yield from self._criteria
+
+    def _model(self, module: nn.Module, outermost: Outermost) -> Holding:
+        return Holding(module, self._failed, self._max_bytes, outermost, self._met)
+
+    def _met(self, frame: FrameType | None) -> None:
+        """A model is called from there."""
+        known = {
+            id(module) for holding in self if (m := holding.model()) is not None for module in m.modules()
+        }
+        for criterion in beside(frame, known):
+            holding = Holding(criterion, self._failed, self._max_bytes, light=True)
+            if holding.refused:
+                holding.close()
+            else:
+                self._criteria.append(holding)

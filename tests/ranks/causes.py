@@ -1,0 +1,161 @@
+"""Two ranks of which one has a NaN: both tell the same cause, with the rank it is of, and train as without us."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gradwatch.localise import gathered, localiser
+from tests.ranks.launch import fingerprint
+from tests.ranks.trials import watched, weights
+
+FAULTY = 1  # the rank
+SEEN: list[str] = []  # hashes of what every forward gave, a replayed one's among them
+AT = 4
+STEPS = 8
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Unit(nn.Module):
+    """A vector scaled to length one; NaN for zeros."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Length one."""
+        return h / h.square().sum(-1, keepdim=True).sqrt()  # fault
+
+
+class Net(nn.Module):
+    """Two layers, dropout, a count of its own in a buffer, and the fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.head = nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False), nn.Linear(4, 1)
+        self.unit, self.drop = Unit(), nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        """The zeros of a batch stay zeros up to the fault."""
+        self.calls += 1
+        h = checkpoint(self.b, self.a(x), use_reentrant=False)
+        out = self.drop(self.head(self.unit(h)))
+        SEEN.append(fingerprint([out.detach().float()]))
+        return out
+
+
+def spread(model: nn.Module, **how: Any) -> nn.Module:
+    """FSDP2, layer by layer."""
+    for layer in (model.a, model.b, model.head):
+        fully_shard(layer, **how)
+    return fully_shard(model, **how)
+
+
+def mixed(model: nn.Module) -> nn.Module:
+    """FSDP2 computing in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    return spread(model, mp_policy=policy)
+
+
+def hybrid(model: nn.Module) -> nn.Module:
+    """Replicated over both ranks, each holding all of it."""
+    return spread(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")))
+
+
+def whole_flat(model: nn.Module) -> nn.Module:
+    """FSDP1."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def batch(step: int, rank: int, broken: bool = True) -> Tensor:
+    """float32[4, 6]; at one step one sample of one rank is nothing but zeros."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 6, generator=generator)
+    if broken and step == AT and rank == FAULTY:
+        x[2] = 0
+    return x
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, by_hand: bool) -> list[Any]:
+    """Hashes of the weights after every step; by hand: the broken step is left out."""
+    torch.manual_seed(7 + rank)
+    hashes = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        if not (by_hand and step == AT):
+            optimizer.step()
+        hashes.append([weights(model), float(torch.rand(()))])
+    return hashes
+
+
+def told(wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None) -> Callable[[int], Any]:
+    """A situation: what was found on this rank, and that nobody else noticed."""
+
+    def situation(rank: int) -> dict[str, Any]:
+        SEEN.clear()
+        bare = wrap(Net())
+        expected = train(bare, torch.optim.AdamW(bare.parameters(), 0.01), rank, by_hand=True)
+        model = wrap(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        if broken is not None:
+            broken(rank)
+        with watched(model, optimizer, text, strict=broken is None) as (gw, collector):
+            hashes = train(model, optimizer, rank, by_hand=False)
+            errors = gw.health.errors()
+        localiser.replay = REPLAY
+        bits = SEEN[STEPS:]
+        findings = [one for record in collector.records for one in record.findings]
+        return {
+            "same": hashes == expected,
+            "exact": [bits[AT + 1] == bits[AT]] if len(bits) > STEPS else [],
+            "found": [(one.phase, one.op, one.module, one.where, one.rank, one.step) for one in findings],
+            "notes": [one.note for one in findings],
+            "by": [one.by for one in findings],
+            "errors": errors,
+        }
+
+    return situation
+
+
+REPLAY = localiser.replay
+
+
+def fails_on_one(rank: int) -> None:
+    """The replay of the rank at fault raises."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("ours")
+
+    if rank == FAULTY:
+        localiser.replay = fail
+
+
+def has_no_room(rank: int) -> None:
+    """One rank cannot hold the whole parameters."""
+    gathered.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
+
+
+def line() -> int:
+    """Where the fault stands."""
+    lines, first = inspect.getsourcelines(Unit)
+    return first + next(n for n, text in enumerate(lines) if "# fault" in text)
+
+
+SITUATIONS = {
+    "ddp": told(DistributedDataParallel),
+    "ddp with a replay that fails": told(DistributedDataParallel, broken=fails_on_one),
+    "fsdp2": told(spread),
+    "fsdp2 mixed": told(mixed),
+    "fsdp2 hybrid": told(hybrid),
+    "fsdp2 with a replay that fails": told(spread, broken=fails_on_one),
+    "fsdp1": told(whole_flat),
+    "fsdp2 without room": told(spread, broken=has_no_room),
+}

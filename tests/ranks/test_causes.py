@@ -1,0 +1,79 @@
+"""The cause among ranks: one finding on all of them, of the rank at fault, and nobody trains otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradwatch.finding import Finding
+from gradwatch.localise.together import chosen
+from tests.ranks import causes
+from tests.ranks.launch import launch
+
+REPLAYED = ("ddp", "fsdp2", "fsdp2 mixed", "fsdp2 hybrid")
+UNKNOWN = {
+    "ddp with a replay that fails": "MemoryError",
+    "fsdp2 with a replay that fails": "MemoryError",
+    "fsdp2 without room": "no replay: on rank 1: its parameters, gathered, take",
+    "fsdp1": "the forward of FullyShardedDataParallel talks to other ranks",
+}
+
+
+@pytest.fixture(scope="module")
+def homes() -> dict[str, list[Any]]:
+    """Every situation, from both ranks, out of one launch."""
+    found = launch("tests.ranks.causes")
+    assert set(found) == set(causes.SITUATIONS)
+    for name, ranks in found.items():
+        for rank, home in enumerate(ranks):
+            assert "raised" not in home, f"{name}, rank {rank}\n{home['raised']}"
+    return found
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_all_ranks_tell_the_cause_of_the_rank_at_fault(homes: dict[str, list[Any]], name: str) -> None:
+    """One finding, the same on both ranks: the operation and the line on rank 1, from one replayed step."""
+    first, second = homes[name]
+    assert first["found"] == second["found"]
+    (found,) = first["found"]
+    assert found[:3] == ["forward", "div", "unit"]
+    assert found[3].endswith(f"causes.py:{causes.line()}")
+    assert found[4:] == [causes.FAULTY, causes.AT]
+    assert first["by"] == ["replay"]
+    assert "on rank 1, not on rank 0" in first["notes"][0]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_what_is_run_again_is_the_step_bit_by_bit(homes: dict[str, list[Any]], name: str) -> None:
+    """The outputs of the replay hash to those of the step, on whole parameters gathered from shards too."""
+    assert [home["exact"] for home in homes[name]] == [[True], [True]]
+
+
+@pytest.mark.parametrize("name", sorted(causes.SITUATIONS))
+def test_training_does_not_notice(homes: dict[str, list[Any]], name: str) -> None:
+    """Weights and generators are, after every step, those of a training that leaves the broken step out by hand."""
+    for home in homes[name]:
+        assert home["same"]
+        assert home["errors"] == {}
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN))
+def test_what_one_rank_cannot_do_none_pretends_to_have_done(homes: dict[str, list[Any]], name: str) -> None:
+    """A replay that raises, that has no room, or that would talk leaves a reason on both ranks."""
+    first, second = homes[name]
+    assert [found[0] for found in first["found"]] == [found[0] for found in second["found"]]
+    assert first["found"][0][0] == "unknown"
+    for home in (first, second):
+        assert UNKNOWN[name] in home["notes"][0]
+
+
+def test_the_surest_finding_is_chosen() -> None:
+    """A named operation before the loss side, that before nothing; the lowest rank's among equals."""
+    unknown, loss = Finding("unknown", "replay", note="n"), Finding("loss", "replay")
+    named = Finding("backward", "replay", op="sqrt")
+    assert chosen([unknown, loss, named]).told(note="") == named.told(rank=2)
+    assert chosen([unknown, loss, named]).note == "on rank 2, not on ranks 0, 1"
+    assert chosen([named, unknown, named]).note == "on ranks 0, 2, not on rank 1"
+    assert chosen([unknown, unknown]) == unknown
+    assert chosen([unknown, unknown.told(note="m")]).note == "rank 0: n; rank 1: m"

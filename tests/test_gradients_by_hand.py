@@ -1,0 +1,78 @@
+"""Gradients that no backward leaves in `.grad`: written by the loop itself, then clipped by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import gradwatch
+from gradwatch.rules import RuleSet
+from tests.kept import Kept
+from tests.recorder import norms_of, seen
+
+STEPS = 8
+Clip = Callable[[nn.Module], object]
+
+
+def by_per_sample_gradients(model: nn.Module, batch: torch.Tensor) -> None:
+    """The mean of per-sample gradients, as differentially private training takes it."""
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        return functional_call(model, weights, (sample,)).square().mean()
+
+    each = vmap(grad(loss), (None, 0))(weights, batch)
+    for name, param in model.named_parameters():
+        param.grad = each[name].mean(0)
+
+
+def by_autograd_grad(model: nn.Module, batch: torch.Tensor) -> None:
+    params = list(model.parameters())
+    for param, found in zip(params, torch.autograd.grad(model(batch).square().mean(), params), strict=True):
+        param.grad = found
+
+
+@pytest.mark.parametrize("differentiate", [by_per_sample_gradients, by_autograd_grad])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda model: clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: clip_grad_value_(model.parameters(), 1e-4),
+    ],
+    ids=["norm", "value"],
+)
+def test_norms_are_those_before_the_clip_once_the_loop_is_known(
+    differentiate: Callable[[nn.Module, torch.Tensor], None], clip: Clip
+) -> None:
+    """Only the second step may be provisional: the first shows that no backward is ever heard here."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = Kept()
+    before: list[dict[str, float]] = []
+    applied: list[dict[str, float]] = []
+    with gradwatch.watch(model, optimizer, rules=RuleSet(), sinks=[kept]) as gw:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            differentiate(model, torch.randn(4, 4))
+            before.append(norms_of(model.named_parameters()))
+            clip(model)
+            applied.append(norms_of(model.named_parameters()))
+            optimizer.step()
+        gw.flush()
+        records = list(kept.records)
+    assert len(records) == STEPS
+    assert not any(record.snapshot.provisional for record in records[2:])
+    for record, raw, clipped in zip(records, before, applied, strict=True):
+        if not record.snapshot.provisional:
+            assert seen(record.snapshot) == pytest.approx(raw, rel=1e-5)
+            column = record.snapshot.column("norm_applied")
+            assert column is not None
+            assert dict(zip(record.snapshot.sites.names, column.values.tolist(), strict=True)) == pytest.approx(
+                clipped, rel=1e-5
+            )
