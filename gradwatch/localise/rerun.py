@@ -108,6 +108,12 @@ class Rerun:
         except (AttributeError, LookupError):
             raise BundleError(f"models.{n}: no part {told.name!r:.80} in model {told.of}") from None
 
+    @property
+    def _has_criterion(self) -> bool:
+        """Whether the loss is one of the criteria that were called, with arguments that are known."""
+        told = self.document.models
+        return any(self._module(n) is not None for n, one in enumerate(told) if one.of < 0)
+
     def _compare(self, base: nn.Module, told: ModelDocument) -> None:
         if _name(base) != told.type.rpartition(".")[2]:
             self._note(f"the model is a {type(base).__module__}.{_name(base)}, and was a {told.type}")
@@ -239,7 +245,7 @@ class Rerun:
         """The call as it was, or, where its gradient is of no use, that of model and loss together."""
         given = tuple(call.gradients.values())
         whole = any(module is inner(model) for model in self.models)  # of a part nobody knows the loss
-        if self.loss_fn is None or not whole or (given and finite(given)):
+        if self.loss_fn is None or self._has_criterion or not whole or (given and finite(given)):
             return module, call
         scale = self.document.loss_scale or 1.0
         call.outputs, call.gradients = 1, {0: torch.tensor(scale, device=_device(module))}

@@ -419,3 +419,107 @@ def test_one_tensor_given_twice_is_one_tensor_again(tmp_path: Path, monkeypatch:
     run = Run(tmp_path, rules(), model=Twice(), call=lambda model, x: model(x, [x]))
     assert [name for name in run.tensors if name.startswith("input.")] == ["input.0.0"]
     assert again(run.only, Twice()).op == "sqrt"
+
+
+class Focal(nn.Module):
+    """A criterion of the user's, with a fault of its own."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """A root of 0 where output and target agree."""
+        return torch.sqrt((output - target).square().sum(1)).mean()  # fault
+
+
+def trained_with_a_criterion(folder: Path) -> Run:
+    """The model's outputs are the targets on the bad batch, so the criterion's gradient is not finite."""
+    criterion = Focal()
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        bad = bool(x[0, 0] == BAD)
+        return criterion(out, out.detach() if bad else torch.zeros_like(out))  # type: ignore[no-any-return]
+
+    class Calm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            return out
+
+    run = Run(folder, rules(), model=Calm(), call=call)
+    run.kind = Calm  # type: ignore[attr-defined]
+    return run
+
+
+def test_the_fault_of_a_criterion_is_found_again_with_it(tmp_path: Path) -> None:
+    """The criterion beside the model is in the bundle too; the function returns it as the loss."""
+    run = trained_with_a_criterion(tmp_path)
+    document, tensors = run.document, read_tensors(run.only)
+    told = document.incident.finding
+    assert told is not None
+    assert (told.op, told.module_type) == ("sqrt", "Focal")
+    assert told.batch is not None
+    assert told.batch.hash == document.calls[0].batch.hash  # type: ignore[union-attr]  # that of the model's call
+    assert [one.of for one in document.models] == [0, -1]
+    once = Rerun(document, tensors, [run.kind()], Focal())  # type: ignore[attr-defined]
+    once.load()
+    found = once.run(1 << 30)
+    assert (found.op, found.module_type, found.where) == (told.op, told.module_type, told.where)
+    without = Rerun(document, tensors, [run.kind()])  # type: ignore[attr-defined]
+    without.load()
+    alone = without.run(1 << 30)
+    assert alone.phase == "loss"
+    assert "Focal was not run again: have the function return it" in alone.note
+
+
+def test_parts_that_the_loop_calls_itself_find_their_place(tmp_path: Path) -> None:
+    """A loop that never calls the model but its parts: the function builds the model, the parts are in it."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = Fragile(), nn.Linear(3, 1)
+
+    run = Run(
+        tmp_path,
+        rules(),
+        bad=(6,),
+        steps=8,
+        model=Parts(),
+        call=lambda model, x: model.head(model.encoder(x)),  # type: ignore[operator]
+    )
+    document = run.document
+    assert document.watched == (f"{Parts.__module__}.{Parts.__qualname__}",)
+    assert {one.name for one in document.models} == {"encoder", "head"}
+    once = Rerun(document, read_tensors(run.only), [Parts()])
+    once.load()
+    found = once.run(1 << 30)
+    assert (found.op, found.where) == ("sqrt", document.incident.finding.where)  # type: ignore[union-attr]
+    other = Rerun(document, read_tensors(run.only), [nn.Linear(2, 2)])
+    with pytest.raises(BundleError, match="no part 'encoder' in model 0"):
+        other.load()
+
+
+def test_a_generator_of_the_scripts_own_is_told(tmp_path: Path) -> None:
+    """Its state is in no bundle; where a forward draws from one, the step cannot be run again, and it says why."""
+
+    class Own(Fragile):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dice = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor, scales: Any = None) -> Tensor:
+            return super().forward(x) * torch.rand(1, generator=self.dice)
+
+    told = Run(tmp_path, rules(), model=Own()).document
+    assert "draws from a generator of the script's own" in told.obstacle
+
+    class Idle(Fragile):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dice = torch.Generator()
+
+    run = Run(tmp_path / "idle", rules(), bad=(1,), model=Idle())
+    assert run.document.obstacle == ""
+    assert again(run.only, Idle()).op == "sqrt"

@@ -38,7 +38,7 @@ def kept(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     """Train eight steps, the fifth with a NaN on rank 1; what this rank kept, and what a replay says of it."""
     folder = shared_folder(rank)
     _, model, optimizer = made(wrap)
-    inputs = []
+    at_step: dict[str, torch.Tensor] | None = None
     with gradwatch.watch(
         model, optimizer, rules=parse_rules(RULES), sinks=[], run_dir=folder, run_id="job", strict=True
     ) as gw:
@@ -46,7 +46,8 @@ def kept(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             given = batch(step, 0, rank)
             if step == 4 and rank == 1:
                 given[0, 0] = torch.nan
-            inputs.append(given)
+            if step == 4 and wrap is fsdp2:  # a checkpoint of the whole model, as anybody would have it
+                at_step = {name: param.full_tensor().detach() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
             optimizer.zero_grad()
             loss_of(model, given).backward()
             optimizer.step()
@@ -59,6 +60,7 @@ def kept(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         "names": names,
         "rank": [document.incident.rank, document.incident.world_size],
         "obstacle": document.obstacle,
+        "left_out": list(map(str, document.left_out)),
         "errors": gw.health.errors(),
         "weights": weights(model),
         "gradients": {name: list(tensors[stored].shape) for name, stored in document.gradients.items()},
@@ -72,8 +74,9 @@ def kept(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             tensor.isnan().any().item() for name, tensor in tensors.items() if "input." in name
         )
         once = Rerun(document, tensors, [Net()])
-        once.load()
-        found["cause"] = once.run(1 << 30).phase
+        once.load(at_step)
+        replayed = once.run(1 << 30)
+        found["cause"], found["note"] = replayed.phase, replayed.note
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)

@@ -40,10 +40,18 @@ def test_replicas_can_be_run_again_rank_by_rank(homes: dict[str, list[Any]]) -> 
     assert first["cause"] == "unknown"
 
 
-def test_what_is_spread_over_ranks_is_kept_as_parts_and_not_run_again(homes: dict[str, list[Any]]) -> None:
-    """The shards of the gradients that this rank had; no rank can run the step alone, and the bundle says so."""
+def test_what_is_spread_over_ranks_is_kept_as_parts(homes: dict[str, list[Any]]) -> None:
+    """The shards of the gradients that this rank had; weights are not among it, and the bundle says so."""
     for home in homes["fsdp2"]:
-        assert "talks to other ranks" in home["obstacle"]
         assert home["gradients"]
         for name, shape in home["gradients"].items():
             assert shape == home["local"][name], name
+        assert any("spread over ranks" in one for one in home["left_out"])
+
+
+def test_a_sharded_step_is_run_again_in_one_process(homes: dict[str, list[Any]]) -> None:
+    """On a plain model with the weights of a checkpoint: the NaN of rank 1 is in its own batch."""
+    first, second = homes["fsdp2"]
+    assert (first["obstacle"], second["obstacle"]) == ("", "")
+    assert (first["cause"], second["cause"]) == ("unknown", "input")
+    assert "its parameters were spread over ranks" in second["note"]
