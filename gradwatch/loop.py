@@ -15,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.backward_rules import check_backward, module_bounds_of
+from gradwatch.bundle.asked import check_snapshots, snapshots
+from gradwatch.bundles import Bundles
 from gradwatch.causes import Causes, localising
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
@@ -99,6 +101,7 @@ class Loop:
         self._captured = False
         self._whole = False  # every part is there: another thread may train while this one attaches
         self._causes: Causes | None = None
+        self._bundles: Bundles | None = None
         self._paused_until = 0.0
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
@@ -124,6 +127,7 @@ class Loop:
         settings: Settings,
         sinks: Sequence[Sink] | None,
     ) -> None:
+        check_snapshots(self.ruleset)
         specs = sink_specs(self.ruleset, settings, self.run.rank)
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -156,10 +160,16 @@ class Loop:
             self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
             self._courses.module_bounds = self._taps.bounds
         self._courses.listen(local_taps(wanted, self._capture.models()))
-        if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
+        keeps = bool(snapshots(self.ruleset))
+        if keeps or localising(
+            self.ruleset
+        ):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
         for component in REPORTED:
             self.health.mark(component, True)
+        if keeps and self._causes is not None:
+            self._bundles = Bundles(self.ruleset, self._causes, self.failed, self.run)
+            chosen.append(self._bundles)
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
         for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
             sink.open(self.run)
@@ -210,6 +220,19 @@ class Loop:
             return ()
         late = lane.step != snapshot.step
         return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
+
+    def kept(
+        self,
+        lane: Lane,
+        snapshot: Snapshot,
+        verdict: Verdict,
+        decision: Decision,
+        findings: tuple[Finding, ...],
+    ) -> Decision:
+        """Have what this step was made of copied where a rule wants a bundle; the decision as it is followed."""
+        if self._bundles is None:
+            return decision
+        return self._bundles.take(lane, verdict, decision, snapshot, findings)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""

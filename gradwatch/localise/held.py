@@ -52,7 +52,8 @@ class Call:
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
     them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
-    nodes numbered `ended` and later were made after it.
+    nodes numbered `ended` and later were made after it; `indices` are the samples it was told to be of
+    (`Watch.batch`).
     """
 
     order: int
@@ -65,6 +66,7 @@ class Call:
     autocast: dict[str, tuple[bool, torch.dtype]]
     training: bool
     caller: tuple[CodeType, int] | None
+    indices: Any = None
     nbytes: int = 0
     seeds: int = 0
     outputs: int = 0
@@ -117,6 +119,7 @@ class Holding:
         self.calls: deque[Call] = deque()
         self.dropped = 0
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
+        self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
         self._outermost = outermost or Outermost()
@@ -151,6 +154,7 @@ class Holding:
         """Let go of everything."""
         self.calls.clear()
         self.dropped = 0
+        self.indices = None
         self._open = None
 
     def cleared(self, over: Container[int] | None = None) -> set[int]:
@@ -172,6 +176,7 @@ class Holding:
         What is left are calls of other models whose backward is still to come (a generator's, at the step of its
         critic), unless they were made before the step numbered `before`.
         """
+        self.indices = None
         if not self.calls:
             return
         if self.moves(optimizer):
@@ -226,6 +231,7 @@ class Holding:
             autocast=_autocasts(),
             training=module.training,
             caller=self._called(),
+            indices=self.indices,
             nbytes=nbytes,
         )
         if self._seen < LOOKED_AT:

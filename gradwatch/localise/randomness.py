@@ -45,6 +45,18 @@ class Generators:
         """All of the process, and those that the code of `models` can draw from."""
         return cls([*of_process(), *(source for model in models for source in own(model))])
 
+    @classmethod
+    def of(cls, states: Iterable[tuple[Source, Any]]) -> Generators:
+        """Generators with the states they are to be put into."""
+        found = cls(())
+        found._states = list(states)
+        return found
+
+    @property
+    def states(self) -> Iterator[tuple[Source, Any]]:
+        """Each with its state."""
+        return iter(self._states)
+
     def restore(self) -> None:
         """Put them back."""
         for source, state in self._states:
@@ -99,8 +111,12 @@ def of_process() -> Iterator[Source]:
     """Those that everybody shares. A CUDA generator's state is kept on the host: reading it waits for no device."""
     yield from (PYTHON, NUMPY, CPU)
     if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            yield _of_cuda(generator)
+        yield from of_cuda()
+
+
+def of_cuda() -> list[Source]:
+    """Those of the CUDA devices, in their order."""
+    return [_of_cuda(generator) for generator in torch.cuda.default_generators]
 
 
 @functools.cache
