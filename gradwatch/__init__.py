@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gradwatch.attach import watch
     from gradwatch.detectors import register_detector
     from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
+    from gradwatch.localise.fingerprint import batch_hash
     from gradwatch.rulefile import load_rules
     from gradwatch.sinks import register_sink
     from gradwatch.watching import Watch
@@ -25,6 +26,7 @@ __all__ = [
     "RuleFileError",
     "TrainingStopped",
     "Watch",
+    "batch_hash",
     "load_rules",
     "register_detector",
     "register_sink",
@@ -37,6 +39,7 @@ _HOME = {
     "RuleFileError": "gradwatch.errors",
     "TrainingStopped": "gradwatch.errors",
     "Watch": "gradwatch.watching",
+    "batch_hash": "gradwatch.localise.fingerprint",
     "load_rules": "gradwatch.rulefile",
     "register_detector": "gradwatch.detectors",
     "register_sink": "gradwatch.sinks",

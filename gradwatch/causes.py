@@ -1,4 +1,7 @@
-"""Orders to `localise`, carried out: which rule of a verdict asks, and what was found for it."""
+"""Orders to `localise`, carried out: which rule of a verdict asks, and what was found for it.
+
+Steps are held for orders to `snapshot` too (`gradwatch.bundles`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.bundle.asked import snapshots
 from gradwatch.finding import Finding
+from gradwatch.localise.held import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.localise.together import Together
 from gradwatch.rules import Action, RuleSet
@@ -39,19 +44,40 @@ class Causes:
     ) -> None:
         self._asked = localising(ruleset)
         self._rank = rank
-        actions = list(self._asked.values())
+        actions, keeps = list(self._asked.values()), list(snapshots(ruleset).values())
         self._localiser = Localiser(
             models,
             owns,
             failed,
-            max_bytes=max(int(action.params["max_bytes"]) for action in actions),
-            hold=any(action.params["by"] == "replay" for action in actions),
+            max_bytes=max(int(action.params["max_bytes"]) for action in (*actions, *keeps)),
+            hold=bool(keeps) or any(action.params["by"] == "replay" for action in actions),
             rank=rank,
         )
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Hold the steps of further models too."""
         self._localiser.add(models)
+
+    def tell(self, indices: Any) -> None:
+        """Which samples of the dataset the forward calls are of that follow, until a step is taken."""
+        self._localiser.tell(indices)
+
+    def held(self) -> list[tuple[nn.Module, Call]]:
+        """The forward calls of the present step, in their order."""
+        return self._localiser.held()
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive."""
+        return self._localiser.models()
+
+    @property
+    def dropped(self) -> int:
+        """Forward calls of the present step that were let go of to stay within `max_bytes`."""
+        return self._localiser.dropped
+
+    def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
+        """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
+        return self._localiser.refusal(held)
 
     def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
         """While this is entered, the step to localise is what `run` computes."""
@@ -83,7 +109,7 @@ class Causes:
         for rule in sorted(
             {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
         ):
-            event = _incident(verdict, rule)
+            event = incident_of(verdict, rule)
             if event is not None and rule in self._asked and self._localiser.due(event.incident):
                 ask = _ask(self._asked[rule], event, snapshot)
                 together = Together(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
@@ -113,7 +139,8 @@ DEFAULTS = {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20}
 """As a rule file that says nothing gets them (`gradwatch.rulefile.schema.Localise`)."""
 
 
-def _incident(verdict: Verdict, rule: str) -> Event | None:
+def incident_of(verdict: Verdict, rule: str) -> Event | None:
+    """The transition of a rule on this step that belongs to an incident; None where there is none."""
     events = (event for event in verdict.events if event.rule == rule and event.incident)
     return next((event for event in events if event.kind != "resolved"), None)
 

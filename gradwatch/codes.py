@@ -204,7 +204,7 @@ _ENTRIES = (
         "GW208",
         "values that contradict each other",
         "Each value is allowed, but not together: a clear level beyond the threshold, 5 in 3, an empty"
-        " interval.",
+        " interval, a batch to be kept in 0 bytes.",
         "detect: {kind: above, threshold: 10, clear_below: 20}",
         "Change one of the values.",
     ),

@@ -31,6 +31,8 @@ def sentence(finding: Finding) -> str:
     if finding.function and finding.function != finding.op:
         op += f" (in {finding.function})"
     said = BEGAN[finding.phase].format(op=op)
+    if finding.phase == "loss" and finding.op:
+        said += f" (most likely {op})"
     if finding.module:
         said += f" in {finding.module}"
     return f"{said} at {finding.where}" if finding.where else said
@@ -76,6 +78,7 @@ def page(finding: Finding) -> Iterator[str]:
         [f"first parameter in backward order: `{finding.first_parameter}`"] if finding.first_parameter else []
     )
     said += [f"forward call {finding.call} of the step"] if finding.call else []
+    said += [f"batch {finding.batch}"] if finding.batch is not None else []
     said += [f"{finding.others} further operations did the same"] if finding.others else []
     said += [finding.note] if finding.note else []
     yield from (f"- {one}" for one in said)

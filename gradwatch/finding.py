@@ -21,6 +21,7 @@ By = Literal["replay", "record", "closure"]
 """How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
+MOST_SHOWN = 16  # positions of samples named in a sentence
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "\\site-packages\\")
 
 
@@ -94,6 +95,32 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """What went into one forward call of the model, told apart from every other batch.
+
+    `hash` is that of `gradwatch.batch_hash` over the call's arguments ("" = not known). `nbytes` is how large their
+    tensors are, and `complete` False where only the first of those bytes were hashed. `indices` are the positions in
+    the dataset that `Watch.batch` was told, at most 4,096 of `samples`; None = nobody told them.
+    """
+
+    hash: str = ""
+    nbytes: int = 0
+    complete: bool = True
+    indices: tuple[int, ...] | None = None
+    samples: int = 0
+
+    def __str__(self) -> str:
+        """`9f86d081884c7d65 (1,024 bytes), positions 3, 17, 4 in the dataset`."""
+        cut = "" if self.complete else ", of which the first were hashed"
+        said = f"{self.hash or 'no hash'} ({self.nbytes:,} bytes{cut})"
+        if self.indices is None:
+            return f"{said}, positions in the dataset not known"
+        shown = ", ".join(map(str, self.indices[:MOST_SHOWN]))
+        more = f" and {self.samples - MOST_SHOWN:,} more" if self.samples > MOST_SHOWN else ""
+        return f"{said}, positions {shown}{more} in the dataset"
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The cause of one incident, as far as it is known.
 
@@ -103,9 +130,9 @@ class Finding:
     ("einsum", whose `bmm` it was). `frames` are the Python lines that led there, innermost first, torch's own
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
     the order of the forward, where it explodes or vanishes. `call` is the index of the model's forward call among
-    those of the step (micro-batch), `others` how many further operations did the same, and `first_parameter` the
-    first parameter in backward order that the rule named. `note` says what else is to be said, or why nothing was
-    found.
+    those of the step (micro-batch) and `batch` what went into it, None where that was not held. `others` is how many
+    further operations did the same, and `first_parameter` the first parameter in backward order that the rule named.
+    `note` says what else is to be said, or why nothing was found.
     """
 
     phase: Phase
@@ -122,6 +149,7 @@ class Finding:
     result: Operand | None = None
     profile: tuple[Layer, ...] = ()
     call: int = 0
+    batch: Batch | None = None
     others: int = 0
     first_parameter: str = ""
     rule: str = ""
@@ -150,7 +178,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe; NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
-        document: dict[str, Any] = _json(asdict(self))
+        document: dict[str, Any] = json_ready(asdict(self))
         return document
 
     @classmethod
@@ -164,6 +192,8 @@ class Finding:
             given["profile"] = tuple(map(_layer, given.get("profile", ())))
             result = given.get("result")
             given["result"] = None if result is None else _operand(result)
+            batch = given.get("batch")
+            given["batch"] = None if batch is None else _batch(batch)
             if given["phase"] not in PHASES:
                 raise ValueError(f"phase {given['phase']!r} is none of {', '.join(PHASES)}")
             return cls(**given)
@@ -176,6 +206,11 @@ def _layer(document: Mapping[str, Any]) -> Layer:
     return Layer(document["module"], document["kind"], *norms)
 
 
+def _batch(document: Mapping[str, Any]) -> Batch:
+    indices = document.get("indices")
+    return Batch(**{**document, "indices": None if indices is None else tuple(map(int, indices))})
+
+
 def _operand(document: Mapping[str, Any]) -> Operand:
     given = dict(document)
     given["shape"] = tuple(given["shape"])
@@ -184,11 +219,22 @@ def _operand(document: Mapping[str, Any]) -> Operand:
     return Operand(**given)
 
 
-def _json(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
+    """Plain data as JSON can hold it: NaN and the infinities as the strings "NaN", "Infinity", "-Infinity".
+
+    Lone surrogates, which no reader of UTF-8 takes, become question marks.
+    """
     if isinstance(value, dict):
-        return {key: _json(item) for key, item in value.items()}
+        return {json_ready(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
+        return [json_ready(item) for item in value]
+    if isinstance(value, str):
+        return utf8(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def utf8(text: str) -> str:
+    """The text with lone surrogates as question marks."""
+    return text.encode("utf-8", "replace").decode()

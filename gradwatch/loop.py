@@ -15,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.backward_rules import check_backward, module_bounds_of
+from gradwatch.bundle.asked import check_snapshots, snapshots
+from gradwatch.bundles import Bundles
 from gradwatch.causes import Causes, localising
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
@@ -97,13 +99,19 @@ class Loop:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
+        self._whole = False  # every part is there: another thread may train while this one attaches
         self._causes: Causes | None = None
+        self._bundles: Bundles | None = None
         self._paused_until = 0.0
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._engine = Engine(ruleset, self.run.rank)
         self._ranks = Ranks(
-            f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
+            f"{self.run.attempt}/{next(_ordinal)}",
+            wants(self._engine),
+            self.models,
+            self._of_ranks,
+            stages=lambda: self._stages.taken(),
         )
         publishing = Publishing()
         self._sinks: list[Breaker] = publishing.sinks
@@ -119,6 +127,7 @@ class Loop:
         settings: Settings,
         sinks: Sequence[Sink] | None,
     ) -> None:
+        check_snapshots(self.ruleset)
         specs = sink_specs(self.ruleset, settings, self.run.rank)
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -151,16 +160,23 @@ class Loop:
             self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
             self._courses.module_bounds = self._taps.bounds
         self._courses.listen(local_taps(wanted, self._capture.models()))
-        if localising(self.ruleset):  # before the boundary listens: a recorded step ends before it is judged
+        keeps = bool(snapshots(self.ruleset))
+        if keeps or localising(
+            self.ruleset
+        ):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
+        for component in REPORTED:
+            self.health.mark(component, True)
+        if keeps and self._causes is not None:
+            self._bundles = Bundles(self.ruleset, self._causes, self.failed, self.run)
+            chosen.append(self._bundles)
+        self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
+        for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
+            sink.open(self.run)
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
-        for component in REPORTED:
-            self.health.mark(component, True)
-        self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
-        for sink in self._sinks:
-            sink.open(self.run)
+        self._whole = True
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
@@ -205,9 +221,22 @@ class Loop:
         late = lane.step != snapshot.step
         return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
 
+    def kept(
+        self,
+        lane: Lane,
+        snapshot: Snapshot,
+        verdict: Verdict,
+        decision: Decision,
+        findings: tuple[Finding, ...],
+    ) -> Decision:
+        """Have what this step was made of copied where a rule wants a bundle; the decision as it is followed."""
+        if self._bundles is None:
+            return decision
+        return self._bundles.take(lane, verdict, decision, snapshot, findings)
+
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
-        if self._closed or os.getpid() != self.run.pid or self._pausing():
+        if self._resting():
             return False
         if self._capture.lane_of(optimizer) is not None:
             return True
@@ -222,7 +251,7 @@ class Loop:
 
     def pooled(self, lane: Lane) -> bool:
         """Whether the ranks put together what each knows of these gradients."""
-        return self._ranks.talks(lane)
+        return self._ranks.pooled(lane)
 
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
@@ -344,7 +373,7 @@ class Loop:
                     lane.read()
 
     def _resting(self) -> bool:
-        return self._closed or os.getpid() != self.run.pid or self._pausing()
+        return self._closed or not self._whole or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

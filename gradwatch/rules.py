@@ -17,7 +17,7 @@ Mode = Literal["act", "shadow"]
 ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
 
-NOT_BUILT: frozenset[str] = frozenset({"snapshot"})
+NOT_BUILT: frozenset[str] = frozenset()
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
 SINK_KINDS: set[str] = {
@@ -48,7 +48,8 @@ class Action:
 
     Names and parameters: `skip_step` {max_consecutive: int | None, then: "continue" | "stop"}, `stop` {},
     `clip` {to: "baseline" | float, at, local}, `rescale` {factor}, `zero_nonfinite` {}, `localise` {by,
-    else_record_steps, max_bytes}, `snapshot` {keep, batch}, `escalate` {after: "k in n", to}, `drop_micro` {}.
+    else_record_steps, max_bytes}, `snapshot` {keep, batch, parameters, max_bytes}, `escalate` {after: "k in n",
+    to}, `drop_micro` {}.
     """
 
     name: str

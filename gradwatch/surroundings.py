@@ -37,3 +37,13 @@ class Surroundings(Protocol):
         self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
     ) -> tuple[Finding, ...]:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+
+    def kept(
+        self,
+        lane: Lane,
+        snapshot: Snapshot,
+        verdict: Verdict,
+        decision: Decision,
+        findings: tuple[Finding, ...],
+    ) -> Decision:
+        """Have what this step was made of copied where a rule wants a bundle; the decision as it is followed."""

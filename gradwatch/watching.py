@@ -77,6 +77,26 @@ class Watch(Loop):
             except Exception as error:
                 self.failed("observe", error)
 
+    def batch(self, indices: Iterable[int] | torch.Tensor) -> None:
+        """Tell which samples of the dataset make the forward calls that follow; changes and raises nothing.
+
+        Positions in the dataset (or other numbers that find a sample), for the cause of an incident and its bundle: no
+        DataLoader can be asked which samples it has just given. Have the dataset return them with the sample:
+
+            for indices, x, y in loader:
+                gw.batch(indices)
+
+        Holds until the next `optimizer.step()`, or until it is told again (per micro-batch). Do not write into
+        `indices` before the step is taken; they are read only if something goes wrong. Without them a batch is known
+        by its hash (`gradwatch.batch_hash`).
+        """
+        if self._closed or self._causes is None:
+            return
+        try:
+            self._causes.tell(indices)
+        except Exception as error:
+            self.failed("localise", error)
+
     def step(self, closure: Callable[[], T]) -> T:
         """Run `closure`, which computes the loss and its gradients, then step every watched optimizer; its result.
 

@@ -420,7 +420,6 @@ def test_stop_leaves_weights_and_state_and_comes_after_the_record() -> None:
             "{detect: {kind: above, of: activation_std, threshold: 1}, do: [rescale: {factor: 0.5}]}",
             "rescale at the step acts on parameters, and activation_std is measured on modules",
         ),
-        ("{detect: {kind: spike}, do: [snapshot]}", "'snapshot' is not built yet"),
     ],
 )
 def test_what_would_mean_nothing_is_refused_at_attach(rule: str, said: str) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,15 +194,31 @@ def test_a_bad_rule_file_may_be_passed_by(bad: str, tmp_path: Path) -> None:
     assert done.stdout.split() == ["None"]
 
 
-def test_an_action_that_is_not_built_stops_run_before_the_script(tmp_path: Path) -> None:
-    """Valid language, but not in this version: exit 2 by name, and `rules check` notes it."""
-    path = tmp_path / "clip.gradwatch.yaml"
+@pytest.mark.parametrize(
+    ("place", "now", "says"),
+    [
+        ("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}), "'snapshot' is not built yet"),
+        ("gradwatch.sinks.extras._installed", lambda module: False, "pip install 'gradwatch[bundle]'"),
+    ],
+    ids=["not built", "library absent"],
+)
+def test_an_action_that_cannot_be_had_stops_run_before_the_script(
+    place: str,
+    now: Any,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Valid language, but not here: exit 2 with the reason, and `rules check` notes it."""
+    path = tmp_path / "bundle.gradwatch.yaml"
     path.write_text(GOOD.replace("optional: true", "do: [snapshot]"))
-    done = shell("run", "--rules", str(path), "--", "touch", str(tmp_path / "started"))
-    assert done.returncode == 2
-    assert "'snapshot' is not built yet" in done.stderr
+    monkeypatch.setattr(place, now)
+    assert main(["run", "--rules", str(path), "--", "touch", str(tmp_path / "started")]) == 2
+    assert says in capsys.readouterr().err
     assert not (tmp_path / "started").exists()
-    assert "snapshot" in shell("rules", "check", str(path)).stdout
+    assert main(["rules", "check", str(path)]) == 0
+    assert says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

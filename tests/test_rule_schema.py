@@ -41,7 +41,12 @@ VALID: dict[str, Any] = {
         "non-finite": {
             "detect": {"kind": "nonfinite", "of": "norm", "values": ["nan", "inf"]},
             "severity": "critical",
-            "do": ["stop", {"skip_step": {"max_consecutive": 10, "then": "stop"}}, {"localise": None}],
+            "do": [
+                {"snapshot": {"batch": True, "parameters": False, "keep": 2, "max_bytes": 9}},
+                "stop",
+                {"skip_step": {"max_consecutive": 10, "then": "stop"}},
+                {"localise": None},
+            ],
             "annotations": {"summary": "{param} at {step}", "runbook_url": "https://example.org"},
         },
         "exploding": {

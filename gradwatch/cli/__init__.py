@@ -1,4 +1,4 @@
-"""The `gradwatch` command: run | rules | audit | explain | serve | deploy | doctor | demo | version.
+"""The `gradwatch` command: run | rules | audit | explain | replay | serve | deploy | doctor | demo | version.
 
 Exit status: 0 fine, 1 something was found (a bad rule file, a missed fault, a failed check), 2 used or
 configured wrongly; `gradwatch run` has the exit status of what it ran. Every command imports what it needs
@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from gradwatch.cli import audit, demo, deploy, doctor, explain, rules, run, serve, version
+from gradwatch.cli import audit, demo, deploy, doctor, explain, replay, rules, run, serve, version
 from gradwatch.cli.terminal import complain
 from gradwatch.errors import GradwatchError, RuleFileError
 
 __all__ = ["main"]
 
-COMMANDS = (run, rules, audit, explain, serve, deploy, doctor, demo, version)
+COMMANDS = (run, rules, audit, explain, replay, serve, deploy, doctor, demo, version)
 
 EPILOG = """examples:
   gradwatch demo                                       see it find three faults, in a minute
@@ -26,6 +26,8 @@ EPILOG = """examples:
   gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
   gradwatch rules check my.gradwatch.yaml
   gradwatch audit                                      what it did to the last run: how often, by which rule, how hard
+  gradwatch explain                                    which line made the incidents of the last run
+  gradwatch replay gradwatch-runs/RUN/bundles/INCIDENT --script train:build
   gradwatch serve --dir gradwatch-runs                 one address for many runs
   gradwatch deploy export monitoring                   Prometheus, alerts and dashboards
   gradwatch doctor

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
+from gradwatch.cli.named import from_here, load
 from gradwatch.cli.run import listen_address
 from gradwatch.cli.terminal import paint
 from gradwatch.cli.version import versions
-from gradwatch.errors import GradwatchError, RuleFileError
+from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
     from gradwatch.launch.cost import Factory
@@ -169,6 +168,7 @@ def check_directory(path: str) -> Check:
 
 def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     """The rules, if the file is valid, and what there is to say about it."""
+    from gradwatch.bundle.asked import unavailable
     from gradwatch.rulefile import load_rules
 
     try:
@@ -182,6 +182,10 @@ def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     checks = [Check("rules", source, "ok", f"{enabled} rules, digest {ruleset.digest[:12]}")]
     checks += [
         Check("rules", rule, "note", f"inactive: {reason}") for rule, reason in ruleset.inactive.items()
+    ]
+    checks += [
+        Check("rules", source, "fail", reason, "pip install 'gradwatch[bundle]'")
+        for reason in unavailable(ruleset)
     ]
     return ruleset, checks
 
@@ -215,14 +219,5 @@ def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[
 
 def load_factory(reference: str) -> Factory:
     """What `module:factory` names; the cwd is searched first, as by `python -m`."""
-    module, colon, name = reference.partition(":")
-    if not colon or not module or not name:
-        raise GradwatchError(f"--model {reference!r} is not MODULE:FACTORY, e.g. train:build")
-    sys.path.insert(0, os.getcwd())
-    try:
-        factory: Factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise GradwatchError(f"--model {reference}: {error}") from None
-    finally:
-        sys.path.remove(os.getcwd())
-    return factory
+    with from_here():
+        return load("--model", reference, "MODULE:FACTORY")

@@ -5,23 +5,41 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.runs import journals, newest
 from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
-    from gradwatch.finding import Finding
+    from gradwatch.incident import Incident
 
-DESCRIPTION = """The cause of an incident as its journal tells it: operation, module, line, evidence, likely remedy.
+DESCRIPTION = """The cause of an incident as its journal tells it: operation, module, line, evidence, likely remedy;
+what was done about it, the norms around it, and, where the action `snapshot` kept a bundle, how to run the step again.
 
-INCIDENT is the name that the log gives it ("non-finite-0-40"); without one, every incident of the run. The journals of
-all ranks are read, for only the rank on which a NaN was born can say where. Exit 1 where no cause is known."""
+INCIDENT is the name that the log gives it ("non-finite-0-40"); without one, every incident that was localised. The
+journals of all ranks are read, for only the rank on which a NaN was born can say where. Exit 1 where no cause is
+known."""
 
 LONGEST_LINE = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """An incident as its page tells it; `bundle` is None where none was kept, `obstacle` why it cannot be run again."""
+
+    incident: Incident
+    bundle: Path | None = None
+    obstacle: str = ""
+    missing: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        """Whether a cause is known."""
+        return self.incident.finding is not None and self.incident.finding.found
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,68 +57,97 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--dir", default="gradwatch-runs", metavar="DIR", help="where runs are (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="for a machine")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for a machine")
+    form.add_argument(
+        "--markdown", action="store_true", help="for an issue or a wiki: never painted, no HTML"
+    )
     parser.set_defaults(handler=handle)
 
 
 def handle(arguments: argparse.Namespace) -> int:
     """Print one page per incident; 1 where no cause is known."""
     where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir))
-    findings = list(found(where, arguments.incident))
-    if arguments.incident and not findings:
+    best = [explained(where, incident) for incident in chosen(where, arguments.incident)]
+    if arguments.incident and not best:
         raise GradwatchError(f"nothing is known of {arguments.incident} in {where}{_known(where)}")
-    best = chosen(findings)
     if arguments.json:
-        documents = [document(finding) for finding in best]
+        documents = [document(one) for one in best]
         print(json.dumps({"run": str(where), "findings": documents}, indent=2, allow_nan=False))
+    elif arguments.markdown:
+        from gradwatch.incident_page import markdown
+
+        print("\n".join(markdown(page(one)) for one in best), end="")
     elif best:
-        print("\n\n".join(page(finding) for finding in best))
+        print("\n\n".join(shown(page(one)) for one in best))
     else:
         print(f"{where}: no incident was localised", file=sys.stderr)
-    return int(not any(finding.found for finding in best))
+    return int(not any(one.found for one in best))
 
 
-def found(where: Path, incident: str | None) -> Iterable[Finding]:
-    """What the journals of every rank say of an incident, or of all."""
+def chosen(where: Path, name: str | None) -> list[Incident]:
+    """What the journals of all ranks say, one Incident per name: of the rank that knows most, the first of equals."""
+    from gradwatch.journal.incidents import better, incidents
+
+    best: dict[str, Incident] = {}
     for journal in journals(where):
-        for finding in journal.findings():
-            if incident is None or finding.incident == incident:
-                yield finding
-
-
-def chosen(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding per incident: a cause before the loss side, that before none, the first of equals."""
-    rank = {"unknown": 2, "loss": 1}
-    best: dict[str, Finding] = {}
-    for finding in findings:
-        held = best.get(finding.incident)
-        if held is None or rank.get(finding.phase, 0) < rank.get(held.phase, 0):
-            best[finding.incident] = finding
+        for incident in incidents(journal, name):
+            held = best.get(incident.name)
+            if held is None or better(incident.finding, held.finding):
+                best[incident.name] = incident
     return list(best.values())
 
 
-def document(finding: Finding) -> dict[str, object]:
-    """The finding with its remedy, JSON-safe."""
-    from gradwatch.explanation import sentence
-    from gradwatch.remedies import remedy_for
+def explained(where: Path, incident: Incident) -> Explained:
+    """The incident with its bundle, if there is one: that of the rank that tells of it, else any."""
+    from gradwatch.bundle.folders import bundles_of
+    from gradwatch.bundle.reading import BundleError, read_document
 
-    remedy = remedy_for(finding)
-    told = None if remedy is None else {"id": remedy.id, "why": remedy.why, "mend": remedy.mend}
-    return {**finding.to_dict(), "where": finding.where, "cause": sentence(finding), "remedy": told}
+    kept = bundles_of(where if where.is_dir() else where.parent, incident.name)
+    kept.sort(key=lambda path: f"-rank{incident.rank}" not in path.name)
+    if not kept:
+        return Explained(incident)
+    try:
+        told = read_document(kept[0])
+    except BundleError as error:
+        return Explained(incident, kept[0], f"it cannot be read: {error}")
+    return Explained(incident, kept[0], told.obstacle, tuple(map(str, told.left_out)))
 
 
-def page(finding: Finding) -> str:
-    """The page, painted for a terminal; any name in it is harmless there."""
-    from gradwatch import explanation
+def document(one: Explained) -> dict[str, Any]:
+    """The cause with its remedy, and everything else that is known, JSON-safe."""
+    from gradwatch.incident_page import reproduce
+
+    told = one.incident.to_dict()
+    finding = told.pop("finding") or {}
+    runs = one.bundle is not None and not one.obstacle
+    return {
+        **finding,
+        **told,
+        "incident": one.incident.name,
+        "bundle": None if one.bundle is None else str(one.bundle),
+        "obstacle": one.obstacle,
+        "reproduce": reproduce(str(one.bundle)) if runs else None,
+        "left_out": list(one.missing),
+    }
+
+
+def page(one: Explained) -> Iterable[str]:
+    """The page, line by line."""
+    from gradwatch import incident_page
+
+    bundle = "" if one.bundle is None else str(one.bundle)
+    return incident_page.page(one.incident, bundle, one.obstacle, one.missing)
+
+
+def shown(lines: Iterable[str]) -> str:
+    """Lines painted for a terminal; any name in them is harmless there."""
     from gradwatch.sinks.printable import one_line
 
-    lines = []
-    for line in explanation.page(finding):
-        text = one_line(line, LONGEST_LINE)
-        lines.append(paint(text, "bold") if line.startswith("#") else text)
-    return "\n".join(lines)
+    told = ((line, one_line(line, LONGEST_LINE)) for line in lines)
+    return "\n".join(paint(text, "bold") if line.startswith("#") else text for line, text in told).rstrip()
 
 
 def _known(where: Path) -> str:
-    names = list(dict.fromkeys(finding.incident for finding in found(where, None)))
+    names: Sequence[str] = [incident.name for incident in chosen(where, None)]
     return f"; there are: {', '.join(names[-5:])}" if names else "; no incident of it was localised"

@@ -79,7 +79,8 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str) -> dict[str, Any]:
-    """What one file holds: its rules and digest, or its problems; notes on what this version cannot do."""
+    """What one file holds: its rules and digest, or its problems; notes on what cannot be done here."""
+    from gradwatch.bundle.asked import unavailable
     from gradwatch.engine.admission import unbuilt
     from gradwatch.rulefile import load_rules
 
@@ -95,8 +96,8 @@ def check_one(path: str) -> dict[str, Any]:
         ruleset = load_rules(path)
     except RuleFileError as error:
         return report | {"ok": False, "problems": list(error.problems)}
-    enabled = sum(rule.enabled for rule in ruleset.rules)
-    return report | {"enabled": enabled, "digest": ruleset.digest, "notes": unbuilt(ruleset)}
+    enabled, notes = sum(rule.enabled for rule in ruleset.rules), [*unbuilt(ruleset), *unavailable(ruleset)]
+    return report | {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
 
 
 def handle_explain(arguments: argparse.Namespace) -> int:

@@ -81,8 +81,10 @@ def check_rules(source: str, run: str) -> None:
 
     Raises:
         RuleFileError: with everything wrong in the rule file.
-        AttachError: for what is not built yet, and for a sink that cannot be had: its library is not installed.
+        AttachError: for what is not built yet, and for an action or a sink that cannot be had: its library is not
+            installed.
     """
+    from gradwatch.bundle.asked import check_snapshots
     from gradwatch.engine.admission import impossible, unbuilt
     from gradwatch.rulefile import load_rules
     from gradwatch.settings import Settings, sink_specs
@@ -93,6 +95,7 @@ def check_rules(source: str, run: str) -> None:
     if missing:
         listed = "\n".join(f"  - {each}" for each in missing)
         raise AttachError(f"{source} asks for what this version cannot do:\n{listed}")
+    check_snapshots(ruleset)
     if ruleset.sinks is not None:
         for spec in sink_specs(ruleset, Settings.resolve(source), rank=0):
             make_sink(spec.kind, spec.options)  # opens nothing

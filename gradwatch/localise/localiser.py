@@ -16,24 +16,27 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.finding import Finding
+from gradwatch.finding import Batch, Finding
 from gradwatch.hooks import graph_task, step_hooks
+from gradwatch.localise import loss_side
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
+from gradwatch.localise.fingerprint import fingerprint
 from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.held import Call, inner
 from gradwatch.localise.holdings import Holdings
 from gradwatch.localise.live import Live
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import Trace, replay
+from gradwatch.localise.replay import Trace, refuse, replay, within
 from gradwatch.localise.together import Together
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 OLD = 8  # optimizer steps after which a forward without a backward is forgotten
+NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Localiser:
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
         """While this is entered, the step to localise is what `run` computes."""
         try:
-            self._closure = Kept(run, self._alive())
+            self._closure = Kept(run, self.models())
         except Exception as error:
             self._failed("localise", error)
         try:
@@ -126,6 +129,28 @@ class Localiser:
             self._closure = None
 
     # -- asked by the composition root -------------------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive, without what DDP and torch.compile wrap around them."""
+        return [inner(model) for ref in self._models if (model := ref()) is not None]
+
+    def tell(self, indices: Any) -> None:
+        """Which samples of the dataset the calls are of that follow, until a step is taken."""
+        for holding in self._holdings:
+            holding.indices = indices
+
+    def held(self) -> list[tuple[nn.Module, Call]]:
+        """(module, call) of those of this step that a gradient has reached, in the order they were made."""
+        return self._holdings.calls()
+
+    @property
+    def dropped(self) -> int:
+        """Calls of this step that were let go of to stay within `max_bytes`."""
+        return self._holdings.dropped
+
+    def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
+        """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
+        return self._holdings.refused or ("" if held else NOT_SEEN)
 
     def due(self, incident: str) -> bool:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
@@ -146,6 +171,7 @@ class Localiser:
         except Exception as error:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
+        finding = finding.told(batch=self._batch_of(finding))  # this rank's own, before all are told of one
         if together is not None:
             finding = self._told_together(together, finding)
         if finding.found and finding.phase != "loss":
@@ -163,7 +189,7 @@ class Localiser:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _localised(self, ask: Ask, late: bool) -> Finding:
-        apart = self._together is None or not any(map(is_spread, self._alive()))
+        apart = self._together is None or not any(map(is_spread, self.models()))
         if (
             self._recorded and ask.way != "detect_anomaly" and apart
         ):  # else the others wait for this rank to agree
@@ -182,6 +208,8 @@ class Localiser:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
             dropped = self._holdings.dropped
+            if finding.phase == "loss":
+                finding = self._of_loop(held, finding)
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         spent = time.perf_counter() - started
@@ -200,16 +228,24 @@ class Localiser:
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
         whole = self._gathered(held)
         if suspicion == "nonfinite":
-            return _unless_skipped(replay(held, self._alive(), self._fault, None, self._max_bytes, whole))
-        profile = Profile(self._alive(), self._fault)
-        traces = replay(held, self._alive(), self._fault, profile, self._max_bytes, whole)
+            return _unless_skipped(replay(held, self.models(), self._fault, None, self._max_bytes, whole))
+        profile = Profile(self.models(), self._fault)
+        traces = replay(held, self.models(), self._fault, profile, self._max_bytes, whole)
         finding = diagnose(traces)
         found = None if finding.found else suspect(profile.layers(), suspicion == "exploding")
         return finding if found is None else warned(found, traces)
 
+    def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
+        """What the loop's own tensors tell of a loss that was computed in it."""
+        try:
+            return loss_side.told(finding, max(call.ended for _, call in held))
+        except Exception as error:
+            self._failed("localise", error)
+            return finding
+
     def _gathered(self, held: list[tuple[nn.Module, Call]]) -> dict[int, dict[str, Tensor]]:
         """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
-        spread = [model for model in self._alive() if is_spread(model)]
+        spread = [model for model in self.models() if is_spread(model)]
         if not spread:
             self._check(held)
             return {}
@@ -257,20 +293,34 @@ class Localiser:
             if ask.way == "detect_anomaly":
                 self._live = Raising(ask.record_steps)
             else:
-                self._live = Live(self._alive(), ask.record_steps, self._fault)
+                self._live = Live(self.models(), ask.record_steps, self._fault)
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.told(note=_joined(found.note, why))
 
     def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
-        if self._holdings.refused:
-            raise Refused(self._holdings.refused)
-        if not held:
-            raise Refused(
-                "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
-            )
+        if refusal := self.refusal(held):
+            raise Refused(refusal)
 
-    def _alive(self) -> list[nn.Module]:
-        return [inner(model) for ref in self._models if (model := ref()) is not None]
+    def _batch_of(self, finding: Finding) -> Batch | None:
+        """What went into the call at fault; None where that is not held, or nobody knows which call it was."""
+        if finding.batch is not None:
+            return finding.batch
+        try:
+            models = self.models()
+            held = [(model, call, within(inner(model), models)) for model, call in self.held()]
+            at = finding.call if finding.by == "replay" and finding.found else len(held) - 1
+            # Of a criterion the batch is that of the model's call before it.
+            given = [(model, call) for model, call, watched in held[: at + 1] if watched]
+            if not given or (len(given) > 1 and not (finding.by == "replay" and finding.found)):
+                return None
+            model, call = given[-1]
+            refuse(inner(model), call)
+            return fingerprint(call.args, call.kwargs, call.indices)
+        except Refused:  # what is held is no longer what went in
+            return None
+        except Exception as error:
+            self._failed("localise", error)
+            return None
 
     def _signed(self, finding: Finding, ask: Ask) -> Finding:
         return finding.told(
@@ -298,8 +348,9 @@ class Localiser:
         trace = live.end()
         if trace is not None and trace.blamed:
             finding = diagnose([trace], by="record")
-            taken = f"found in a recorded step, which took {live.seconds:.2f} s"
-            self._recorded.append(self._signed(finding.told(note=_joined(finding.note, taken)), self._ask))
+            note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
+            finding = finding.told(note=note, batch=self._batch_of(finding))
+            self._recorded.append(self._signed(finding, self._ask))
             if self._together is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
             live.left = 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradwatch.localise.attributes import written_in_place
 
 FIRST = 2
-RECHECK = 64  # calls between looks at generators that no forward has drawn from
+RECHECK = 256  # calls between looks at generators that no forward has drawn from
 OWN = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -45,6 +45,18 @@ class Generators:
         """All of the process, and those that the code of `models` can draw from."""
         return cls([*of_process(), *(source for model in models for source in own(model))])
 
+    @classmethod
+    def of(cls, states: Iterable[tuple[Source, Any]]) -> Generators:
+        """Generators with the states they are to be put into."""
+        found = cls(())
+        found._states = list(states)
+        return found
+
+    @property
+    def states(self) -> Iterator[tuple[Source, Any]]:
+        """Each with its state."""
+        return iter(self._states)
+
     def restore(self) -> None:
         """Put them back."""
         for source, state in self._states:
@@ -55,11 +67,14 @@ class Generators:
         return [source for source, state in self._states if not _same(state, source.read())]
 
 
+NONE = Generators(())
+
+
 class Held:
     """Generators before each forward of `model`, without those that forwards have been seen not to draw from.
 
     Reading them all takes 70 us, and most forwards draw from none. `looking` is true in the first calls and in one
-    of 64 ever after: then all are read, before and after.
+    of 256 ever after: then all are read, before and after.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
@@ -81,7 +96,7 @@ class Held:
             self._own = list(own(model))
         self._calls += 1
         if not looking:
-            return Generators(self._drawn)
+            return Generators(self._drawn) if self._drawn else NONE
         self._before = Generators([*of_process(), *self._own])
         return self._before
 
@@ -96,8 +111,12 @@ def of_process() -> Iterator[Source]:
     """Those that everybody shares. A CUDA generator's state is kept on the host: reading it waits for no device."""
     yield from (PYTHON, NUMPY, CPU)
     if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            yield _of_cuda(generator)
+        yield from of_cuda()
+
+
+def of_cuda() -> list[Source]:
+    """Those of the CUDA devices, in their order."""
+    return [_of_cuda(generator) for generator in torch.cuda.default_generators]
 
 
 @functools.cache

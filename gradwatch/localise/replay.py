@@ -85,13 +85,13 @@ def replay(
             continue
         base = inner(model)
         given = stand_ins(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
-        recorder = Recorder(models if _within(base, models) else [base], failed)
+        recorder = Recorder(models if within(base, models) else [base], failed)
         traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
 
 
-def _within(base: nn.Module, models: Sequence[nn.Module]) -> bool:
+def within(base: nn.Module, models: Sequence[nn.Module]) -> bool:
     """Whether it is one of the watched modules, rather than a criterion beside them."""
     return any(base is module for model in models for module in model.modules())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from typing import Any
 
 from gradwatch.rulefile.check import check
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
@@ -69,15 +70,20 @@ def actions(node: Node | None, problems: Problems) -> tuple[Action, ...]:
         if valid is None:
             continue
         values = valid.model_dump()
-        if name == "escalate" and not _possible(values["after"]):
-            problems.add(
-                params.key_mark("after"),
-                "GW208",
-                f"{values['after']!r} can never happen",
-                "k must not exceed n",
-            )
+        _contradictions(name, values, params, problems)
         result.append(Action(name, values))
     return tuple(result)
+
+
+def _contradictions(name: str, values: dict[str, Any], params: Map, problems: Problems) -> None:
+    """Report parameters that are fine one by one, and together mean nothing."""
+    if name == "escalate" and not _possible(values["after"]):
+        said = f"{values['after']!r} can never happen"
+        problems.add(params.key_mark("after"), "GW208", said, "k must not exceed n")
+    wanted = [key for key in ("batch", "parameters") if name == "snapshot" and values[key]]
+    if wanted and not values["max_bytes"]:
+        said = f"no byte of {' and '.join(wanted)} can be kept in max_bytes: 0"
+        problems.add(params.key_mark("max_bytes"), "GW208", said, "allow some, or do not ask for them")
 
 
 def _possible(after: str) -> bool:

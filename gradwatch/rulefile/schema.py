@@ -192,10 +192,16 @@ class Localise(Model):
 
 
 class SnapshotTo(Model):
-    """Save an incident bundle: norms around it, RNG state, the batch if asked."""
+    """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked."""
 
-    keep: Count = Field(3, description="Bundles kept.")
-    batch: bool = Field(False, description="Save the batch too.")
+    keep: Count = Field(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
+    batch: bool = Field(
+        False, description="Keep the model's inputs too: only then can `gradwatch replay` run the step again."
+    )
+    parameters: bool = Field(False, description="Keep the weights too, as far as max_bytes allows.")
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Of the tensors of one bundle; what does not fit is named with its size."
+    )
 
 
 class Escalate(Model):

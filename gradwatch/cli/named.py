@@ -1,0 +1,40 @@
+"""Code of the user's that an option names, as MODULE:FUNCTION: run only because it was named."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gradwatch.errors import GradwatchError
+
+
+@contextmanager
+def from_here() -> Iterator[None]:
+    """The working directory is searched first for modules, as by `python -m`."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def load(option: str, reference: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:
+    """What `module:function` names. Raises GradwatchError that says what is wrong with the option."""
+    module, colon, name = reference.partition(":")
+    if not colon or not module or not name:
+        raise GradwatchError(f"{option} {reference!r} is not {form}, e.g. train:build")
+    if module.endswith(".py"):
+        raise GradwatchError(f"{option} {reference!r}: name the module, not its file: {module[:-3]}:{name}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise GradwatchError(f"{option} {reference}: {error}") from None
+    if not callable(found):
+        raise GradwatchError(f"{option} {reference}: {name} is no function but a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
