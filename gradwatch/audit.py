@@ -72,7 +72,9 @@ class Line:
 @dataclass(slots=True)
 class Audit:
     """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
-    whose gradients got smaller though nothing of ours was due: the script's own clipping.
+    whose gradients got smaller though nothing of ours was due: the script's own clipping. `unfinished`: some journal
+    has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
+    by rule and action, the incidents that were acknowledged at steps which are missing.
     """
 
     steps: int = 0
@@ -82,6 +84,8 @@ class Audit:
     lines: dict[tuple[str, str, bool], Line] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     escalated: dict[str, int] = field(default_factory=dict)
+    unfinished: bool = False
+    unrecorded: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def sorted(self) -> list[Line]:
         """The lines, most frequent first; shadow last."""
@@ -94,11 +98,16 @@ class Audit:
         return {
             "steps": self.steps,
             "thinned": self.thinned,
+            "unfinished": self.unfinished,
             "skipped_steps": self.skipped,
             "clipped_by_others": self.clipped_by_others,
             "actions": [line.to_dict(self.steps) for line in self.sorted()],
             "failed": self.failed,
             "escalated": self.escalated,
+            "unrecorded": [
+                {"rule": rule, "action": action, "incidents": count}
+                for (rule, action), count in sorted(self.unrecorded.items())
+            ],
         }
 
     def take_steps(self, entry: StepsEntry) -> None:
@@ -122,6 +131,13 @@ class Audit:
             elif event.kind == "escalated":
                 self.escalated[event.rule] = self.escalated.get(event.rule, 0) + 1
 
+    def take_unrecorded(self, events: Iterable[Event]) -> None:
+        """Count incidents whose steps were lost; an incident is durable before its step is."""
+        for event in events:
+            for action in event.actions:
+                key = (event.rule, action)
+                self.unrecorded[key] = self.unrecorded.get(key, 0) + 1
+
     def _line(self, order: Order) -> Line:
         key = (order.rule, order.action, order.shadow)
         return self.lines.setdefault(key, Line(*key))
@@ -130,10 +146,17 @@ class Audit:
 def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
     """Add one journal to an audit; yields the number of steps so far, for whoever shows progress."""
     seen: set[int] = set()
+    last: dict[int, int] = {}
+    opened: list[Event] = []
     for entry in journal.entries():
         if isinstance(entry, StepsEntry):
             audit.take_steps(entry)
+            last[entry.optimizer] = max((row.step for row in entry.rows), default=-1)
             yield audit.steps
         elif isinstance(entry, EventsEntry) and entry.number not in seen:
             seen.add(entry.number)
             audit.take_events(entry.events)
+            opened += [event for event in entry.events if event.kind == "firing" and event.actions]
+    if not journal.complete:
+        audit.unfinished = True
+        audit.take_unrecorded(event for event in opened if event.step > last.get(event.optimizer, -1))

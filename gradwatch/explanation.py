@@ -31,6 +31,8 @@ def sentence(finding: Finding) -> str:
     if finding.function and finding.function != finding.op:
         op += f" (in {finding.function})"
     said = BEGAN[finding.phase].format(op=op)
+    if finding.phase == "loss" and finding.op:
+        said += f" (most likely {op})"
     if finding.module:
         said += f" in {finding.module}"
     return f"{said} at {finding.where}" if finding.where else said

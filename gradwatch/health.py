@@ -12,8 +12,8 @@ class Health:
     """Counts of internal errors and which components are up; safe to use from any thread.
 
     `report` raises nothing but what is no fault of ours: an exception from a signal handler of the script, which
-    arrived while code of ours ran, goes on to the script. `on_first` (if set) is called with (component, error) the first time a component
-    fails, so that each failure is logged once and counted ever after.
+    arrived while code of ours ran, goes on to the script. `on_first` (if set) is called with (component, error) the
+    first time a component fails, so that each failure is logged once and counted ever after.
     """
 
     def __init__(self, on_first: Callable[[str, BaseException], None] | None = None) -> None:

@@ -7,6 +7,7 @@ arrives inside our guards: what is swallowed there never stops the script.
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -35,7 +36,7 @@ def _code(handler: Any) -> CodeType | None:
     while isinstance(handler, (partial, MethodType)):
         handler = handler.func if isinstance(handler, partial) else handler.__func__
     if not isinstance(handler, FunctionType):
-        handler = getattr(type(handler), "__call__", None)  # an object that is called
+        handler = inspect.getattr_static(type(handler), "__call__", None)  # an object that is called
     return handler.__code__ if isinstance(handler, FunctionType) else None
 
 

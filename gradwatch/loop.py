@@ -89,6 +89,7 @@ class Loop:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
+        self._whole = False  # every part is there: another thread may train while this one attaches
         self._causes: Causes | None = None
         self._bundles: Bundles | None = None
         self._paused_until = 0.0
@@ -96,7 +97,11 @@ class Loop:
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._engine = Engine(ruleset, self.run.rank)
         self._ranks = Ranks(
-            f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine), self.models, self._of_ranks
+            f"{self.run.attempt}/{next(_ordinal)}",
+            wants(self._engine),
+            self.models,
+            self._of_ranks,
+            stages=lambda: self._stages.taken(),
         )
         publishing = Publishing()
         self._sinks: list[Breaker] = publishing.sinks
@@ -150,17 +155,18 @@ class Loop:
             self.ruleset
         ):  # before the boundary listens: a recorded step ends before it is judged
             self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
-        self._boundary = Boundary(self._capture, self)
-        self._stages = PipelineStages(self._stage_scaled, self.failed)
-        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
         for component in REPORTED:
             self.health.mark(component, True)
         if keeps and self._causes is not None:
             self._bundles = Bundles(self.ruleset, self._causes, self.failed, self.run)
             chosen.append(self._bundles)
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
-        for sink in self._sinks:
+        for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
             sink.open(self.run)
+        self._boundary = Boundary(self._capture, self)
+        self._stages = PipelineStages(self._stage_scaled, self.failed)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
+        self._whole = True
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
@@ -211,7 +217,7 @@ class Loop:
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
-        if self._closed or os.getpid() != self.run.pid or self._pausing():
+        if self._resting():
             return False
         if self._capture.lane_of(optimizer) is not None:
             return True
@@ -226,7 +232,7 @@ class Loop:
 
     def pooled(self, lane: Lane) -> bool:
         """Whether the ranks put together what each knows of these gradients."""
-        return self._ranks.talks(lane)
+        return self._ranks.pooled(lane)
 
     def arrive(self, optimizer: Optimizer) -> None:
         """A step boundary begins."""
@@ -348,7 +354,7 @@ class Loop:
                     lane.read()
 
     def _resting(self) -> bool:
-        return self._closed or os.getpid() != self.run.pid or self._pausing()
+        return self._closed or not self._whole or os.getpid() != self.run.pid or self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -56,6 +58,9 @@ class Recorder:
 
     def pooled(self, lane: Lane) -> bool:
         return False
+
+    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
+        return Decision(max_norm=self.clip)
 
     def skips_nonfinite(self, lane: Lane) -> bool:
         return self.gate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from gradwatch.sinks.journal import JournalSink
 from gradwatch.snapshot import STANDING_CLIP, Order, Record
 from tests.acting_cases import Training, run_folder, watched
 from tests.kept import Kept
-from tests.launch_cases import GRADWATCH
+from tests.launch_cases import GRADWATCH, ROOT
 from tests.sink_records import make_event, make_record, make_run, make_sites
 
 TEXT = """
@@ -232,3 +233,44 @@ def test_a_stopped_run_exits_with_86_and_its_journal_is_complete(
     records = [step.record for step in journal.records()]
     assert [record.decision.stop for record in records] == [False, False, False, True]
     assert journal.complete
+
+
+KILLED = """
+import os, time, torch, gradwatch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+gw = gradwatch.watch(model, optimizer, rules="default", run_dir="runs", run_id="r", listen="127.0.0.1:0")
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.full((2, 4), float("nan") if step == 5 else 1.0)).sum().backward()
+    optimizer.step()
+(journal,) = [sink.sink for sink in gw._sinks if sink.name == "journal"]
+while not journal.acknowledged:
+    time.sleep(0.001)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_run_is_never_said_to_have_been_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An incident is durable before its step is: what the lost steps were to do is told by their incidents."""
+    environ = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    victim = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environ, capture_output=True)
+    assert victim.returncode == -9
+    run = str(tmp_path / "runs" / "r")
+    status, found = audited(capsys, run)
+    told = {(each["rule"], each["action"]) for each in (*found["actions"], *found["unrecorded"])}
+    assert (status, found["unfinished"]) == (0, True)
+    assert ("non-finite", "skip_step") in told
+    assert main(["audit", run]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was done" not in said
+    assert "the journal has no end" in said
+
+
+def test_a_finished_run_has_nothing_unrecorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every incident's step is there once the journal was closed in order."""
+    trained(tmp_path)
+    _, found = audited(capsys, str(tmp_path / "r"))
+    assert (found["unfinished"], found["unrecorded"]) == (False, [])

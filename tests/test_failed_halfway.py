@@ -86,3 +86,38 @@ def test_what_fails_before_it_has_changed_anything_is_tried_again(
     assert norms == pytest.approx([0.1, 0.1], rel=1e-4)
     assert len(calls) == 2
     assert not [event for event in kept.records[-1].verdict.events if event.kind == "failed"]
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_calm_clip_that_fails_halfway_multiplies_nothing_twice(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standing clip in a calm loop fails once, after `done` gradients: none ends below what it should be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rules = parse_rules("version: 1\nextends: [default]\nclip: {total: {method: norm, max_norm: 0.5}}\n")
+    multiply, broken, x = torch._foreach_mul_, [False], torch.randn(4, 6)
+
+    def halfway(grads: Any, factors: Any) -> None:
+        if not broken[0]:
+            return multiply(grads, factors)
+        broken[0] = False
+        multiply(grads[:done], factors) if done else None
+        raise RuntimeError("halfway")
+
+    monkeypatch.setattr(torch, "_foreach_mul_", halfway)
+    given = []
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[Kept()], run_dir=tmp_path / "run") as gw:
+        for step in range(70):
+            optimizer.zero_grad()
+            (model(x).sum() * 100).backward()
+            broken[0] = step == 69
+            optimizer.step()
+            given.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+        assert gw.health.errors() == {"action": 1}
+    for k, (clipped, last) in enumerate(zip(given[-2], given[-1], strict=True)):
+        if k < done or not done:
+            assert torch.equal(clipped, last)
+        else:
+            assert float(last.norm()) > 2 * float(clipped.norm())

@@ -1,4 +1,4 @@
-"""Gradients that no backward leaves in `.grad`: written by the loop itself, then clipped by torch."""
+"""Gradients that are not what a backward left in `.grad`: written by the loop itself, then clipped by torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwatch.rules import RuleSet
 from tests.kept import Kept
 from tests.recorder import norms_of, seen
 
-STEPS = 8
+STEPS = 14
 Clip = Callable[[nn.Module], object]
 
 
@@ -37,7 +37,22 @@ def by_autograd_grad(model: nn.Module, batch: torch.Tensor) -> None:
         param.grad = found
 
 
-@pytest.mark.parametrize("differentiate", [by_per_sample_gradients, by_autograd_grad])
+def by_tasks_made_to_agree(model: nn.Module, batch: torch.Tensor) -> None:
+    """The sum of two tasks' gradients, each from a backward of its own, put in the place of the second's."""
+    found: list[list[torch.Tensor]] = []
+    for task in batch.chunk(2):
+        model.zero_grad()
+        model(task).square().mean().backward()
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    for param, first, second in zip(model.parameters(), *found, strict=True):
+        param.grad = first + second
+
+
+WAYS = [by_per_sample_gradients, by_autograd_grad, by_tasks_made_to_agree]
+
+
+@pytest.mark.parametrize("layers", [1, 20], ids=["few", "thinned"])
+@pytest.mark.parametrize("differentiate", WAYS)
 @pytest.mark.parametrize(
     "clip",
     [
@@ -47,11 +62,12 @@ def by_autograd_grad(model: nn.Module, batch: torch.Tensor) -> None:
     ids=["norm", "value"],
 )
 def test_norms_are_those_before_the_clip_once_the_loop_is_known(
-    differentiate: Callable[[nn.Module, torch.Tensor], None], clip: Clip
+    differentiate: Callable[[nn.Module, torch.Tensor], None], clip: Clip, layers: int
 ) -> None:
     """Only the second step may be provisional: the first shows that no backward is ever heard here."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    deep = [layer for _ in range(layers) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *deep, nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = Kept()
     before: list[dict[str, float]] = []
@@ -73,6 +89,6 @@ def test_norms_are_those_before_the_clip_once_the_loop_is_known(
             assert seen(record.snapshot) == pytest.approx(raw, rel=1e-5)
             column = record.snapshot.column("norm_applied")
             assert column is not None
-            assert dict(zip(record.snapshot.sites.names, column.values.tolist(), strict=True)) == pytest.approx(
-                clipped, rel=1e-5
-            )
+            assert dict(
+                zip(record.snapshot.sites.names, column.values.tolist(), strict=True)
+            ) == pytest.approx(clipped, rel=1e-5)

@@ -87,8 +87,16 @@ def report(audit: Audit, where: Path) -> str:
             "mostly at",
         )
         parts.append(table(header, [row(line, audit.steps) for line in lines], indent="  "))
-    else:
+    elif not audit.unrecorded:
         parts.append("  nothing was done to the gradients, and no step was skipped")
+    parts += [
+        f"  {paint('unrecorded', 'yellow')}: {count} incidents of rule {rule} ({action}) after the last step recorded"
+        for (rule, action), count in sorted(audit.unrecorded.items())
+    ]
+    if audit.unfinished:
+        parts.append(
+            "  the journal has no end (killed, or still running): the steps of its last second may be missing"
+        )
     parts += [
         f"  {paint('failed', 'red')}: the actions of rule {rule} could not be carried out {count} times"
         for rule, count in sorted(audit.failed.items())

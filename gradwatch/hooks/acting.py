@@ -146,14 +146,15 @@ class Acting:
     def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
-        The verdict finds the same total later, and tells the same coefficient. False where it failed.
+        The verdict finds the same total later, and tells the same coefficient. False where it failed, and the host is
+        to decide; not where some gradients were multiplied before that, for they must not be multiplied twice.
         """
         try:
             if not lane.surely_within(max_norm):
                 self._multiply(optimizer, lane, clip_coefficient(lane.total_applied(), max_norm))
         except Exception as error:
             self._failed("action", error)
-            return False
+            return lane.written()
         return True
 
     def _carry_out(

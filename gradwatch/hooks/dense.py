@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,16 @@ def part(grad: Tensor, param: Any) -> Tensor:
     if grad.layout is torch.strided and not alike(grad, param) and addable(grad, param):
         return local(grad.redistribute(placements=param.placements))  # type: ignore[attr-defined]
     return local(grad)
+
+
+def parts(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's part of each gradient: a write in place to a DTensor bumps the version of that part only."""
+    return [None if param.grad is None else part(param.grad, param) for param in params]
+
+
+def unsummed(params: Sequence[Tensor]) -> list[int]:
+    """Positions of the gradients that are not `addable`."""
+    return [k for k, param in enumerate(params) if param.grad is not None and not addable(param.grad, param)]
 
 
 def alike(grad: Any, param: Any) -> bool:

@@ -2,7 +2,8 @@
 
 One step is one Snapshot, that of its first gradient: the gradient at the weights the step starts from, before
 anything moved, and comparable from step to step however many evaluations follow. The later gradients are
-looked at for finiteness; the first that is not finite becomes a Snapshot of its own. A skip is then no longer
+looked at for finiteness, and clipped as the `clip:` section says by what it has learned so far (which they add
+nothing to); the first that is not finite becomes a Snapshot of its own. A skip is then no longer
 a matter of withholding gradients (LBFGS would take zeros for a minimum and stay there): the step runs to its
 end, and the whole of it is taken back, weights and, for LBFGS, its state.
 """
@@ -23,7 +24,9 @@ class Evaluations:
         self.count = 0
         self.skipped = False
         self.spoilt = False  # a later evaluation was not finite: what follows it says nothing new
-        self.max_norm: float | None = None  # a standing bound, for every evaluation of the step
+        self.max_norm: float | None = (
+            None  # a bound on the first gradient's total, for every evaluation of the step
+        )
         self.memory = memory
 
     @property

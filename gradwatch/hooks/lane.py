@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import device
 from gradwatch.hooks.arrivals import Arrivals
-from gradwatch.hooks.dense import addable, part
+from gradwatch.hooks.dense import parts, unsummed
 from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.exact import norm_of
 from gradwatch.hooks.habit import Habit
@@ -27,7 +27,7 @@ from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader
 from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
-from gradwatch.hooks.versions import grown_alike, signature, versions_of
+from gradwatch.hooks.versions import grown_alike, replaced, signature, versions_of
 from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, without
 from gradwatch.snapshot import Sites
 
@@ -103,29 +103,18 @@ class Lane:
 
     @property
     def overdue(self) -> bool:
-        """Whether there are gradients to read that a clip is about to change.
-
-        Where no backward is ever heard (gradients set by hand, `torch.func.grad`), nothing but the clip tells.
-        """
-        if self.backwards:
-            return self.unread
-        return self._norms is None and self._habit.expected == 0
+        """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
+        if self.unread or self._norms is None:
+            return self.backwards > 0 or self._habit.expected == 0  # set by hand: no backward tells
+        return not (self.announced or self.distributed) and replaced(self._kept or self._held, self.params)
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
-        grads: list[Tensor | None] = [param.grad for param in self.params]
-        if not self.distributed:
-            return grads
-        # In place on a DTensor bumps only the version of the shard behind it.
-        pairs = zip(grads, self.params, strict=True)
-        return [grad if grad is None else part(grad, param) for grad, param in pairs]
+        return parts(self.params) if self.distributed else [param.grad for param in self.params]
 
     def partial(self) -> list[int]:
         """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
-        if not self.distributed:
-            return []
-        pairs = [(param.grad, param) for param in self.params]
-        return [k for k, (grad, param) in enumerate(pairs) if grad is not None and not addable(grad, param)]
+        return unsummed(self.params) if self.distributed else []
 
     # -- during backward ---------------------------------------------------------------------------------
 
@@ -196,8 +185,6 @@ class Lane:
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
-        # A loop whose marks never speak is read here by design; any other unread window ended early.
-        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
         window = Window(
             self.sites,
             self.step,
@@ -205,11 +192,7 @@ class Lane:
             after,
             calls,
             self._arrivals.current,
-            early
-            or self.tainted
-            or not trusted
-            or (self.late and max(versions, default=0) > UNTOUCHED)
-            or bool(self.partial()),
+            self._provisional(unread, trusted, versions),
             trusted,
             scale,
             calm and trusted,
@@ -222,6 +205,13 @@ class Lane:
         self._left_alone = after is raw and not self.announced
         self.settled = self.backwards
         return window
+
+    def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
+        """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
+        # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
+        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
+        late = self.late and max(versions, default=0) > UNTOUCHED
+        return early or late or self.tainted or not trusted or bool(self.partial())
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
@@ -252,9 +242,8 @@ class Lane:
 
     def discard(self) -> None:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
-        steps = self.step
         self.advance()
-        self.step = steps
+        self.step -= 1
 
     def divide_applied(self, window: Window, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
@@ -279,6 +268,10 @@ class Lane:
             self.read()
         assert self._norms is not None
         return self._norms.norms()
+
+    def written(self) -> bool:
+        """Whether somebody has written to the gradients since the window was closed."""
+        return self._last is not None and versions_of(self.grads()) != self._last[1]
 
     def multiply(self, coefficient: np.float32) -> None:
         """Multiply every gradient in place; a coefficient of 1 touches nothing."""

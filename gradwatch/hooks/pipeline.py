@@ -31,6 +31,7 @@ class PipelineStages:
     ) -> None:
         self._scaled = scaled
         self._failed = failed
+        self._taken: set[int] = set()
         _listeners.append(self)
         self.look()
 
@@ -44,9 +45,14 @@ class PipelineStages:
     def notice(self, stage: Any) -> None:
         """A stage has scaled its gradients."""
         try:
+            self._taken.add(int(stage.stage_index))
             self._scaled(stage.submod)
         except Exception as error:
             self._failed("capture", error)
+
+    def taken(self) -> tuple[int, ...]:
+        """The stages that this process has scaled the gradients of, in order."""
+        return tuple(sorted(self._taken))
 
     def close(self) -> None:
         """Stop listening; the last one out puts torch's class back, unless somebody wrapped it again since."""

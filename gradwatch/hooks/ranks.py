@@ -7,8 +7,6 @@ gradients are sharded, where ranks hold different parameters, or where a loaded 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +15,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.hooks import parting, reduce
+from gradwatch.hooks import parting, reduce, tables
 from gradwatch.hooks.assemble import Extras, appended
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.group import AloneError, Group, Meeting, announce, meet, place
@@ -97,6 +95,7 @@ class Seat:
     alone: str = ""
     ranked: bool = False
     replicas: bool = False
+    ddp: bool = False
     usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
     lost: bool = False
     told: Told | None = None
@@ -118,12 +117,19 @@ class Ranks:
     """The seats of one watch. Nothing here raises because of another rank; it is reported, and goes on alone."""
 
     def __init__(
-        self, name: str, wants: Wants, models: Callable[[], list[nn.Module]], report: Report
+        self,
+        name: str,
+        wants: Wants,
+        models: Callable[[], list[nn.Module]],
+        report: Report,
+        stages: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
+        """`stages` says which stages of a pipeline this rank has seen itself take."""
         self._name = name
         self._wants = wants
         self._models = models
         self._report = report
+        self._stages = stages
         self._seats: dict[int, Seat] = {}
         self._meetings = 0
         self._turn: set[int] = set()  # lanes at their boundary that have not told the others anything yet
@@ -137,6 +143,13 @@ class Ranks:
         """Whether the ranks exchange the facts of every step of a lane, and so wait for them."""
         seat = self._seats.get(lane.index)
         return seat is not None and (seat.layout is not None or bool(seat.alone))
+
+    def pooled(self, lane: Lane) -> bool:
+        """Whether a rank alone knows less of a gradient than all together: not where DDP has averaged it for all."""
+        seat = self._seats.get(lane.index)
+        if seat is None or not self.talks(lane):
+            return False
+        return seat.layout is None or seat.layout.pooled or not seat.ddp
 
     def judging_together(self, lane: Lane) -> str:
         """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
@@ -191,15 +204,16 @@ class Ranks:
         if wants.refused:
             announce(name)
             raise AloneError(wants.refused)
-        table = _table(seat.sites)
-        digest = hashlib.sha256(json.dumps(table[:3]).encode()).hexdigest()[:32]
         models = self._models()
+        ddp = any(isinstance(m, DistributedDataParallel) for model in models for m in model.modules())
+        table = tables.table(seat.sites)
+        digest = tables.identity(seat.sites, () if ddp else held, self._stages())
         card = {
             "rules": wants.rules,
             "table": digest,
             "sharded": seat.sharded,
             "facts": wants.facts,
-            "ddp": any(isinstance(m, DistributedDataParallel) for model in models for m in model.modules()),
+            "ddp": ddp,
             "heard": any(tap is not None for tap in local_taps(lane.params, models)),
         }
         met = meet(name, card, {digest: table})
@@ -209,7 +223,7 @@ class Ranks:
         pooled = apart or any(one["sharded"] for one in met.cards)
         heard = all(card["heard"] for card in met.cards)
         seat.ranked = wants.ranked and not apart and (heard or not pooled)
-        seat.replicas = all(one["ddp"] for one in met.cards)
+        seat.ddp = seat.replicas = all(one["ddp"] for one in met.cards)
         if partial := lane.partial():
             names = [lane.sites.names[k] for k in partial]
             self._report("ranks", AloneError(f"{PARTIAL}: {', '.join(names[:5])}"))
@@ -220,14 +234,14 @@ class Ranks:
             seat.group = Group(met)
 
     def _laid_out(self, met: Meeting, digest: str, held: list[Holding], lane: Lane, pooled: bool) -> Layout:
-        tables = list(dict.fromkeys(str(card["table"]) for card in met.cards))
-        found = {table: met.read(table) for table in tables}
-        start = sum(len(found[table][0]) for table in tables[: tables.index(digest)])
+        order = list(dict.fromkeys(str(card["table"]) for card in met.cards))
+        found = {table: met.read(table) for table in order}
+        start = sum(len(found[table][0]) for table in order[: order.index(digest)])
         leader = next(rank for rank, card in enumerate(met.cards) if card["table"] == digest)
         here = [dense(param.detach()).numel() for param in lane.params]
         sampled = tuple(name for name in reduce.REDUCED_SAMPLES if name in self._wants.sampled)
         return Layout(
-            sites=_joined([found[table] for table in tables]),
+            sites=tables.joined([found[table] for table in order]),
             own=np.arange(start, start + len(held)),
             counts=np.array([one.counts(met.rank, leader) for one in held], np.float64),
             share=np.array([size / max(1, one.numel) for size, one in zip(here, held, strict=True)]),
@@ -380,22 +394,3 @@ def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
         if isinstance(one, Sampled) and isinstance(ratio, Ratio):
             return {"size": Column(ratio.size(), columns["update_ratio"].present)}
     return {}
-
-
-def _table(sites: Sites) -> list[list[Any]]:
-    return [
-        list(sites.names),
-        sites.numels.tolist(),  # sync: numpy
-        sites.ndims.tolist(),  # sync: numpy
-        sites.depths.tolist(),  # sync: numpy
-    ]
-
-
-def _joined(tables: list[list[list[Any]]]) -> Sites:
-    """The parameters of all tables; a name that several of them use is told apart by a number."""
-    names: dict[str, None] = {}
-    for number, table in enumerate(tables):
-        for name in table[0]:
-            names[name if name not in names else f"{name}@{number}"] = None
-    numels, ndims, depths = (np.array([x for t in tables for x in t[k]], np.int64) for k in (1, 2, 3))
-    return Sites(tuple(names), ("param",) * len(names), numels, ndims, depths)

@@ -146,5 +146,7 @@ def _owners(module: Any, handle: Any) -> tuple[frozenset[int] | None, bool]:
     between = getattr(module, "_inter_node_pg", None)
     if between is None:
         return ranks, True
-    replicas = sorted(dist.get_process_group_ranks(between))
-    return ranks | frozenset(replicas), dist.get_rank() == replicas[0]
+    replicas, here = sorted(dist.get_process_group_ranks(between)), dist.get_rank()
+    # Of the others' groups this rank knows none: a mesh is regular, so they are its own, moved by as many ranks.
+    everyone = frozenset(rank + replica - here for rank in ranks for replica in replicas)
+    return everyone, here == replicas[0]

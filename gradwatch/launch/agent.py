@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,16 @@ _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _watches: list[Watch] = []
 _stand_ins: list[LooseParameters] = []
 _armed = False
+_attaching = threading.RLock()
+
+
+def _unlocked() -> None:
+    """In a forked child: the thread that attached in the parent is not here to unlock."""
+    global _attaching
+    _attaching = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlocked)
 
 
 def arm() -> None:
@@ -74,7 +85,16 @@ class FirstClip:
 
 
 def _attach_once(optimizer: Optimizer) -> Watch | None:
-    """`attach`, the first time this optimizer is met; a failure costs the script nothing but a line."""
+    """`attach`, the first time this optimizer is met; a failure costs the script nothing but a line.
+
+    Threads that train models of their own come here together: one attaches, the others wait, so that there is one
+    watch and no step is met by half of one.
+    """
+    with _attaching:
+        return _attached(optimizer)
+
+
+def _attached(optimizer: Optimizer) -> Watch | None:
     if optimizer in _seen:
         return None
     _seen.add(optimizer)

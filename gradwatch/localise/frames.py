@@ -6,12 +6,14 @@ what is recorded: during a replay everything further out is `optimizer.step()`, 
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -48,6 +50,19 @@ def calling() -> FrameType | None:
 def is_of_user(frame: FrameType) -> bool:
     """Whether it is neither torch's nor gradwatch's."""
     return not frame.f_code.co_filename.startswith((TORCH, OURS))
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """What the names in a frame stand for now.
+
+    Before Python 3.13 a function's frame keeps the dict that `f_locals` gives, and with it every value for as long as
+    the function runs: a model that the script deletes would live on. So that dict, a copy (PEP 667), is emptied.
+    """
+    shown = frame.f_locals
+    found = dict(shown)
+    if type(shown) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        shown.clear()
+    return found
 
 
 def frame_of(called: tuple[CodeType, int] | None) -> tuple[Frame, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -49,9 +50,10 @@ class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `tasks` the graph tasks of the backwards that reached it; `reason` says
-    why it cannot be run again ("" = it can); `caller` is the line that made the call; `indices` are the samples it was
-    told to be of (`Watch.batch`).
+    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
+    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
+    nodes numbered `ended` and later were made after it; `indices` are the samples it was told to be of
+    (`Watch.batch`).
     """
 
     order: int
@@ -66,7 +68,9 @@ class Call:
     caller: tuple[CodeType, int] | None
     indices: Any = None
     nbytes: int = 0
+    seeds: int = 0
     outputs: int = 0
+    ended: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
     reason: str = ""
@@ -256,6 +260,7 @@ class Holding:
             self._before_params = None
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
+        call.ended = _get_sequence_nr()
         self._buffers.learn()
         for position, tensor in enumerate(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -280,11 +285,17 @@ class Holding:
             return
         call.tasks.add(graph_task.current())
         before = call.gradients.get(position)
-        call.gradients[position] = kept if before is None else before + kept
-        call.nbytes += 0 if before is not None else _nbytes(kept)
-        if sum(map(_nbytes, call.gradients.values())) > self._max_bytes:
-            size = sum(map(_nbytes, call.gradients.values())) >> 20
-            call.release(f"the gradient at its outputs takes {size} MiB, more than max_bytes allows")
+        if before is not None:
+            call.gradients[position] = before + kept
+            return
+        call.gradients[position] = kept
+        size = _nbytes(kept)
+        call.nbytes += size
+        call.seeds += size
+        if call.seeds > self._max_bytes:
+            call.release(
+                f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
+            )
 
     def _make_room(self) -> None:
         """The latest call is alive anyway; earlier ones are held as far as the cap allows."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from gradwatch.finding import Batch, Finding
 from gradwatch.hooks import graph_task, step_hooks
+from gradwatch.localise import loss_side
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
@@ -207,6 +208,8 @@ class Localiser:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
             dropped = self._holdings.dropped
+            if finding.phase == "loss":
+                finding = self._of_loop(held, finding)
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         spent = time.perf_counter() - started
@@ -231,6 +234,14 @@ class Localiser:
         finding = diagnose(traces)
         found = None if finding.found else suspect(profile.layers(), suspicion == "exploding")
         return finding if found is None else warned(found, traces)
+
+    def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
+        """What the loop's own tensors tell of a loss that was computed in it."""
+        try:
+            return loss_side.told(finding, max(call.ended for _, call in held))
+        except Exception as error:
+            self._failed("localise", error)
+            return finding
 
     def _gathered(self, held: list[tuple[nn.Module, Call]]) -> dict[int, dict[str, Tensor]]:
         """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwatch.localise.frames import is_of_user
+from gradwatch.localise.frames import is_of_user, locals_of
 
 OUTWARD = 3  # functions of the user's, from the call of the model outwards
 MOST = 8  # modules
@@ -34,7 +34,7 @@ def beside(frame: FrameType | None, known: Container[int]) -> list[nn.Module]:
 
 
 def _at_hand(frame: FrameType) -> Iterator[Any]:
-    names = {**frame.f_locals}
+    names = locals_of(frame)
     yield from names.values()
     owner = names.get("self")
     if hasattr(owner, "__dict__"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradwatch.localise.attributes import written_in_place
 
 FIRST = 2
-RECHECK = 64  # calls between looks at generators that no forward has drawn from
+RECHECK = 256  # calls between looks at generators that no forward has drawn from
 OWN = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -67,11 +67,14 @@ class Generators:
         return [source for source, state in self._states if not _same(state, source.read())]
 
 
+NONE = Generators(())
+
+
 class Held:
     """Generators before each forward of `model`, without those that forwards have been seen not to draw from.
 
     Reading them all takes 70 us, and most forwards draw from none. `looking` is true in the first calls and in one
-    of 64 ever after: then all are read, before and after.
+    of 256 ever after: then all are read, before and after.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
@@ -93,7 +96,7 @@ class Held:
             self._own = list(own(model))
         self._calls += 1
         if not looking:
-            return Generators(self._drawn)
+            return Generators(self._drawn) if self._drawn else NONE
         self._before = Generators([*of_process(), *self._own])
         return self._before
 

@@ -13,11 +13,13 @@ MOST_ROWS = 500
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
-h1{font-size:1.3em}table{border-collapse:collapse}
+h1{font-size:1.3em}.wide{overflow-x:auto}table{border-collapse:collapse;min-width:64em}
 td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 th{font-weight:600;white-space:nowrap}pre{white-space:pre-wrap}
 .running,.finished{color:#157f3b}.died,.stopped{color:#c4161c}.silent,.unreadable{color:#8a6d00}
 .running,.finished,.died,.stopped,.silent,.unreadable{white-space:nowrap}
+@media(prefers-color-scheme:dark){.running,.finished{color:#3fb950}.died,.stopped{color:#ff7b72}
+.silent,.unreadable{color:#d29922}}
 """
 
 
@@ -29,13 +31,23 @@ def fleet_page(fleet: Fleet, now: float) -> Content:
     counts = " · ".join(f"{fleet.count(state)} {state}" for state in STATES if fleet.count(state))
     body = (
         f"<p>{counts or 'No runs yet: start one with <code>gradwatch run -- python train.py</code>.'}</p>\n"
-        "<table><tr><th>run<th>rank<th>state<th>steps<th>firings<th>last sign of life<th>machine<th>where\n"
-        f"{rows}\n</table>\n"
+        '<div class="wide"><table><tr><th>run<th>rank<th>state<th>steps<th>firings<th>last sign of life'
+        "<th>machine<th>where\n"
+        f"{rows}\n</table></div>\n"
         + (f"<p>{more} older ones are not shown.</p>\n" if more else "")
         + '<p><a href="/runbooks">runbooks</a> · <a href="/metrics">/metrics</a> · <a href="/sd">/sd</a> · '
         '<a href="/runs.json">/runs.json</a></p>\n'
     )
     return _html("gradwatch: runs", body, refresh=10)
+
+
+def reading_page(read: str) -> Content:
+    """Before the first look at thousands of folders is over; `read` says how far it is."""
+    return _html(
+        "gradwatch: runs",
+        f"<p>Reading the run folders for the first time: {html.escape(read)}.</p>",
+        refresh=2,
+    )
 
 
 def runbook_page(name: str, text: str) -> Content:

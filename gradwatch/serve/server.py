@@ -10,7 +10,7 @@ from pathlib import Path
 from gradwatch.errors import GradwatchError
 from gradwatch.serve.answers import metrics, runs, sd
 from gradwatch.serve.fleet import Scanner
-from gradwatch.serve.page import fleet_page, runbook_index, runbook_page
+from gradwatch.serve.page import fleet_page, reading_page, runbook_index, runbook_page
 from gradwatch.sinks.http import Content, RequestError, plain
 from gradwatch.sinks.listen import Address, listening_socket
 from gradwatch.sinks.server import Endpoint, Limits, Route
@@ -47,6 +47,7 @@ class Server:
         self._on_error = on_error
         self._stop = threading.Event()
         self._alive = time.monotonic()
+        self._read = "nothing read yet"
         self._tell, scanner.progress = scanner.progress, self._progress
         self._answers: Mapping[str, Content] = {}
         listener = listening_socket(address)
@@ -62,7 +63,7 @@ class Server:
         return self._endpoint.address
 
     def serve(self) -> None:
-        """Scan and answer until `stop`; before the first scan is done (it reads what ended) pages answer 503."""
+        """Scan and answer until `stop`; before the first scan is done (it reads what ended) all but `/` is 503."""
         self._endpoint.start()
         try:
             self._look()
@@ -97,6 +98,7 @@ class Server:
     def _progress(self, done: int, total: int) -> None:
         """A folder was read: a long first look at thousands of runs is no hang."""
         self._alive = time.monotonic()
+        self._read = f"{done:,} of {total:,}"
         self._tell(done, total)
 
     def _failed(self, error: BaseException) -> None:
@@ -119,8 +121,10 @@ class Server:
     def _latest(self, path: str) -> Route:
         def answer(hurried: bool) -> Content:
             found = self._answers.get(path)
+            if found is None and path == "/":
+                return reading_page(self._read)
             if found is None:
-                raise RequestError(503, "The run folders could not be read yet.")
+                raise RequestError(503, f"The run folders are being read for the first time: {self._read}.")
             return found
 
         return answer

@@ -30,14 +30,16 @@ def _contained(
             except TrainingStopped:
                 raise
             except Exception as error:
-                if by_signal_handler(error):  # the script's own, and none of this sink's business
-                    raise
+                passes = self._strict
                 try:
-                    self._fail(error)
+                    if by_signal_handler(error):
+                        passes = True  # the script's own, and no fault of this sink
+                    else:
+                        self._fail(error)
                 except Exception:
                     # Not even a frame is left to count in (RecursionError): the next call counts it.
                     self._uncounted = error
-                if self._strict:
+                if passes:
                     raise
                 return otherwise
 
@@ -54,7 +56,8 @@ class Breaker:
     monotonic clock. Then one call is let through (half-open): success closes the circuit, failure opens it
     again. A sink whose `open` failed is opened again on that occasion, so a disk that was full comes back.
 
-    KeyboardInterrupt, SystemExit and TrainingStopped always pass; with `strict=True` all does, counted.
+    KeyboardInterrupt, SystemExit, TrainingStopped and what a signal handler of the script raises always pass; with
+    `strict=True` all does, counted.
     Source of the pattern: M. Nygard, *Release It!*, "Circuit Breaker".
     """
 

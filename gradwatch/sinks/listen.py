@@ -9,18 +9,18 @@ import errno
 import ipaddress
 import json
 import os
-import secrets
 import socket
 from pathlib import Path
 from typing import NamedTuple
 
 from gradwatch.journal.files import make_directory
 from gradwatch.sinks.processes import start_ticks
+from gradwatch.sinks.whole_file import write_whole
 from gradwatch.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
-_BACKLOG = 1024
-"""A queue in the kernel costs training nothing; it holds a flood while honest scrapes wait their turn."""
+_BACKLOG = 128
+"""Peers whose turn has not come. In a longer queue an honest scrape waits behind a flood: 7 s at 1,024."""
 _SEND_BUFFER_BYTES = 1 << 15
 _PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
@@ -96,17 +96,7 @@ def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
         "local_rank": run.local_rank,
         "attempt": run.attempt,
     }
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(says, file)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, says, 0o600)
     return path
 
 

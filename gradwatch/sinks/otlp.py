@@ -17,14 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.health import Health
 from gradwatch.sinks import undisturbed
-from gradwatch.sinks.courier import Round, courier
 from gradwatch.sinks.exposition import Family, Labels
 from gradwatch.sinks.extras import require
-from gradwatch.sinks.families import families
-from gradwatch.sinks.lasting import labelled
 from gradwatch.sinks.post import checked_url, post
-from gradwatch.sinks.printable import printable
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.shipment import Shipment
 from gradwatch.sinks.targets import target_labels
 from gradwatch.snapshot import Record, RunInfo
 
@@ -63,49 +59,34 @@ class OTLPSink:
         base = url or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT_URL
         self._url = f"{checked_url(base)}/v1/metrics"
         self._every, self._token_file = every_seconds, token_file
-        self._metrics = PrometheusSink(None, params="off")
-        self._run, self._labels = RunInfo("", ""), ()  # type: tuple[RunInfo, Labels]
-        self._round: Round | None = None
-        self._pid = 0
+        self._run = RunInfo("", "")
+        self._shipment = Shipment(self.name, self._send)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import opentelemetry and get a courier; the first metrics are on their way at once."""
         with undisturbed():
             import opentelemetry.exporter.otlp.proto.common.metrics_encoder
             import opentelemetry.sdk.metrics.export  # noqa: F401
-        self._run, self._pid = run, os.getpid()
-        self._labels = tuple(
-            (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
-        )
-        self._metrics.open(run, health)
-        if self._round is None:
-            self._round = courier().enter(self.name, self._send, health)
-        courier().wake(self._round)
+        self._run = run
+        self._shipment.open(run, health)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
-        self._metrics.write(record)
+        self._shipment.add(record)
 
     def flush(self, timeout: float) -> bool:
         """Send now; False where the collector has not taken it after `timeout` seconds."""
-        if self._round is None or self._pid != os.getpid():
-            return True
-        return courier().settle(self._round, timeout)
+        return self._shipment.settle(timeout)
 
     def close(self) -> None:
         """Send the final values, waiting at most 2 s."""
-        ended, self._round = self._round, None
-        if ended is None or self._pid != os.getpid():
-            return
-        courier().settle(ended, _CLOSE_SECONDS)
-        courier().leave(ended)
+        self._shipment.end(_CLOSE_SECONDS)
 
     def _send(self) -> float:
         from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 
-        shown = labelled(families(self._metrics.view()), self._labels)
-        body = encode_metrics(metrics_data(shown, self._run, time.time_ns())).SerializeToString()
-        post(self._url, body, _CONTENT_TYPE, self._token_file)
+        data = metrics_data(self._shipment.families(), self._run, time.time_ns())
+        post(self._url, encode_metrics(data).SerializeToString(), _CONTENT_TYPE, self._token_file)
         return self._every
 
 

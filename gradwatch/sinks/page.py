@@ -14,6 +14,7 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:46em;margin:2em auto;padding:0 1em}
 h1{font-size:1.3em}td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 th{font-weight:600;white-space:nowrap}.ok{color:#157f3b}.bad{color:#c4161c}.unknown{color:#8a6d00}
+@media(prefers-color-scheme:dark){.ok{color:#3fb950}.bad{color:#ff7b72}.unknown{color:#d29922}}
 """
 
 
@@ -24,7 +25,7 @@ def status_page(view: View, now: float) -> Content:
         ("state", f'<strong class="{css}">{_text(state)}</strong>'),
         ("run", _text(view.run.run_id)),
         ("rank", f"{view.run.rank} of {view.run.world_size}"),
-        ("script", _text(view.run.script)),
+        *([("script", _text(view.run.script))] if view.run.script else []),
         *(row for each in view.optimizers for row in _optimizer_rows(each, now)),
         ("internal errors", _errors(view)),
         ("links", '<a href="/metrics">/metrics</a> for Prometheus · <a href="/healthz">/healthz</a>'),

@@ -10,14 +10,13 @@ import json
 import os
 import platform
 import re
-import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from gradwatch.sinks.listen import Address
 from gradwatch.sinks.processes import is_running, start_ticks
+from gradwatch.sinks.whole_file import write_whole
 from gradwatch.snapshot import RunInfo
 
 MOURNING_SECONDS = 900.0
@@ -50,7 +49,8 @@ def write_target(directory: str, run: RunInfo, address: Address) -> str:
     path = os.path.join(directory, f"gradwatch-{name}-rank{run.rank}.json")
     pid = os.getpid()
     meta = {f"{_META}node": node, f"{_META}pid": str(pid), f"{_META}started": str(start_ticks(pid))}
-    _replace(path, [{"targets": [target_address(address, node)], "labels": {**target_labels(run), **meta}}])
+    groups = [{"targets": [target_address(address, node)], "labels": {**target_labels(run), **meta}}]
+    write_whole(path, groups, 0o644)
     return path
 
 
@@ -76,7 +76,7 @@ def sweep(directory: str, now: float) -> None:
             if not noticed:
                 groups = json.loads(path.read_text(encoding="utf-8"))
                 groups[0]["labels"][f"{_META}dead_since"] = str(int(now))
-                _replace(str(path), groups)
+                write_whole(str(path), groups, 0o644)
             elif now - noticed > MOURNING_SECONDS:
                 path.unlink()
 
@@ -94,18 +94,3 @@ def _labels(path: str) -> dict[str, str]:
 def _number(labels: dict[str, str], name: str) -> int:
     text = labels.get(_META + name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
-
-
-def _replace(path: str, groups: list[dict[str, Any]]) -> None:
-    # Prometheus reads every *.json of the folder: a temporary must not end like that.
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o644)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(groups, file)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

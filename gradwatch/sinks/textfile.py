@@ -12,13 +12,8 @@ import time
 from pathlib import Path
 
 from gradwatch.health import Health
-from gradwatch.sinks.courier import Round, courier
 from gradwatch.sinks.exposition import render
-from gradwatch.sinks.families import families
-from gradwatch.sinks.lasting import labelled
-from gradwatch.sinks.printable import printable
-from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.sinks.targets import target_labels
+from gradwatch.sinks.shipment import Shipment
 from gradwatch.snapshot import Record, RunInfo
 
 _CLOSE_SECONDS = 2.0
@@ -39,47 +34,32 @@ class TextfileSink:
         if not 1 <= every_seconds < float("inf"):
             raise ValueError("every_seconds must be 1 or more")
         self.directory, self._every = dir, every_seconds
-        self._metrics = PrometheusSink(None, params="off")
         self._path = ""
-        self._labels: tuple[tuple[str, str], ...] = ()
-        self._round: Round | None = None
-        self._pid = 0
+        self._shipment = Shipment(self.name, self._write)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Name the file; it is first written in the courier's thread."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
         self._path = os.path.join(self.directory, f"gradwatch-{name}-rank{run.rank}.prom")
-        self._labels = tuple(
-            (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
-        )
-        self._pid = os.getpid()
-        self._metrics.open(run, health)
-        if self._round is None:
-            self._round = courier().enter(self.name, self._write, health)
-        courier().wake(self._round)
+        self._shipment.open(run, health)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
-        self._metrics.write(record)
+        self._shipment.add(record)
 
     def flush(self, timeout: float) -> bool:
         """Write the file now; False where it is not there after `timeout` seconds."""
-        if self._round is None or self._pid != os.getpid():
-            return True
-        return courier().settle(self._round, timeout)
+        return self._shipment.settle(timeout)
 
     def close(self) -> None:
         """Stop writing and take the file away."""
-        ended, self._round = self._round, None
-        if ended is None or self._pid != os.getpid():
-            return
-        courier().leave(ended)
-        Path(self._path).unlink(missing_ok=True)
+        if self._shipment.end():
+            Path(self._path).unlink(missing_ok=True)
 
     def _write(self) -> float:
         """The file, whole or not at all; returns when it is due again."""
         _remove_forgotten(Path(self.directory), time.time())
-        content = render(labelled(families(self._metrics.view()), self._labels))
+        content = render(self._shipment.families())
         temporary = f"{self._path}.{secrets.token_hex(8)}.tmp"  # the collector reads *.prom
         descriptor = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
@@ -87,7 +67,7 @@ class TextfileSink:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
-            if self._round is not None:
+            if self._shipment.is_open:
                 os.replace(temporary, self._path)
         finally:
             Path(temporary).unlink(missing_ok=True)

@@ -140,6 +140,11 @@ def run_alerts(pace: Pace) -> tuple[Alert, ...]:
 
 def health_alerts(pace: Pace) -> tuple[Alert, ...]:
     """Alerts on gradwatch itself: a monitor that has gone blind is worse than none."""
+    return (*_measuring_alerts(pace), *_fault_alerts(), *_reporting_alerts(pace))
+
+
+def _measuring_alerts(pace: Pace) -> tuple[Alert, ...]:
+    """What it sees, and what that costs."""
     return (
         Alert(
             "GradwatchBlind",
@@ -159,6 +164,12 @@ def health_alerts(pace: Pace) -> tuple[Alert, ...]:
             "{{ $labels.rank }}).",
             for_="10m",
         ),
+    )
+
+
+def _fault_alerts() -> tuple[Alert, ...]:
+    """What has failed and was kept out of training."""
+    return (
         Alert(
             "GradwatchInternalErrors",
             "warning",
@@ -175,6 +186,12 @@ def health_alerts(pace: Pace) -> tuple[Alert, ...]:
             "A changed rule file was refused; the old rules are in force.",
             "Run {{ $labels.run_id }} (rank {{ $labels.rank }}) could not load its rule file.",
         ),
+    )
+
+
+def _reporting_alerts(pace: Pace) -> tuple[Alert, ...]:
+    """What does not reach Prometheus."""
+    return (
         Alert(
             "GradwatchSeriesTruncated",
             "info",

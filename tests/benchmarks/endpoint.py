@@ -5,9 +5,11 @@ own endpoint and, in turns, somewhere else (an equal endpoint in a process of it
 the difference is what the endpoint lets through. Promise P13: at least 95 % of the steps, every checkpoint saved, an
 honest scrape served within 6 s.
 
-It wants two idle cores, or many short rounds: `ratio` is that of the medians, `paired` the median of the ratios of
-neighbouring slices, which forgets what the machine did in the meantime. The endpoint may use 1 % of a core, more than
-1 % of a job that gets less than one: the last ratio is of steps per second of the CPU time of the job itself.
+`--apart` puts the job alone on the first core, at the highest priority, and all else on the others: the endpoint takes
+whatever it takes from the job. Without, it wants two idle cores, or many short rounds: `ratio` is that of the medians,
+`paired` the median of the ratios of neighbouring slices, which forgets what the machine did in the meantime. The
+endpoint may use 1 % of a core, more than 1 % of a job that gets less than one: the last ratio is of steps per second of
+the CPU time of the job itself.
 """
 
 from __future__ import annotations
@@ -123,13 +125,16 @@ class Slice:
 class Job:
     """A training script under `gradwatch run`, its counters and its endpoint."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, apart: bool = False) -> None:
         self.folder = folder
         (folder / "train.py").write_text(SCRIPT)
         run = [sys.executable, "-m", "gradwatch", "run", "--dir", str(folder / "runs"), "--run-id", "job"]
         script = ["--listen", "127.0.0.1:0", "--", sys.executable, str(folder / "train.py"), str(folder)]
         self.process = subprocess.Popen(
-            [*run, *script], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [*run, *script],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=alone if apart else None,
         )
         endpoint = folder / "runs" / "job" / "endpoint-rank0.json"
         while not endpoint.exists():
@@ -156,20 +161,37 @@ class Job:
         return self.process.returncode
 
 
+def alone() -> None:
+    """On the first core, before everybody else there; needs the right to do so."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.nice(-20)
+
+
+def elsewhere() -> None:
+    """On any core but the first."""
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {min(os.sched_getaffinity(0))})
+
+
 @contextmanager
-def decoy(url: str) -> Iterator[int]:
+def decoy(url: str, apart: bool = False) -> Iterator[int]:
     """An endpoint of its own process that serves the page at `url` as it was; its port."""
     with subprocess.Popen(
-        [sys.executable, "-c", DECOY, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DECOY, url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=elsewhere if apart else None,
     ) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline())
         process.kill()
 
 
-def attacked(job: Job, kind: str, port: int, seconds: float) -> Slice:
+def attacked(job: Job, kind: str, port: int, seconds: float, apart: bool = False) -> Slice:
     """`seconds` of an attack on `port`, after half a second in which it gets going."""
-    with subprocess.Popen([sys.executable, "-c", ATTACKER, kind, str(port)]) as attacker:
+    with subprocess.Popen(
+        [sys.executable, "-c", ATTACKER, kind, str(port)], preexec_fn=elsewhere if apart else None
+    ) as attacker:
         try:
             time.sleep(0.5)
             before, used, began = job.counts(), job.cpu_seconds(), time.monotonic()
@@ -186,16 +208,16 @@ def attacked(job: Job, kind: str, port: int, seconds: float) -> Slice:
     return Slice(steps / elapsed, steps / used, saved, failed, took)
 
 
-def measure(kind: str, seconds: float, rounds: int) -> dict[str, list[Slice]]:
+def measure(kind: str, seconds: float, rounds: int, apart: bool = False) -> dict[str, list[Slice]]:
     """Attacks in turns on the job and elsewhere, the order reversed every round."""
     found: dict[str, list[Slice]] = {"endpoint": [], "elsewhere": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        job = Job(Path(folder))
+        job = Job(Path(folder), apart)
         try:
-            ports = {"endpoint": job.port, "elsewhere": stack.enter_context(decoy(job.url))}
+            ports = {"endpoint": job.port, "elsewhere": stack.enter_context(decoy(job.url, apart))}
             for number in range(rounds):
                 for where in ("endpoint", "elsewhere") if number % 2 else ("elsewhere", "endpoint"):
-                    found[where].append(attacked(job, kind, ports[where], seconds))
+                    found[where].append(attacked(job, kind, ports[where], seconds, apart))
         finally:
             status = job.end()
         if status:
@@ -211,13 +233,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--apart", action="store_true")
     chosen = parser.parse_args()
     print(
         f"{'attack':>10} {'steps/s':>8} {'ratio':>6} {'paired':>6} {'/CPU s':>6}"
         f" {'saved':>6} {'failed':>6} {'scrape s':>9}"
     )
     for kind in chosen.kinds:
-        found = measure(kind, chosen.seconds, chosen.rounds)
+        found = measure(kind, chosen.seconds, chosen.rounds, chosen.apart)
         mine, theirs = found["endpoint"], found["elsewhere"]
         ours = [each.steps_per_second for each in mine]
         steps = Compared(ours, [each.steps_per_second for each in theirs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -96,8 +97,23 @@ def test_it_is_healthy_while_it_looks_for_the_first_time(
     with served(tmp_path) as url:
         assert fetch(f"{url}/healthz")[0] == 200
         assert fetch(f"{url}/sd")[0] == 503
+        status, kind, page = fetch(f"{url}/")
+        assert (status, kind.partition(";")[0]) == (200, "text/html")
+        assert "for the first time" in page
         go.set()
         assert wait_until(lambda: fetch(f"{url}/sd")[0] == 200, "the first look is over")
+
+
+def test_the_first_look_says_how_far_it_is(tmp_path: Path, dead_pid: int) -> None:
+    """On the page, and in what a scrape is refused with."""
+    for number in range(3):
+        record_run(a_run(tmp_path, f"run-{number}", pid=dead_pid), history())
+    server = Server(Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0))
+    said: list[str] = []
+    server._tell = lambda done, total: said.append(server._routes()["/"](False).body.decode())
+    server._look()
+    assert [re.findall(r"\d+ of \d+", page) for page in said] == [["1 of 3"], ["2 of 3"], ["3 of 3"]]
+    server.close()
 
 
 def test_a_scan_that_fails_keeps_the_last_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

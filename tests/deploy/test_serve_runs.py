@@ -75,7 +75,7 @@ def test_no_counter_goes_back(tmp_path: Path, dead_pid: int) -> None:
 
     Prometheus takes a counter that falls for one that began anew: all its steps would count again, in one moment.
     """
-    run, records = a_run(tmp_path, pid=dead_pid), history(40)
+    run, records = a_run(tmp_path / "live", pid=dead_pid), history(40)
     live = PrometheusSink(None, params="off")
     live.open(run, Health())
     for record in records:
@@ -93,16 +93,23 @@ def test_no_counter_goes_back(tmp_path: Path, dead_pid: int) -> None:
     acknowledged.clear()
     sink.write(fired)
     assert acknowledged.wait(10)
-    sink._forget()
+    dead = kill(sink, tmp_path)
     scraped = {metric_of(name): value for name, value in series(live.render()).items()}
     served = {
         metric_of(name): value
-        for name, value in series(metrics(scan(tmp_path), 60).body).items()
+        for name, value in series(metrics(scan(dead), 60).body).items()
         if "run_id=run-1" in name and name.startswith(COUNTED)
     }
     assert served
     assert {name: value for name, value in served.items() if value < scraped[name]} == {}
     assert any("gradwatch_rule_firings_total" in name and value == 2 for name, value in served.items())
+
+
+def kill(sink: JournalSink, folder: Path) -> Path:
+    """The run folder as SIGKILL would leave it at this moment; its root."""
+    shutil.copytree(folder / "live", folder / "dead")
+    sink.close()
+    return folder / "dead"
 
 
 COUNTED = tuple(metric.name for metric in METRICS if metric.kind != "gauge")
@@ -121,16 +128,16 @@ def test_firings_are_not_told_where_events_were_given_up(
 ) -> None:
     """A full queue, or a journal cut to its cap: what is left is no count."""
     sink = JournalSink()
-    sink.open(a_run(tmp_path, pid=dead_pid), Health())
+    sink.open(a_run(tmp_path / "live", pid=dead_pid), Health())
     for record in history():
         sink.write(record)
     sink._unrecorded |= LostEntry(**lost)  # as when the queue is full
     assert sink.flush(10)
-    sink._forget()
-    (member,) = scan(tmp_path).members
+    dead = kill(sink, tmp_path)
+    (member,) = scan(dead).members
     assert member.summary is not None
     assert member.summary.known == ("firings" if told else "nothing")
-    text = metrics(scan(tmp_path), 60).body
+    text = metrics(scan(dead), 60).body
     assert (b'gradwatch_rule_firings_total{job="gradwatch"' in text) == told
     assert b'outcome="died"' in text
 

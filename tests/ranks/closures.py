@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks.faults import ACTING
 from tests.ranks.situations import batch
@@ -98,9 +99,58 @@ def twice(rank: int, injured: int, text: str) -> dict[str, Any]:
         }
 
 
-SITUATIONS: dict[str, Callable[[int], Any]] = {
+class Twice(torch.optim.SGD):
+    """Evaluates twice at the same weights; `norms` of the gradients as it is given them."""
+
+    norms: tuple[float, ...] = ()
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        found = []
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            grads = [param.grad for group in self.param_groups for param in group["params"]]
+            found.append(float(torch.cat([grad.flatten() for grad in grads if grad is not None]).norm()))
+        self.norms = tuple(found)
+        return super().step()
+
+
+def replicas(rank: int, injured: int) -> dict[str, Any]:
+    """DDP, and rules that make the ranks talk: NaN on rank 1 in evaluation `injured` of one step."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(nn.Linear(6, 4, bias=False))
+    optimizer = Twice(model.parameters(), lr=0.01)
+    norms, hashes = [], []
+    with watched(model, optimizer, ACTING) as (gw, collector):
+        for step in range(STEPS):
+            count = [0]
+
+            def closure(step: int = step, count: list[int] = count) -> Any:
+                optimizer.zero_grad()
+                count[0] += 1
+                out = model(batch(step, 0, rank))
+                broken = rank == 1 and (step, count[0]) == (INJURED, injured)
+                (spoilt(out) if broken else out.square().mean() * count[0]).backward()
+
+            optimizer.step(closure)
+            norms.append(optimizer.norms)
+            hashes.append(weights(model))
+        return {
+            "norms": [pair for step, pair in enumerate(norms) if step != INJURED],
+            "skipped": [record.decision.skip for record in collector.records].count(True),
+            "hashes": hashes,
+            "errors": gw.health.errors(),
+            "alone": gw._ranks.alone,
+        }
+
+
+REPLICAS: dict[str, Callable[[int], Any]] = {
+    f"replicas {injured}": (lambda rank, injured=injured: replicas(rank, injured)) for injured in (0, 1, 2)
+}
+SHARDED: dict[str, Callable[[int], Any]] = {
     "healthy": lambda rank: twice(rank, 0, LOOSE),
     "clipped": lambda rank: twice(rank, 0, ACTING),
     "first": lambda rank: twice(rank, 1, LOOSE),
     "second": lambda rank: twice(rank, 2, LOOSE),
 }
+SITUATIONS = SHARDED | REPLICAS

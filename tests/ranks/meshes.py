@@ -190,16 +190,17 @@ def by_pair(step: int, micro: int, rank: int) -> Tensor:
     return batch(step, micro, rank // 2)
 
 
-def sharded_pipeline(rank: int, schedule: str) -> dict[str, Any]:
-    """Two stages, each sharded over two ranks."""
+def pipeline(rank: int, schedule: str, width: int = 2, alike: bool = False) -> dict[str, Any]:
+    """Two stages, each sharded over `width` ranks (1: held whole); `alike`: their parameters have equal names."""
     import torch.distributed.pipelining as pipelining
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, width), mesh_dim_names=("pp", "dp"))
     number, micros = mesh["pp"].get_local_rank(), 2
-    model = nn.ModuleDict({f"stage{number}": fully_shard(Stage(number), mesh=mesh["dp"])})
-    placed = pipelining.PipelineStage(
-        model[f"stage{number}"], number, 2, torch.device("cpu"), group=mesh["pp"].get_group()
-    )
+    stage: nn.Module = Stage(number)
+    if width > 1:
+        stage = fully_shard(stage, mesh=mesh["dp"])
+    model = nn.ModuleDict({"stage" if alike else f"stage{number}": stage})
+    placed = pipelining.PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     runner = getattr(pipelining, schedule)(
         placed, n_microbatches=micros, loss_fn=lambda out, target: (out - target).square().sum()
     )
@@ -209,13 +210,14 @@ def sharded_pipeline(rank: int, schedule: str) -> dict[str, Any]:
     with watching(model, optimizer) as (gw, collector):
         for step in range(STEPS):
             xs = [
-                torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dp)) for dp in range(2)
+                torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dp))
+                for dp in range(width)
             ]
             whole.zero_grad()
             for x in xs:
-                (whole(x.double()).square().sum() / micros / 2).backward()
+                (whole(x.double()).square().sum() / micros / width).backward()
             wanted = {
-                f"stage{k}.{name}": float(param.grad.norm())
+                (f"stage.{name}{'@1' * k}" if alike else f"stage{k}.{name}"): float(param.grad.norm())
                 for k, stage in enumerate(whole)
                 for name, param in stage.named_parameters()
             }
@@ -239,6 +241,7 @@ TWO: dict[str, Callable[[int], Any]] = {
     "embedding parallel": lambda rank: sequence_parallel(rank, norm=False),
     "fsdp2 offloaded": offloaded,
     "fsdp2 offloaded accumulated": lambda rank: offloaded(rank, micros=2),
+    "pipeline of equal names": lambda rank: pipeline(rank, "ScheduleGPipe", width=1, alike=True),
     "fsdp1 original accumulated": lambda rank: trained(rank, fsdp1(True), micros=2),
     "fsdp1 flat accumulated": lambda rank: trained(rank, fsdp1(False), micros=2),
 }
@@ -248,8 +251,9 @@ FOUR: dict[str, Callable[[int], Any]] = {
     "fsdp1 hybrid grad_op": lambda rank: trained(rank, hybrid1(True, ShardingStrategy._HYBRID_SHARD_ZERO2)),
     "fsdp2 hybrid": lambda rank: trained(rank, hybrid2, clip=clip_torch),
     "fsdp2 tensor parallel": lambda rank: trained(rank, tensor_parallel_sharded, net=Even, batch=by_pair),
-    "fsdp2 pipeline gpipe": lambda rank: sharded_pipeline(rank, "ScheduleGPipe"),
-    "fsdp2 pipeline 1f1b": lambda rank: sharded_pipeline(rank, "Schedule1F1B"),
+    "fsdp2 pipeline gpipe": lambda rank: pipeline(rank, "ScheduleGPipe"),
+    "fsdp2 pipeline 1f1b": lambda rank: pipeline(rank, "Schedule1F1B"),
+    "fsdp2 pipeline of equal names": lambda rank: pipeline(rank, "Schedule1F1B", alike=True),
 }
 OTHERS: dict[str, Callable[[int], Any]] = {
     "sequence parallel": lambda rank: sequence_parallel(rank, norm=True),

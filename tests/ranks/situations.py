@@ -240,7 +240,10 @@ class Stage(nn.Module):
 
 
 def pipelined(rank: int, schedule: Any, per_rank: int = 1, named: bool = True) -> dict[str, Any]:
-    """A pipeline of stages over the ranks; `named` = every stage has names of its own, as split models have."""
+    """A pipeline of stages over the ranks; `named` = every stage has names of its own, as split models have.
+
+    Where they have not, the parameters of the second rank are told apart by a number.
+    """
     from torch.distributed.pipelining import PipelineStage
 
     micros, count = 4, WORLD * per_rank
@@ -263,10 +266,11 @@ def pipelined(rank: int, schedule: Any, per_rank: int = 1, named: bool = True) -
             whole.zero_grad()
             (whole(x.double()).square().sum() / micros).backward()
             wanted = {
-                f"{names[int(number)]}.{name}": float(param.grad.norm())
+                f"{names[int(number)]}.{name}" + ("@1" if not named and int(number) % WORLD else ""): float(
+                    param.grad.norm()
+                )
                 for number, stage in whole.named_children()
                 for name, param in stage.named_parameters()
-                if named or int(number) % WORLD == rank
             }
             optimizer.zero_grad()
             runner.step(x) if rank == 0 else runner.step(target=torch.zeros(8, 4))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.closures import INJURED, SITUATIONS, STEPS
+from tests.ranks.closures import INJURED, REPLICAS, SHARDED, STEPS
 from tests.ranks.launch import launch
 
 PATIENCE = 25.0  # seconds; a rank left waiting for another would need more than twice that
@@ -18,7 +18,7 @@ def homes() -> dict[str, list[Any]]:
     return launch("tests.ranks.closures")
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", SHARDED)
 def test_both_ranks_judge_the_first_gradient_and_step_alike(homes: dict[str, list[Any]], name: str) -> None:
     """One Snapshot a step, of the first evaluation, within 1e-5 of float64; equal weights; no wait."""
     for rank, home in enumerate(homes[name]):
@@ -60,3 +60,19 @@ def test_a_clip_is_that_of_the_first_gradient(homes: dict[str, list[Any]]) -> No
         assert min(home["totals"]) > 0.05
         assert home["applied"] == pytest.approx([0.05] * STEPS, rel=1e-4)
         assert all(home["untouched"])
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_clip_every_evaluation_alike(homes: dict[str, list[Any]], name: str) -> None:
+    """DDP averages each gradient for all: both evaluations are clipped on both ranks, a NaN in either is skipped."""
+    for rank, home in enumerate(homes[name]):
+        assert "raised" not in home, f"rank {rank}\n{home['raised']}"
+        assert home["errors"] == {}
+        assert not home["alone"]
+        assert home["skipped"] == int(name[-1] != "0")
+        for pair in home["norms"]:
+            assert pair == pytest.approx((0.05, 0.05), rel=1e-4)
+    first, second = homes[name]
+    assert first["hashes"] == second["hashes"]
+    if name[-1] != "0":
+        assert first["hashes"][INJURED] == first["hashes"][INJURED - 1] != first["hashes"][INJURED + 1]

@@ -63,6 +63,8 @@ const OVERRIDABLE = new FieldConfigOptionsRegistry(() => [
 
 const number = (text) => (text === '+Inf' ? Infinity : text === '-Inf' ? -Infinity : Number(text));
 
+const finite = (text) => (Number.isFinite(number(text)) ? number(text) : null);
+
 function legend(target, labels) {
   if (target.legend) {
     return target.legend.replace(/\{\{\s*(\w+)\s*\}\}/g, (_, name) => labels[name] ?? '');
@@ -98,7 +100,8 @@ function frames(panel) {
             name: 'Value',
             type: FieldType.number,
             labels: series.metric,
-            values: points.map((point) => number(point[1])),
+            // What Grafana's time series panel does before it draws: NaN and Inf are gaps.
+            values: points.map((point) => (panel.type === 'timeseries' ? finite(point[1]) : number(point[1]))),
             config: { displayNameFromDS: legend(target, series.metric) },
           },
         ],

@@ -1,0 +1,146 @@
+"""What it costs to hold a step so that it can be run again: `python -m tests.benchmarks.holding`.
+
+Whole training steps of one MLP, watched by the default pack with `localise` and without, and without once more (the
+error of the measurement), in turns in one process. Nothing goes wrong in them, so all there is is the holding: of the
+arguments, of the generators, of the gradient at the outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwatch.rulefile import parse_rules
+from tests.benchmarks.interleave import Comparison, Sample, Turns, compare, interleave, timed
+from tests.benchmarks.loops import in_turn, training_step
+from tests.benchmarks.peers import Gradwatch
+from tests.benchmarks.tables import machine
+from tests.benchmarks.workloads import Workload
+
+WITHOUT = """
+version: 1
+extends: [default]
+rules:
+  non-finite: {do: [skip_step: {max_consecutive: 10, then: continue}]}
+"""
+WARMUP = 100  # steps: past every warm-up, and past those that a loop takes to be called calm
+SETTLE, STEPS = 2, 12  # of a turn
+
+
+class Off(Gradwatch):
+    """The default pack, and no rule asks for a cause."""
+
+    name = "off"
+    title = "without localise"
+
+    def __init__(self) -> None:
+        self.rules = parse_rules(WITHOUT)
+
+
+class OffAgain(Off):
+    """The same once more."""
+
+    name = "off-again"
+    title = "without localise, again"
+
+
+class On(Gradwatch):
+    """The default pack."""
+
+    name = "on"
+    title = "with localise"
+
+
+def mlp(dropout: float = 0.0) -> Workload:
+    """Four layers of 256, batches of 256: about 3 ms a step on one core."""
+
+    def model() -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(64, 256)]
+        for _ in range(3):
+            layers += [nn.ReLU(), *([nn.Dropout(dropout)] if dropout else []), nn.Linear(256, 256)]
+        return nn.Sequential(*layers, nn.Linear(256, 10))
+
+    def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 64), torch.randint(10, (rows,))
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, 1e-3)
+
+    return Workload("holding", "MLP 4 x 256", False, model, optimizer, batch, rows=256, few=8)
+
+
+def measure(workload: Workload, rounds: int, clock: str) -> dict[str, Comparison]:
+    """Each against `off`, whole steps."""
+    contenders = (Off(), OffAgain(), On())
+    original = workload.task()
+    with ExitStack() as attached:
+        samples: dict[str, Callable[[], Sample]] = {}
+        for contender in contenders:
+            task = workload.twin(original)
+            contender.attach(task)
+            contender.suspend()
+            attached.callback(contender.detach)
+            attached.callback(contender.resume)
+            samples[contender.name] = in_turn(
+                contender, timed(lambda t=task, c=contender: training_step(t, c))
+            )
+        for _ in range(0, WARMUP, STEPS):
+            for sample in samples.values():
+                for _ in range(STEPS):
+                    sample()
+        gc.collect()
+        gc.freeze()
+        attached.callback(gc.unfreeze)
+        by_name = {contender.name: contender for contender in contenders}
+        timings = interleave(
+            samples,
+            Turns(rounds, SETTLE, STEPS),
+            between=lambda name: by_name[name].drain(),
+            progress=lambda done: _progress(workload.title, done, rounds),
+        )
+        for contender in contenders:
+            if said := contender.complaint():
+                raise RuntimeError(f"{contender.title}: {said}")
+    return compare(timings.wall if clock == "wall" else timings.cpu, baseline="off")
+
+
+def _progress(what: str, done: int, rounds: int) -> None:
+    if sys.stderr.isatty() or done == rounds:
+        end = "\n" if done == rounds else ""
+        print(f"\r{what}: round {done}/{rounds}", end=end, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the table; 0 whatever comes out, since timing never decides."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.holding", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--dropout", type=float, default=0.0, help="the forward draws from torch's generator")
+    parser.add_argument("--threads", type=int, default=1, help="torch's intra-op threads")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    found = measure(mlp(args.dropout), args.rounds, args.clock)
+    print(
+        f"{machine(args.threads)}, {args.clock} clock; a step without localise: {found['off'].median_ms:.2f} ms"
+    )
+    print("| | added µs, median (95 %) | added µs, mean (95 %) | of a step |\n|---|---|---|---|")
+    for contender in (OffAgain, On):
+        one = found[contender.name]
+        median, mean = one.added, one.added_mean
+        share = median.value / found["off"].median_ms / 10
+        print(
+            f"| {contender.title} | {median.value:.1f} ({median.low:.1f} to {median.high:.1f}) "
+            f"| {mean.value:.1f} ({mean.low:.1f} to {mean.high:.1f}) | {share:.2f} % |"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

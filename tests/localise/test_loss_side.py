@@ -1,0 +1,93 @@
+"""A loss computed in the loop itself: what the loop's own tensors tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwatch
+from gradwatch.finding import Finding
+from tests.kept import Kept
+
+Loss = Callable[[Tensor, bool], tuple[Tensor, ...]]
+
+
+def found(make: Loss) -> Finding:
+    """What is told first of a training with this loss, which goes wrong at its fourth step."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(5):
+            optimizer.zero_grad()
+            out = model(torch.randn(6, 4))
+            kept_by_the_loop: Any = make(out, step == 3)
+            *_, loss = kept_by_the_loop
+            loss.backward()
+            optimizer.step()
+    return next(finding for record in kept.records for finding in record.findings)
+
+
+def test_one_operation_that_can_fail_is_named() -> None:
+    """sqrt is the only suspect among the nodes after the model; the square is not, for its slope is finite."""
+    finding = found(lambda out, bad: ((out - (out.detach() if bad else 0.0)).square().mean().sqrt(),))
+    assert (finding.phase, finding.op, finding.node) == ("loss", "sqrt", "SqrtBackward0")
+    assert finding.frame is not None
+    assert finding.frame.source == "*_, loss = kept_by_the_loop"
+    assert "`loss` (loss: float32[], 1 zero of 1, 0 … 0) was computed by sub, pow, mean, sqrt" in finding.note
+
+
+def test_of_several_suspects_none_is_named() -> None:
+    """Where two operations could have done it, both are told and neither is blamed."""
+    finding = found(lambda out, bad: (((out * (0.0 if bad else 1.0)).exp().log().abs() ** 0.5).sum(),))
+    assert (finding.phase, finding.op) == ("loss", "")
+    assert "was computed by mul, exp, log, abs, pow, sum" in finding.note
+
+
+def test_a_power_below_one_is_a_suspect() -> None:
+    """The slope of a root is infinite at zero."""
+    finding = found(lambda out, bad: (((out * (0.0 if bad else 1.0)).abs() ** 0.5).sum(),))
+    assert (finding.phase, finding.op) == ("loss", "pow")
+
+
+def test_a_loss_nobody_holds_is_left_at_the_loss_side() -> None:
+    """Nothing is made up where the loop holds no tensor of the loss."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).mul(0.0 if step == 3 else 1.0).sqrt().sum().backward()
+            optimizer.step()
+    finding = next(finding for record in kept.records for finding in record.findings)
+    assert (finding.phase, finding.op) == ("loss", "")
+    assert "was computed by" not in finding.note
+
+
+@pytest.mark.parametrize("broken", [ValueError, RecursionError])
+def test_a_fault_of_ours_leaves_the_answer(broken: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails in looking at the loop costs the detail, not the finding, nor the training."""
+    from gradwatch.localise import loss_side
+
+    def fail(*args: object) -> Any:
+        raise broken("ours")
+
+    monkeypatch.setattr(loss_side, "told", fail)
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept]) as gw:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 4)).mul(0.0 if step == 3 else 1.0).abs().sqrt().sum()
+            loss.backward()
+            optimizer.step()
+        assert gw.health.errors() == {"localise": 1}
+    finding = next(finding for record in kept.records for finding in record.findings)
+    assert finding.phase == "loss"
+    assert torch.isfinite(model.weight).all()
