@@ -30,7 +30,7 @@ from gradwatch.incident_page import markdown, page
 from gradwatch.localise.evidence import Evidence, gather
 from gradwatch.rules import Action, RuleSet
 from gradwatch.sinks import undisturbed
-from gradwatch.snapshot import Decision, Event, Record, RunInfo, Snapshot, Verdict
+from gradwatch.snapshot import Event, Record, RunInfo, Snapshot
 
 MOST_INCIDENTS = 1024
 CLOSE_SECONDS = 0.5  # the journal may need 1.5 more, and a script is to end within 2
@@ -82,26 +82,18 @@ class Bundles:
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
-    def take(
-        self,
-        lane: Lane,
-        verdict: Verdict,
-        decision: Decision,
-        snapshot: Snapshot,
-        findings: tuple[Finding, ...],
-    ) -> Decision:
-        """Copy what this step was made of where a rule orders it; the decision without orders nobody follows.
+    def take(self, lane: Lane, record: Record) -> Record:
+        """Copy what this step was made of where a rule orders it; the Record without orders that nobody follows.
 
         A rule orders a bundle on every step it acts on, and each incident gets one.
         """
-        rules = {one.rule for one in decision.orders if one.action == SNAPSHOT and not one.shadow}
+        orders = record.decision.orders
+        rules = {one.rule for one in orders if one.action == SNAPSHOT and not one.shadow}
         if not rules:
-            return decision
-        followed = {rule for rule in sorted(rules) if self._guarded(rule, lane, verdict, snapshot, findings)}
-        orders = (
-            one for one in decision.orders if one.action != SNAPSHOT or one.shadow or one.rule in followed
-        )
-        return replace(decision, orders=frozenset(orders))
+            return record
+        followed = {rule for rule in sorted(rules) if self._guarded(rule, lane, record)}
+        kept = (one for one in orders if one.action != SNAPSHOT or one.shadow or one.rule in followed)
+        return replace(record, decision=replace(record.decision, orders=frozenset(kept)))
 
     def _guarded(self, *args: Any) -> bool:
         """Whether something was taken for a rule; a fault of ours costs the bundle, not the verdict."""
@@ -111,9 +103,8 @@ class Bundles:
             self._failed(self.name, error)
             return False
 
-    def _take(
-        self, rule: str, lane: Lane, verdict: Verdict, snapshot: Snapshot, findings: tuple[Finding, ...]
-    ) -> bool:
+    def _take(self, rule: str, lane: Lane, record: Record) -> bool:
+        snapshot, verdict, findings = record.snapshot, record.verdict, record.findings
         event, action = incident_of(verdict, rule), self._asked.get(rule)
         if event is None or action is None or event.incident in self._incidents:
             return False

@@ -226,8 +226,7 @@ class Judging:
             course.vitals.unjudged(found.step)
             health = course.vitals.now
         findings = self._around.causes(lane, snapshot, verdict, decision)
-        decision = self._around.kept(lane, snapshot, verdict, decision, findings)
-        record = Record(snapshot, verdict, decision, *at, health, findings)
+        record = self._around.kept(lane, Record(snapshot, verdict, decision, *at, health, findings))
         self._publishing.give(course, record, found, window.at_hand)
         return decision.at(shared.own)
 

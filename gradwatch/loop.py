@@ -46,7 +46,7 @@ from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Decision, Event, RunInfo, Sites, Snapshot, Verdict
+from gradwatch.snapshot import Decision, Event, Record, RunInfo, Sites, Snapshot, Verdict
 
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
@@ -58,17 +58,7 @@ BLIND = (
     "give them to the optimizer (add_param_group, or a new one)"
 )
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
-REPORTED = (
-    "capture",
-    "boundary",
-    "engine",
-    "action",
-    "precision",
-    "modules",
-    "norm_local",
-    "ranks",
-    "localise",
-)
+REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
 
 
 _ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
@@ -221,18 +211,9 @@ class Loop:
         late = lane.step != snapshot.step
         return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
 
-    def kept(
-        self,
-        lane: Lane,
-        snapshot: Snapshot,
-        verdict: Verdict,
-        decision: Decision,
-        findings: tuple[Finding, ...],
-    ) -> Decision:
-        """Have what this step was made of copied where a rule wants a bundle; the decision as it is followed."""
-        if self._bundles is None:
-            return decision
-        return self._bundles.take(lane, verdict, decision, snapshot, findings)
+    def kept(self, lane: Lane, record: Record) -> Record:
+        """Have what this step was made of copied where a rule wants a bundle; the Record as it is followed."""
+        return record if self._bundles is None else self._bundles.take(lane, record)
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""

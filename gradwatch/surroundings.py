@@ -7,7 +7,7 @@ from typing import Protocol
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks.lane import Lane
-from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
+from gradwatch.snapshot import Decision, Event, Record, Snapshot, Verdict
 
 
 class Surroundings(Protocol):
@@ -38,12 +38,5 @@ class Surroundings(Protocol):
     ) -> tuple[Finding, ...]:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
 
-    def kept(
-        self,
-        lane: Lane,
-        snapshot: Snapshot,
-        verdict: Verdict,
-        decision: Decision,
-        findings: tuple[Finding, ...],
-    ) -> Decision:
-        """Have what this step was made of copied where a rule wants a bundle; the decision as it is followed."""
+    def kept(self, lane: Lane, record: Record) -> Record:
+        """Have what this step was made of copied where a rule wants a bundle; the Record as it is followed."""
