@@ -7,6 +7,7 @@ gradients are sharded, where ranks hold different parameters, or where a loaded 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,6 +101,12 @@ class Seat:
     lost: bool = False
     told: Told | None = None
     parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
+    reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()
+
+    @property
+    def uneven(self) -> bool:
+        """Whether DDP takes uneven inputs now (`with ddp.join()`): some ranks take steps that others do not."""
+        return any(ddp is not None and ddp._join_config.enable for ddp in (ref() for ref in self.reducers))
 
     def lose(self, why: str, own: Sites) -> None:
         """Go on without the others; what was laid out for all ranks is laid out anew."""
@@ -154,7 +161,7 @@ class Ranks:
     def judging_together(self, lane: Lane) -> str:
         """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
         seat = self._seats.get(lane.index)
-        if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites:
+        if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites or seat.uneven:
             return ""
         met = self._wants.acts or self._wants.facts or seat.sharded
         return f"{self._name}/{lane.index}/{self._meetings}/cause" if met else ""
@@ -168,10 +175,13 @@ class Ranks:
 
     def arrive(self, lane: Lane | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
-        if lane is not None:
+        if lane is None:
+            return
+        seat = self._seats.get(lane.index)
+        if seat is not None:
+            seat.told = None
+        if seat is None or not seat.uneven:
             self._turn.add(lane.index)
-            if lane.index in self._seats:
-                self._seats[lane.index].told = None
 
     def enter(self, lane: Lane) -> bool:
         """Meet the other ranks at the first boundary of a lane, or of its changed parameters; True if met now."""
@@ -205,7 +215,8 @@ class Ranks:
             announce(name)
             raise AloneError(wants.refused)
         models = self._models()
-        ddp = any(isinstance(m, DistributedDataParallel) for model in models for m in model.modules())
+        reducers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        seat.reducers, ddp = tuple(map(weakref.ref, reducers)), bool(reducers)
         table = tables.table(seat.sites)
         digest = tables.identity(seat.sites, () if ddp else held, self._stages())
         card = {
@@ -276,6 +287,8 @@ class Ranks:
                 window = replace(window, provisional=True)
             return Shared(window, extras, values, mine, may_act=not seat.alone)
         pooled = seat.layout.pooled
+        if seat.uneven and seat.ddp and lane.index not in self._turn:
+            return Shared(window, extras, values, mine, may_act=True)  # those who step have the same average
         told = self._exchange(lane, seat, window, extras, values)
         if told is not None and told.complete:
             return _seen_by_all(told, seat, window, extras, values)

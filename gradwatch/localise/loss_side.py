@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradwatch.finding import Finding, Frame
-from gradwatch.localise.frames import frame_of, is_of_user
+from gradwatch.localise.frames import frame_of, is_of_user, locals_of
 from gradwatch.localise.operations import of_node
 from gradwatch.localise.values import describe
 
@@ -113,7 +113,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _of_loss(frame: FrameType, since: int) -> Iterator[_Held]:
-    for name, value in list(frame.f_locals.items()):
+    for name, value in locals_of(frame).items():
         if isinstance(value, Tensor) and value.grad_fn is not None:
             nodes = _nodes(value.grad_fn, since)
             if nodes:
