@@ -5,6 +5,7 @@ A checkpoint taken now is *healthy* unless
 - a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
 - training was stopped by a rule;
 - a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
+- running statistics of a normalisation layer are not finite: a skipped step does not take them back;
 - some earlier step gave a non-finite gradient to the optimizer (nobody skipped it, zeroed it, or rejected it as a
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
   touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
@@ -34,12 +35,15 @@ _NAME = re.compile(r"checkpoint-health-rank\d+\.json")
 class Vitals:
     """Follows one optimizer's steps; `critical` are the rules whose firing makes a checkpoint unfit."""
 
-    __slots__ = ("critical", "now", "poisoned_at")
+    __slots__ = ("critical", "now", "poisoned_at", "spoilt")
 
     def __init__(self, critical: frozenset[str]) -> None:
         self.critical = critical
         self.now = CheckpointHealth()
         self.poisoned_at: int | None = None
+        self.spoilt: tuple[
+            str, ...
+        ] = ()  # running statistics that are not finite; whoever looks at them sets it
 
     def after(self, snapshot: Snapshot, verdict: Verdict, decision: Decision) -> CheckpointHealth:
         """The health of a checkpoint saved after this step, which is also kept as `now`."""
@@ -49,6 +53,7 @@ class Vitals:
             self.poisoned_at is None
             and not (verdict.firing or decision.stop)
             and isfinite(snapshot.total_norm)
+            and not self.spoilt
         ):
             self.now = CheckpointHealth(True, snapshot.step)  # what follows, on a healthy step
             return self.now
@@ -61,6 +66,8 @@ class Vitals:
             reasons.append(f"a gradient was not finite at step {snapshot.step}")
         if decision.stop:
             reasons.append("training was stopped")
+        if self.spoilt:
+            reasons.append(f"running statistics are not finite: {', '.join(self.spoilt[:3])}")
         if self.poisoned_at is not None:
             reasons.append(f"a non-finite gradient reached the optimizer at step {self.poisoned_at}")
         last = self.now.last_healthy_step if reasons else snapshot.step

@@ -221,6 +221,7 @@ class Judging:
         decision, snapshot = self._foreseen(case, decision)
         self._note_move(case, decision)
         self._note_calm(case, verdict, snapshot)
+        course.vitals.spoilt = self._around.statistics.spoilt(not math.isfinite(found.total_norm))
         health = course.vitals.after(found, verdict, decision)
         if verdict is UNJUDGED:
             course.vitals.unjudged(found.step)

@@ -37,6 +37,7 @@ from gradwatch.hooks.modules import ModuleTaps, taps_on
 from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
+from gradwatch.hooks.running_statistics import RunningStatistics
 from gradwatch.hooks.shards import local_taps, torn
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
@@ -81,6 +82,7 @@ class Loop:
         self.ruleset = ruleset
         self.origin = origin
         self.health = Health(on_first=self._say_once)
+        self.statistics = RunningStatistics(self.models, self._say_once)
         self._strict = settings.strict
         self._closed = not active
         self._on_escalate = on_escalate
@@ -96,13 +98,8 @@ class Loop:
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._engine = Engine(ruleset, self.run.rank)
-        self._ranks = Ranks(
-            f"{self.run.attempt}/{next(_ordinal)}",
-            wants(self._engine),
-            self.models,
-            self._of_ranks,
-            stages=lambda: self._stages.taken(),
-        )
+        name, needs = f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine)
+        self._ranks = Ranks(name, needs, self.models, self._of_ranks, lambda: self._stages.taken())
         publishing = Publishing()
         self._sinks: list[Breaker] = publishing.sinks
         self._courses = Courses(self._engine, self._ranks, self, publishing)

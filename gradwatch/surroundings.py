@@ -7,6 +7,7 @@ from typing import Protocol
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.running_statistics import RunningStatistics
 from gradwatch.snapshot import Decision, Event, Record, Snapshot, Verdict
 
 
@@ -14,6 +15,7 @@ class Surroundings(Protocol):
     """Where faults are counted, costs known and the user told."""
 
     health: Health
+    statistics: RunningStatistics
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""

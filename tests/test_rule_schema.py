@@ -181,7 +181,9 @@ def test_valid_document_is_valid_for_both() -> None:
     VALIDATOR.validate(VALID)
 
 
-@pytest.mark.parametrize("pack", sorted(pack_directory().glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "pack", sorted(pack_directory().glob("*.gradwatch.yaml")), ids=lambda path: path.name
+)
 def test_shipped_packs_fit_the_schema(pack: Path) -> None:
     """Editors show no error in what we ship."""
     VALIDATOR.validate(YAML(typ="safe", pure=True).load(pack.read_text(encoding="utf-8")))

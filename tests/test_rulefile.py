@@ -271,7 +271,7 @@ def mutant(seeds: list[str], rng: random.Random) -> str:
 def assault(count: int, seed: int) -> int:
     """Parse mutants; every refusal must point into the text. How many were accepted."""
     rng, accepted = random.Random(seed), 0
-    files = [*pack_directory().glob("*.yaml"), *HERE.glob("*.yaml")]
+    files = [*pack_directory().glob("*.gradwatch.yaml"), *HERE.glob("*.yaml")]
     seeds = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(files)]
     for i in range(count):
         text = mutant(seeds, rng)

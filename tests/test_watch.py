@@ -204,8 +204,9 @@ rules: {{big: {{detect: {{kind: above, of: norm, threshold: 5}}, groups: [heads]
     gw.close()
 
 
-def test_action_not_built_is_refused_by_name() -> None:
-    """An action this version cannot carry out is refused at attach, never ignored."""
+def test_action_not_built_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action that a version knows and cannot carry out is refused at attach, never ignored."""
+    monkeypatch.setattr("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}))
     model, optimizer = build()
     rules = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{snapshot: {keep: 1}}]}}")
     with pytest.raises(AttachError, match="snapshot"):

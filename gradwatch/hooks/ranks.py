@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from gradwatch.hooks.group import AloneError, Group, Meeting, announce, meet, pl
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.reduce import Layout, Told, Usual
 from gradwatch.hooks.sampling import Ratio, Sampled
+from gradwatch.hooks.seat import Seat
 from gradwatch.hooks.shards import Holding, holdings, local_taps, whole
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Column, Sites
@@ -82,42 +83,6 @@ class Shared:
     may_act: bool
     total_applied: float | None = None
     blind: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """One lane's place among the ranks: what was agreed on, and the group it talks over (None = it does not)."""
-
-    lane_sites: Sites
-    sites: Sites
-    sharded: bool
-    layout: Layout | None = None
-    group: Group | None = None
-    alone: str = ""
-    ranked: bool = False
-    replicas: bool = False
-    ddp: bool = False
-    usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
-    lost: bool = False
-    told: Told | None = None
-    parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
-    reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()
-
-    @property
-    def uneven(self) -> bool:
-        """Whether DDP takes uneven inputs now (`with ddp.join()`): some ranks take steps that others do not."""
-        return any(ddp is not None and ddp._join_config.enable for ddp in (ref() for ref in self.reducers))
-
-    def lose(self, why: str, own: Sites) -> None:
-        """Go on without the others; what was laid out for all ranks is laid out anew."""
-        self.close()
-        self.alone, self.layout, self.sites, self.lost = why, None, own, True
-
-    def close(self) -> None:
-        """Leave; the others notice at once."""
-        if self.group is not None:
-            self.group.close()
-            self.group = None
 
 
 class Ranks:

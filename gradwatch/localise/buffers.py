@@ -6,11 +6,8 @@ import weakref
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.nn import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
-from torch.nn.modules.batchnorm import _BatchNorm
 
-NORMS = (_BatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
-"""Layers whose running statistics are written in training and read in evaluation only: no forward hangs on them."""
+from gradwatch.hooks.running_statistics import NORMS
 
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
@@ -27,7 +24,9 @@ class Buffers:
         self._places = [
             (f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
             for prefix, module in model.named_modules()
-            if not isinstance(module, NORMS)
+            if not isinstance(
+                module, NORMS
+            )  # written in training, read in evaluation: no forward hangs on them
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO, get_args
 import structlog
 
 from gradwatch import explanation
+from gradwatch.errors import GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.sinks.printable import one_line, printable
@@ -93,11 +94,14 @@ class LogSink:
             self._sum_up(now)
 
     def internal_error(self, component: str, error: BaseException) -> None:
-        """Say that a part of gradwatch failed; `Health` calls this once per component."""
+        """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
+        ours = not isinstance(
+            error, GradwatchError
+        )  # those say something of the training, and how to mend it
         if not self._silent:
-            self._logger.warning(
-                "gradwatch internal error", component=component, error=f"{type(error).__name__}: {error}"
-            )
+            said = f"{type(error).__name__}: {error}" if ours else str(error)
+            about = "gradwatch internal error" if ours else "gradwatch notice"
+            self._logger.warning(about, component=component, error=said)
 
     def flush(self, timeout: float) -> bool:
         """Every line is written at once."""

@@ -28,7 +28,8 @@ def test_a_nan_is_skipped_by_every_rank_that_steps(situation: str, homes: dict[s
     """The averaged gradient is the same wherever a step is taken, so nobody needs to ask the others."""
     first, second = homes[situation]
     assert first["errors"] == second["errors"] == {}
-    assert first["finite"] and second["finite"]
+    assert first["finite"]
+    assert second["finite"]
     assert first["weights"] == second["weights"]
     assert len(second["skipped"]) == 2
     assert len(first["skipped"]) == (2 if situation == "nan while both step" else 0)

@@ -1,0 +1,71 @@
+"""Running statistics of normalisation layers that a bad batch has spoilt: no skipped step brings them back.
+
+BatchNorm writes its running mean and variance in the forward. Training never reads them again, so gradients are
+finite from the next batch on, while every evaluation and every checkpoint is lost: a NaN in a moving average stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradwatch.errors import GradwatchError
+
+NORMS = (_BatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
+STATISTICS = ("running_mean", "running_var")
+AGAIN = 50
+"""Steps between two looks at statistics that were not finite: on a device each look waits."""
+
+
+class SpoiltStatisticsError(GradwatchError):
+    """Running statistics are not finite; the message names them and says how to mend them."""
+
+
+class RunningStatistics:
+    """Looks at the running statistics of `models()` when gradients were not finite; `say` tells of a find, once."""
+
+    def __init__(
+        self, models: Callable[[], list[nn.Module]], say: Callable[[str, BaseException], None]
+    ) -> None:
+        self._models = models
+        self._say = say
+        self._spoilt: tuple[str, ...] = ()
+        self._looked = 0
+
+    def spoilt(self, suspected: bool) -> tuple[str, ...]:
+        """Names of the statistics that hold NaN or Inf; asked at every step, `suspected` where gradients do."""
+        if not (suspected or self._spoilt):
+            return ()
+        self._looked = 0 if suspected else self._looked + 1
+        if self._looked % AGAIN == 0:
+            before, self._spoilt = self._spoilt, tuple(self._look())
+            if self._spoilt and not before:
+                self._say("running-statistics", SpoiltStatisticsError(_said(self._spoilt)))
+        return self._spoilt
+
+    def _look(self) -> list[str]:
+        found = {
+            f"{name}.{statistic}": buffer
+            for model in self._models()
+            for name, module in model.named_modules()
+            if isinstance(module, NORMS)
+            for statistic in STATISTICS
+            if isinstance(buffer := getattr(module, statistic, None), torch.Tensor)
+        }
+        with torch.no_grad():
+            return [
+                name for name, buffer in found.items() if not bool(buffer.isfinite().all())
+            ]  # sync: on suspicion
+
+
+def _said(names: tuple[str, ...]) -> str:
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"a batch that was not finite is in {listed}, which no skipped step takes back: evaluation and checkpoints are"
+        " lost from here on; call `reset_running_stats()` on these layers or load them from the last good checkpoint,"
+        " and keep such batches from the model"
+    )
