@@ -48,7 +48,9 @@ def restored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize(
-    "handler", [leave, Leaver().leave, Leaver(), functools.partial(leave), chained], ids=repr
+    "handler",
+    [leave, Leaver().leave, Leaver(), functools.partial(leave), chained],
+    ids=["function", "method", "object", "partial", "chained"],
 )
 def test_a_handlers_exception_is_told_from_a_fault(handler: Callable[[int, FrameType | None], None]) -> None:
     """Functions, methods, callable objects and partials are recognised, and only while they are installed."""

@@ -52,15 +52,24 @@ def is_of_user(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((TORCH, OURS))
 
 
+FRESH_LOCALS = sys.version_info >= (3, 13)
+"""Whether `locals()` gives a dict of its own every time (PEP 667)."""
+KEEPS_LOCALS = frozenset({"locals", "vars", "f_locals"})
+
+
 def locals_of(frame: FrameType) -> dict[str, Any]:
     """What the names in a frame stand for now.
 
     Before Python 3.13 a function's frame keeps the dict that `f_locals` gives, and with it every value for as long as
-    the function runs: a model that the script deletes would live on. So that dict, a copy (PEP 667), is emptied.
+    the function runs: a model that the script deletes would live on. So that dict, a copy (PEP 667), is emptied. It is
+    also the very dict that `locals()` gave a function which may have kept it: such a function is not looked at.
     """
+    optimized = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if optimized and not FRESH_LOCALS and not KEEPS_LOCALS.isdisjoint(frame.f_code.co_names):
+        return {}
     shown = frame.f_locals
     found = dict(shown)
-    if type(shown) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if type(shown) is dict and optimized:
         shown.clear()
     return found
 

@@ -24,51 +24,12 @@ from gradwatch.localise.values import describe
 
 OUTWARD = 3  # functions of the user's, from `optimizer.step()` outwards
 MOST = 64  # nodes on the loss side; a graph that has more is another model
-SINGULAR = frozenset(
-    {
-        *(
-            "acos",
-            "asin",
-            "atan2",
-            "atanh",
-            "acosh",
-            "cosh",
-            "div",
-            "erfinv",
-            "exp",
-            "exp2",
-            "expm1",
-            "hypot",
-            "lgamma",
-        ),
-        *(
-            "linalg_vector_norm",
-            "log",
-            "log10",
-            "log1p",
-            "log2",
-            "logit",
-            "logsumexp",
-            "norm",
-            "nll_loss",
-            "pow",
-            "prod",
-        ),
-        *(
-            "reciprocal",
-            "rsqrt",
-            "sinh",
-            "sqrt",
-            "std",
-            "tan",
-            "var",
-            "xlogy",
-            "ctc_loss",
-            "linalg_slogdet",
-            "cdist",
-        ),
-    }
+_SINGULAR = (
+    "acos asin atan2 atanh acosh cosh div erfinv exp exp2 expm1 hypot lgamma linalg_vector_norm log "
+    "log10 log1p log2 logit logsumexp norm nll_loss pow prod reciprocal rsqrt sinh sqrt std tan var "
+    "xlogy ctc_loss linalg_slogdet cdist"
 )
+SINGULAR = frozenset(_SINGULAR.split())
 """Operations whose result or whose slope is infinite or NaN for some finite input (`pow`: below the power of one)."""
 
 
