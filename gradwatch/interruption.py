@@ -7,7 +7,6 @@ arrives inside our guards: what is swallowed there never stops the script.
 
 from __future__ import annotations
 
-import inspect
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -36,8 +35,13 @@ def _code(handler: Any) -> CodeType | None:
     while isinstance(handler, (partial, MethodType)):
         handler = handler.func if isinstance(handler, partial) else handler.__func__
     if not isinstance(handler, FunctionType):
-        handler = inspect.getattr_static(type(handler), "__call__", None)  # an object that is called
+        handler = _call_of(type(handler))  # an object that is called
     return handler.__code__ if isinstance(handler, FunctionType) else None
+
+
+def _call_of(kind: type) -> Any:
+    """`__call__` of its instances; not that of its metaclass, which makes them (SIG_DFL is a member of an enum)."""
+    return next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
 
 
 def _raised_through(error: BaseException) -> Iterator[CodeType]:

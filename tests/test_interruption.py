@@ -132,3 +132,10 @@ def test_a_signal_during_backward_reaches_the_loop_each_time() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert (left, errors) == (20, {})
+
+
+def test_what_an_enum_raises_is_no_signal_handlers() -> None:
+    """SIG_DFL is a member of an enum, whose members are made by a call: a ValueError from there is a fault like any."""
+    with pytest.raises(ValueError, match="12345") as raised:
+        signal.Handlers(12345)
+    assert not by_signal_handler(raised.value)

@@ -123,8 +123,8 @@ def _sum_up(findings: Sequence[Finding], alarms: int, seen: Seen) -> str:
 
 def hold(run: Run) -> None:
     """Keep the endpoint up until Ctrl-C."""
-    print(f"\nholding {run.url() or 'the process'} up; Ctrl-C ends it", flush=True)
-    try:
+    try:  # before it is said: who reads that line may press at once
+        print(f"\nholding {run.url() or 'the process'} up; Ctrl-C ends it", flush=True)
         while run.alive:
             time.sleep(0.2)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from types import FrameType
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.held import Call, Holding, Outermost
 from gradwatch.localise.nearby import beside
 
@@ -54,7 +55,8 @@ class Family:
             for part in _parts(model)
         ]
         self._level += 1
-        if not parts or len(parts) > WIDEST or any(holding.refused for holding in self.holdings):
+        refused = any(holding.refused for holding in self.holdings)
+        if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook hears
             self._level = LEVELS
             return
         for holding in self.holdings:

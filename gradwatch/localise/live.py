@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gradwatch.localise.attributes import Refused
+from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.replay import Trace, blame_nodes, blame_outputs, sources
 
@@ -98,8 +98,7 @@ def refuse() -> None:
         raise Refused("the script is inside a dispatch mode of its own")
     if not hasattr(torch.autograd, RUN_BACKWARD):
         raise Refused("this torch has no place at which every backward begins")
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None and dynamo.counters["frames"]:
+    if anything_compiled():
         raise Refused("parts of the job are compiled, and recording them would compile them anew")
 
 
