@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,3 +29,11 @@ def framework_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Some things are refused in a process that has compiled anything; a test before this one may have."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        dynamo.counters.clear()
