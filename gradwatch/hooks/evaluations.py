@@ -24,9 +24,8 @@ class Evaluations:
         self.count = 0
         self.skipped = False
         self.spoilt = False  # a later evaluation was not finite: what follows it says nothing new
-        self.max_norm: float | None = (
-            None  # a bound on the first gradient's total, for every evaluation of the step
-        )
+        # A bound on the first gradient's total, for every evaluation of the step.
+        self.max_norm: float | None = None
         self.memory = memory
 
     @property
