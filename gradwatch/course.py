@@ -23,6 +23,7 @@ from gradwatch.policies import ClipByNorm
 from gradwatch.snapshot import Decision, Record, Sites, Snapshot
 
 CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
+CALM_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
 
 
 class Clock(NamedTuple):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradwatch.applied import factors_of, reshaped, told, unclipped
 from gradwatch.checkpoint import joined
-from gradwatch.course import CALM, Clock, Course
+from gradwatch.course import CALM, CALM_AGAIN, Clock, Course
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
@@ -274,7 +274,10 @@ class Judging:
         if lane.thinned and not window.trusted and window.repeats is not None:
             self._around.remark(lane)
         unusual = verdict.events or verdict.breaching or case.shared.window.details or snapshot.provisional
-        course.calm = 0 if unusual or course.state.quiet is None else course.calm + 1
+        if unusual or course.state.quiet is None:
+            course.calm = CALM - CALM_AGAIN if course.calm >= CALM - CALM_AGAIN else 0
+        else:
+            course.calm += 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
         lane.usual = snapshot.total_norm if calm else None
 

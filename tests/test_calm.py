@@ -18,7 +18,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch import judging
-from gradwatch.course import CALM
+from gradwatch.course import CALM, CALM_AGAIN
 from gradwatch.hooks import deferred
 from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
 from gradwatch.hooks.host import HostReading
@@ -246,6 +246,16 @@ def totals(layers: int, jumps: bool) -> list[float]:
         float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
         for _ in steps(model, optimizer, 200)
     ]
+
+
+def test_a_loop_that_was_calm_is_soon_calm_again(tmp_path: Path) -> None:
+    """One odd step has those after it judged at once; not for as long as a loop that is new, though."""
+    _, judged = run("a gradient of zeros", 2, tmp_path)
+    at_once = [step for step, count in enumerate(judged) if count == step + 1]
+    assert set(range(90, 90 + CALM_AGAIN)) <= set(at_once)
+    waited = [step for step in range(90, 90 + CALM) if step not in at_once]
+    assert waited
+    assert waited[0] <= 90 + CALM_AGAIN + 2
 
 
 @pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -10,12 +11,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.hooks.norms import ROW, SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.norms import SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.rows import APART, ROW, Norms, Sheet, Squares, fastest
+
+KINDS = pytest.mark.parametrize("kind", [Norms, Squares])  # the two ways of reading: several threads, one
+
+
+def reader_of(kind: type[Sheet]) -> CpuReader:
+    """A reader that reads in this way, which the number of threads otherwise decides."""
+    return CpuReader(lambda: kind)
+
 
 SHAPES = st.one_of(
     st.integers(1, 40).map(lambda n: (n,)),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    st.sampled_from([(), (SMALL,), (SMALL + 1,), (3, ROW), (2 * ROW,), (2 * ROW + 7,), (300, 701)]),
+    st.sampled_from(
+        [
+            (),
+            (SMALL,),
+            (SMALL + 1,),
+            (3, ROW),
+            (2 * ROW,),
+            (2 * ROW + 7,),
+            (300, 701),
+            (APART,),
+            (257, 4 * 67),
+        ]
+    ),
 )
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 LAYOUTS = st.sampled_from(["plain", "transposed", "strided", "expanded", "sparse"])
@@ -58,13 +80,14 @@ def test_norm_of_any_gradient(
     assert math.sqrt(sum_of_squares(grad)) == pytest.approx(reference(grad), rel=1e-5, abs=1e-30)
 
 
+@KINDS
 @settings(max_examples=100)
 @given(st.lists(st.tuples(SHAPES, DTYPES, LAYOUTS), min_size=1, max_size=30), st.data())
 def test_batched_read_equals_one_by_one(
-    specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
+    kind: type[Sheet], specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
 ) -> None:
     """A reader planned on one set of gradients stays right when some are missing or changed shape or dtype."""
-    reader = CpuReader()
+    reader = reader_of(kind)
     for _ in range(3):
         grads: list[torch.Tensor | None] = []
         for index, (shape, dtype, layout) in enumerate(specs):
@@ -76,9 +99,10 @@ def test_batched_read_equals_one_by_one(
             assert math.sqrt(value) == pytest.approx(want, rel=1e-5, abs=1e-30)
 
 
-def test_whole_bucket_changing_shape() -> None:
+@KINDS
+def test_whole_bucket_changing_shape(kind: type[Sheet]) -> None:
     """All gradients of a bucket changing shape alike must not silently be read through the old buffer."""
-    reader = CpuReader()
+    reader = reader_of(kind)
     reader.read([torch.ones(8) for _ in range(6)])
     got = reader.read([torch.ones(5) for _ in range(6)]).squares()
     assert np.sqrt(got).tolist() == pytest.approx([5**0.5] * 6)
@@ -109,13 +133,14 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
         assert math.sqrt(squares[0]) == pytest.approx(reference(grad), rel=1e-5)
 
 
+@KINDS
 @settings(max_examples=200)
 @given(st.lists(st.tuples(SHAPES, DTYPES, st.floats(-44, 4)), min_size=1, max_size=12), st.data())
 def test_what_a_glance_lets_pass_is_right(
-    specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject
+    kind: type[Sheet], specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject
 ) -> None:
     """A glance calls a read faint exactly where some gradient is below its floor; all others are within 1e-5."""
-    reader = CpuReader()
+    reader = reader_of(kind)
     floor = np.array([math.prod(shape) * UNDERFLOW for shape, _, _ in specs])
     for turn in range(2):
         grads = []
@@ -148,3 +173,92 @@ def test_large_tensor_keeps_its_digits() -> None:
     grad = torch.randn(38_000_000, generator=torch.Generator().manual_seed(0))
     exact = float(np.sqrt(np.square(grad.numpy(), dtype=np.float64).sum()))
     assert math.sqrt(sum_of_squares(grad)) == pytest.approx(exact, rel=1e-6)
+
+
+def test_threads_decide_how_gradients_are_read() -> None:
+    """One thread reads by BLAS, several by torch; no clock has a say in it."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = fastest()
+        torch.set_num_threads(2)
+        assert (alone, fastest()) == (Squares if hasattr(np, "vecdot") else Norms, Norms)
+    finally:
+        torch.set_num_threads(before)
+
+
+@KINDS
+@pytest.mark.parametrize("numel", [ROW, APART, 1 << 20, (1 << 20) + 4, 250_000 * 64])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, 1.7])
+def test_constant_gradient_keeps_its_digits_when_read_with_others(
+    kind: type[Sheet], numel: int, value: float
+) -> None:
+    """The batched read is as exact as the read of one gradient, in either way of reading."""
+    grad = torch.full((numel,), value)
+    exact = float(grad[0].double()) * math.sqrt(numel)
+    read = reader_of(kind).read([grad, torch.ones(3)])
+    assert read.total() == pytest.approx(math.hypot(exact, math.sqrt(3)), rel=1e-4)
+    assert math.sqrt(read.squares()[0]) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Norms, Squares])
+@pytest.mark.parametrize(
+    "numel", [1, 7, ROW, APART - 4, APART, APART + 4, 3 * APART + 8, 1000 * 4096, 65_537 * 4]
+)
+def test_a_read_reaches_every_element_once(kind: type[Sheet], numel: int) -> None:
+    """Powers of two that float32 adds up without rounding: one element left out, or read twice, would show."""
+    shape = kind.shape(numel)
+    if shape is None:
+        assert numel >= ROW  # a single row at least divides what is smaller
+        return
+    assert math.prod(shape) == numel
+    sheet = kind([shape])
+    grad = torch.zeros(numel)
+    for place in {0, 1, numel // 4 - 1, numel // 4, numel // 2, numel - 1} & set(range(numel)):
+        grad.zero_()[place] = 4.0
+        sheet.read(0, grad.view(shape))
+        assert float(sheet.squares().sum()) == 16.0
+        assert sheet.total() == 4.0
+    grad.fill_(2.0)
+    sheet.read(0, grad.view(shape))
+    assert float(sheet.squares().sum(dtype=np.float64)) == pytest.approx(4.0 * numel, rel=1e-6)
+    assert sheet.least() == pytest.approx(4.0 * shape[-1], rel=1e-6)
+
+
+@KINDS
+def test_rows_of_zeros_are_not_faint(kind: type[Sheet]) -> None:
+    """An embedding's gradient is zero in most rows; a gradient that is tiny everywhere is faint."""
+    grads = [torch.zeros(1000, 4096), torch.ones(5)]
+    floor = np.array([grad.numel() * UNDERFLOW for grad in grads])
+    reader = reader_of(kind)
+    assert reader.read(grads).faint(grads, floor)
+    grads[0][17, 5] = 1e-3
+    assert not reader.read(grads).faint(grads, floor)
+    grads[0][17, 5] = 1e-18
+    assert reader.read(grads).faint(grads, floor)
+    grads[0][17, 5] = math.nan
+    assert not reader.read(grads).faint(grads, floor)  # it has no norm that could be too small
+
+
+@KINDS
+@pytest.mark.parametrize("value", [1e30, math.inf, -math.inf, math.nan, 1e-40])
+def test_reading_raises_no_warning(kind: type[Sheet], value: float) -> None:
+    """Squares beyond float32 are ours to find out, whatever the script has numpy do about overflows."""
+    grads = [torch.full((1 << 17,), value), *(torch.full((5,), value) for _ in range(8))]
+    for how in ("warn", "raise"):
+        with warnings.catch_warnings(), np.errstate(all=how):  # type: ignore[call-overload]
+            warnings.simplefilter("error")
+            read = reader_of(kind).read(grads)
+            total, squares = read.total(), read.squares()
+        assert not 0 < total < math.inf
+        assert not ((squares > 0) & (squares < math.inf)).any()
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_a_gradient_of_another_dtype_is_not_converted(kind: type[Sheet], dtype: torch.dtype) -> None:
+    """A place that was planned for float32 and finds something else is read by itself, with all its digits."""
+    reader = reader_of(kind)
+    reader.read([torch.ones(1 << 17)])
+    other = torch.full((1 << 17,), 300.0).to(dtype)  # its square is beyond float16
+    assert math.sqrt(reader.read([other]).squares()[0]) == pytest.approx(reference(other), rel=1e-5)

@@ -334,6 +334,8 @@ class Capture:
 
     def _unmarked_arrivals(self) -> list[int]:
         """The slots that `hear` told of, and that have a gradient now."""
+        if not self._silent:
+            return []
         silent = self._silent.difference(self._touched)
         self._silent.clear()
         return sorted(slot for slot in silent if self.params[slot].grad is not None)

@@ -2,8 +2,8 @@
 
 What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to 2^20 squares in one float32
 accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
-loss gets). Row norms over 2^13 elements cost the same bandwidth, use every core, and are off by 7e-6 at the
-very worst. Many small tensors cost one dispatch each, so equal shapes are stacked first. All row norms land in
+loss gets). Rows of at most 2^13 elements cost the same bandwidth or less (`rows`), and are off by 7e-6 at the
+very worst. Many small tensors cost one dispatch each, so equal shapes are stacked first. All rows land in
 one buffer, which is added up in float64 when somebody asks: numpy finds cold caches after a backward, and
 costs less for many steps at once.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,19 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense, flat
+from gradwatch.hooks.rows import HERE, ROW, Norms, Sheet, fastest
 
-ROW = 1 << 13
 FEW = 2048  # row norms whose squares float32 may add up
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
 BUCKET = 4  # equal shapes needed before stacking pays
-UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
 UNDERFLOW = 2.0**-126 * 1e5
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-# Not what `torch.set_default_dtype` and `set_default_device` say.
-_HERE: Any = {"dtype": torch.float32, "device": "cpu"}
 
 Squares = NDArray[np.float64]
 
@@ -73,55 +69,29 @@ class _Bucket(NamedTuple):
 
 
 class _Single(NamedTuple):
-    """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
+    """One dense float32 gradient, read in `shape` after `permute(order)` (None = contiguous)."""
 
     place: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     order: tuple[int, ...] | None
-
-
-class _Sheet:
-    """Where the row norms of one read land: its parts for each bucket and single, all of it as `host[R]`."""
-
-    __slots__ = ("_rows", "_scalar", "buckets", "host", "singles")
-
-    def __init__(self, plan: _Plan) -> None:
-        rows = torch.zeros(plan.size, **_HERE)
-        parts = iter(rows.split(plan.sizes))
-        self.buckets = [(bucket, next(parts)) for bucket in plan.buckets]
-        self.singles = [(*single, next(parts)) for single in plan.singles]
-        self.host: NDArray[np.float32] = rows.numpy()  # sync: CPU tensor
-        self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **_HERE)
-
-    def total(self) -> float:
-        """Root sum of squares of all rows, by the very operation whose code is in the caches by now."""
-        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
-
-    def least(self) -> float:
-        """The smallest row norm, by the same operation; infinite without rows."""
-        if not self._rows.numel():
-            return math.inf
-        return float(torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar))  # sync: CPU tensor
 
 
 class _Plan:
     """How a list of gradients is read: in buckets, as matrices, and whatever is neither one by one."""
 
-    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], kind: type[Sheet]) -> None:
+        self._kind = kind
         self.count = len(grads)
         self.buckets, alone = _buckets(grads)
-        self.singles = [single for k in alone if (single := _single(k, grads[k])) is not None]
+        self.singles = [one for k in alone if (one := _single(k, grads[k], self._kind)) is not None]
         planned = {single.place for single in self.singles}
         self.others = [k for k in alone if k not in planned]
-        self.sizes = [len(bucket.indices) for bucket in self.buckets]
-        self.sizes += [single.shape[0] for single in self.singles]
-        self.size = sum(self.sizes)
-        lengths_of_rows = [bucket.rows.shape[1] for bucket in self.buckets]
-        lengths_of_rows += [single.shape[1] for single in self.singles]
+        self.shapes: list[tuple[int, ...]] = [tuple(bucket.rows.shape) for bucket in self.buckets]
+        self.shapes += [single.shape for single in self.singles]
         # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
-        self.faint = math.sqrt(max(lengths_of_rows, default=0) * UNDERFLOW) * (1 + 1e-6)
+        self.faint = max((shape[-1] for shape in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
         order = [k for bucket in self.buckets for k in bucket.indices]
-        lengths = [1] * len(order) + [single.shape[0] for single in self.singles]
+        lengths = [1] * len(order) + [math.prod(single.shape[:-1]) for single in self.singles]
         self.order = np.array(order + [single.place for single in self.singles], np.intp)
         self.starts = (
             np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
@@ -132,11 +102,11 @@ class _Plan:
             for k, start, length in zip(self.order, self.starts, lengths, strict=True)
             if length == 1
         }
-        self.spare: list[_Sheet] = []
+        self.spare: list[Sheet] = []
 
-    def sheet(self) -> _Sheet:
+    def sheet(self) -> Sheet:
         """One that nobody uses."""
-        return self.spare.pop() if self.spare else _Sheet(self)
+        return self.spare.pop() if self.spare else self._kind(self.shapes)
 
 
 class RowNorms:
@@ -144,9 +114,9 @@ class RowNorms:
 
     __slots__ = ("_apart", "_missed", "_plan", "_sheet", "_squares")
 
-    def __init__(self, plan: _Plan, sheet: _Sheet, apart: dict[int, float], missed: list[int]) -> None:
+    def __init__(self, plan: _Plan, sheet: Sheet, apart: dict[int, float], missed: list[int]) -> None:
         self._plan = plan
-        self._sheet: _Sheet | None = sheet
+        self._sheet: Sheet | None = sheet
         self._apart = apart
         self._missed = missed
         self._squares: Squares | None = None
@@ -154,7 +124,7 @@ class RowNorms:
     @classmethod
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
-        plan = _Plan([None] * len(squares))
+        plan = _Plan([None] * len(squares), Norms)
         rows = cls(plan, plan.sheet(), {}, [])
         rows._squares = squares
         return rows
@@ -177,24 +147,33 @@ class RowNorms:
         if k in self._apart:
             return math.sqrt(self._apart[k])
         if self._sheet is not None and not self._missed and k in self._plan.row:
-            return float(self._sheet.host[self._plan.row[k]])
+            return self._sheet.norm(self._plan.row[k])
         return math.sqrt(self.squares()[k])
 
     def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
 
-        One operation says that none is; sums are taken only where some part of a gradient is that small.
+        One operation says that none is, or a second one where some rows are zero, as in an embedding; sums are
+        taken only where neither does.
         """
-        if self._sheet is not None and not self._missed and self._sheet.least() > self._plan.faint:
+        plan, sheet = self._plan, self._sheet
+        if sheet is not None and not self._missed and (sheet.least() > plan.faint or self._lifted(floor)):
             return any(value < floor[k] and grads[k] is not None for k, value in self._apart.items())
         return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
+
+    def _lifted(self, floor: Squares) -> bool:
+        """Whether one row alone lifts each gradient above its floor."""
+        plan, sheet = self._plan, self._sheet
+        assert sheet is not None
+        # Compared so that NaN is not above.
+        return bool((np.maximum.reduceat(sheet.squares(), plan.starts) >= floor[plan.order]).all())
 
     def _added(self) -> Squares:
         plan, sheet = self._plan, self._sheet
         assert sheet is not None
         found: Squares = np.zeros(plan.count)
-        if plan.size:
-            found[plan.order] = np.add.reduceat(np.square(sheet.host, dtype=np.float64), plan.starts)
+        if len(plan.order):
+            found[plan.order] = np.add.reduceat(sheet.squares(), plan.starts, dtype=np.float64)
         for index in self._missed:
             found[index] = 0.0
         for index, value in self._apart.items():
@@ -207,7 +186,8 @@ class RowNorms:
 class CpuReader:
     """Reads the sums of squares of a fixed list of CPU gradients; plans once, then one pass per read."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[], type[Sheet]] = fastest) -> None:
+        self._kind = kind
         self._plan: _Plan | None = None
         self._off = 0
         self._patience = PATIENCE
@@ -217,27 +197,29 @@ class CpuReader:
         plan = self._plan
         if plan is None or plan.count != len(grads) or self._off >= self._patience:
             self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
-            plan, self._off = _Plan(grads), 0
+            plan, self._off = _Plan(grads, self._kind()), 0
             self._plan = plan
         sheet, missed = plan.sheet(), []
-        for bucket, out in sheet.buckets:
-            if not _read_bucket(bucket, grads, out):
-                missed += bucket.indices
-        norm = torch.linalg.vector_norm
-        for index, shape, order, out in sheet.singles:
-            grad: Any = grads[index]
-            try:
-                norm((grad if order is None else grad.permute(order)).view(shape), 2, 1, out=out)
-            except (AttributeError, TypeError, RuntimeError):
-                missed.append(index)  # absent, or of another size, layout or dtype this time
+        with np.errstate(all="ignore"):  # squares beyond float32 are found out, and looked at twice
+            for part, bucket in enumerate(plan.buckets):
+                if _stacked(bucket, grads):
+                    sheet.read(part, bucket.rows)
+                else:
+                    missed += bucket.indices
+            for part, (index, shape, order) in enumerate(plan.singles, len(plan.buckets)):
+                grad: Any = grads[index]
+                try:
+                    sheet.read(part, (grad if order is None else grad.permute(order)).view(shape))
+                except (AttributeError, TypeError, RuntimeError):
+                    missed.append(index)  # absent, or of another size, layout or dtype this time
         if missed:
             self._off += 1
         apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
         return RowNorms(plan, sheet, apart, missed)
 
 
-def _read_bucket(bucket: _Bucket, grads: Sequence[Tensor | None], out: Tensor) -> bool:
-    """Whether all members could be read together."""
+def _stacked(bucket: _Bucket, grads: Sequence[Tensor | None]) -> bool:
+    """Whether all members could be put together."""
     members = bucket.pick(grads)
     try:
         # `stack` refuses unequal shapes itself, but would resize `out` if all had changed alike.
@@ -246,7 +228,6 @@ def _read_bucket(bucket: _Bucket, grads: Sequence[Tensor | None], out: Tensor) -
         torch.stack(members, out=bucket.stacked)
     except (AttributeError, TypeError, RuntimeError):
         return False  # some are missing, sparse or of another shape this time
-    torch.linalg.vector_norm(bucket.rows, 2, 1, out=out)
     return True
 
 
@@ -266,7 +247,7 @@ def _buckets(grads: Sequence[Tensor | None]) -> tuple[list[_Bucket], list[int]]:
 
 
 def _bucket(shape: torch.Size, members: list[int]) -> _Bucket:
-    stacked = torch.empty((len(members), *shape), **_HERE)
+    stacked = torch.empty((len(members), *shape), **HERE)
     return _Bucket(members, operator.itemgetter(*members), stacked, stacked.view(len(members), -1))
 
 
@@ -275,27 +256,17 @@ def _plain(grad: Tensor) -> bool:
     return usual and grad.numel() > 0 and grad.device.type == "cpu"
 
 
-def _single(index: int, grad: Tensor | None) -> _Single | None:
-    """How to read one gradient as a matrix; None when it has to be read by itself."""
+def _single(index: int, grad: Tensor | None, sheet: type[Sheet]) -> _Single | None:
+    """How to read one gradient into such a sheet; None when it has to be read by itself."""
     if grad is None or not _plain(grad):
         return None
-    shape = _matrix(grad.numel())
+    shape = sheet.shape(grad.numel())
     if shape is None:
         return None
     if grad.is_contiguous():
         return _Single(index, shape, None)
     order = tuple(sorted(range(grad.dim()), key=grad.stride, reverse=True))  # channels_last
     return _Single(index, shape, order) if grad.permute(order).is_contiguous() else None
-
-
-def _matrix(numel: int) -> tuple[int, int] | None:
-    """(rows, columns) of rows not longer than ROW and not much shorter; None when none divide `numel`."""
-    fewest = -(-numel // ROW)
-    return next(((rows, numel // rows) for rows in _upto(fewest, numel) if numel % rows == 0), None)
-
-
-def _upto(fewest: int, numel: int) -> Iterable[int]:
-    return range(fewest, min(fewest * UNEVEN, numel) + 1)
 
 
 @dataclass(frozen=True, slots=True)

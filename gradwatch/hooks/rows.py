@@ -1,0 +1,173 @@
+"""The sums of one read: rows of matrices, in one buffer, by the fastest read of the machine as it is set up.
+
+With several threads that is `vector_norm` over rows, which torch divides among them. With one, which is how torchrun
+starts its ranks, it is BLAS's `dot` of rows (numpy's `vecdot`, one call a gradient), taken in turns from four places
+of the gradient: a core waits less for memory that way, and reads 64 MB in about 0.8 of the time of torch's norms
+(`python -m tests.benchmarks.reading`). Which of the two is decided by the number of threads and never by a clock, so
+that two runs of a script read the same digits. Neither adds up more than a row in float32.
+
+Axes: R rows of all gradients of a read, in the order in which they are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ROW = 1 << 13
+UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
+PLACES = 4  # of a gradient that are read in turns
+PAGE = 1 << 10  # elements read in one place before the next one's turn: 4 KiB
+APART = 1 << 16  # elements from which a gradient is read so
+
+# Not what `torch.set_default_dtype` and `set_default_device` say.
+HERE: Any = {"dtype": torch.float32, "device": "cpu"}
+
+_vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
+
+
+class Sheet(ABC):
+    """Where the rows of one read land: `read` fills a part of it from a contiguous float32 tensor on the CPU."""
+
+    __slots__ = ("_host",)
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """`shapes` are those in which each part is read; all but the last axis are rows."""
+        self._host: NDArray[np.float32] = np.zeros(sum(math.prod(shape[:-1]) for shape in shapes), np.float32)
+
+    @staticmethod
+    @abstractmethod
+    def shape(numel: int) -> tuple[int, ...] | None:
+        """In what shape to read a gradient of that many elements; None where it cannot be divided into rows."""
+
+    @abstractmethod
+    def read(self, part: int, tensor: Tensor) -> None:
+        """Take every row; TypeError or RuntimeError where the elements cannot be reached or are not float32."""
+
+    @abstractmethod
+    def total(self) -> float:
+        """Root sum of squares of all rows, good to 1e-4: at a glance."""
+
+    @abstractmethod
+    def least(self) -> float:
+        """The smallest sum of squares of a row; infinite without rows."""
+
+    @abstractmethod
+    def norm(self, row: int) -> float:
+        """The norm of one row."""
+
+    @abstractmethod
+    def squares(self) -> NDArray[Any]:
+        """[R] sums of squares, at least float32."""
+
+
+class Norms(Sheet):
+    """Rows as norms, by torch, with all its threads."""
+
+    __slots__ = ("_parts", "_rows", "_scalar")
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(shapes)
+        rows = torch.from_numpy(self._host)
+        self._parts = rows.split([math.prod(shape[:-1]) for shape in shapes])
+        self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **HERE)
+
+    @staticmethod
+    def shape(numel: int) -> tuple[int, ...] | None:
+        return _matrix(numel)
+
+    def read(self, part: int, tensor: Tensor) -> None:
+        if tensor.dtype is not torch.float32:  # complex numbers would be taken, and lose digits
+            raise TypeError(f"not float32 but {tensor.dtype}")
+        torch.linalg.vector_norm(tensor, 2, 1, out=self._parts[part])
+
+    # By the very operation whose code is in the caches by now.
+    def total(self) -> float:
+        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
+
+    def least(self) -> float:
+        if not self._rows.numel():
+            return math.inf
+        least = float(
+            torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar)
+        )  # sync: CPU tensor
+        return least * least
+
+    def norm(self, row: int) -> float:
+        return float(self._host[row])
+
+    def squares(self) -> NDArray[Any]:
+        return np.square(self._host, dtype=np.float64)
+
+
+class Squares(Sheet):
+    """Rows as sums of squares, by BLAS, on this thread."""
+
+    __slots__ = ("_ones", "_parts")
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(shapes)
+        self._ones = np.ones_like(self._host)
+        ends = np.cumsum([math.prod(shape[:-1]) for shape in shapes])
+        parts = np.split(self._host, ends[:-1])
+        self._parts = [
+            part if len(shape) == 2 else part.reshape(shape[1], shape[0])
+            for part, shape in zip(parts, shapes, strict=False)
+        ]
+
+    @staticmethod
+    def shape(numel: int) -> tuple[int, ...] | None:
+        return _apart(numel) or _matrix(numel)
+
+    def read(self, part: int, tensor: Tensor) -> None:
+        rows = tensor.numpy()  # sync: CPU tensor
+        if rows.dtype != np.float32:  # would be converted in silence
+            raise TypeError(f"not float32 but {rows.dtype}")
+        if rows.ndim == 3:
+            rows = rows.transpose(1, 0, 2)
+        _vecdot(rows, rows, out=self._parts[part])
+
+    # By operations that need few caches: what numpy's reductions pass through costs ten times as much when cold.
+    def total(self) -> float:
+        return math.sqrt(np.vdot(self._host, self._ones))
+
+    def least(self) -> float:
+        return float(self._host[self._host.argmin()]) if len(self._host) else math.inf
+
+    def norm(self, row: int) -> float:
+        return math.sqrt(self._host[row])
+
+    def squares(self) -> NDArray[Any]:
+        return self._host
+
+
+def fastest() -> type[Sheet]:
+    """What reads fastest with the threads that torch has now."""
+    return Norms if _vecdot is None or torch.get_num_threads() > 1 else Squares
+
+
+def _matrix(numel: int) -> tuple[int, int] | None:
+    """(rows, columns) of rows not longer than ROW and not much shorter; None when none divide `numel`."""
+    fewest = -(-numel // ROW)
+    most = min(fewest * UNEVEN, numel)
+    return next(((rows, numel // rows) for rows in range(fewest, most + 1) if numel % rows == 0), None)
+
+
+@functools.lru_cache(1 << 12)
+def _apart(numel: int) -> tuple[int, int, int] | None:
+    """(places, rows of each, columns) of rows about a page long; None for what is small or cannot be so divided."""
+    place, rest = divmod(numel, PLACES)
+    if numel < APART or rest:
+        return None
+    lengths = [length for length in range(PAGE // 2, PAGE * 2) if place % length == 0]
+    # Whole cache lines where that can be had, then whole pages.
+    best = min(lengths, key=lambda length: (length % 16 > 0, abs(length - PAGE)), default=0)
+    return (PLACES, place // best, best) if best else None

@@ -1,0 +1,70 @@
+"""Ways of reading one large gradient once, with one thread: `python -m tests.benchmarks.reading`.
+
+Every gradient is out of the caches when its turn comes, as after a backward. What is measured here decided how
+`gradwatch.hooks.rows` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwatch.hooks.rows import Norms, Sheet, Squares
+
+ELEMENTS = 1 << 24
+
+
+def _sheet(kind: type[Sheet], grad: Tensor) -> Callable[[], object]:
+    shape = kind.shape(grad.numel())
+    assert shape is not None
+    sheet, view = kind([shape]), grad.view(shape)
+    return lambda: sheet.read(0, view)
+
+
+def _rows(grad: Tensor, length: int) -> Callable[[], object]:
+    rows = grad.numpy().reshape(-1, length)
+    return lambda: np.vecdot(rows, rows)
+
+
+def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
+    """What is compared, by name."""
+    return {
+        "rows.Squares (one thread's way)": _sheet(Squares, grad),
+        "rows.Norms (several threads')": _sheet(Norms, grad),
+        "vecdot, rows of 8192 in a row": _rows(grad, 8192),
+        "one torch.dot": lambda: torch.dot(grad, grad),
+        "torch._foreach_norm": lambda: torch._foreach_norm([grad]),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure in shuffled rounds, print medians."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.reading", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    grad, others = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
+    found = ways(grad)
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(args.rounds):
+        for name in random.sample(list(found), len(found)):
+            others.mul_(1.0)
+            began = time.perf_counter()
+            found[name]()
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, median in sorted(medians.items(), key=lambda item: item[1]):
+        relative = median / medians["torch._foreach_norm"]
+        print(f"{name:32s} {median * 1e3:6.2f} ms  {relative:.2f} of torch._foreach_norm's")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
