@@ -333,12 +333,11 @@ class Loop:
         if capturing():
             return  # a read of ours would become part of the user's CUDA graph, or break it
         self._courses.backward_ended()
-        with torch.no_grad():
-            for lane in self._capture.lanes:
-                if lane.index not in self._courses:
-                    self.bound(lane)
-                if lane.backwards and lane.due():
-                    lane.read()
+        for lane in self._capture.lanes:
+            if lane.index not in self._courses:
+                self.bound(lane)
+            if lane.backwards and lane.due():
+                lane.read()
 
     def _stage_scaled(self, stage: nn.Module) -> None:
         """The gradients of a pipeline stage are final: read again what its backwards left."""
