@@ -134,7 +134,7 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
     """The hook of one parameter."""
     # A square tells whether a closer look is due, where float32 adds it up well enough. What float32 cannot hold of it
     # is out of every bound, or is 0.
-    quick = turn.on_cpu and tap.dtype is torch.float32 and tap.numel() < 2 * ROW
+    quick = turn.on_cpu and tap.dtype is torch.float32 and tap.numel() <= ROW
     turn.squared[k] = quick
     # Sending a parameter with a tensor hook to another process would otherwise warn.
     hook: Hook = unserializable_hook((_at_a_glance if quick else _closely)(k, tap, turn, failed))

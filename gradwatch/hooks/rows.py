@@ -111,11 +111,15 @@ class Norms(Sheet):
 class Squares(Sheet):
     """Rows as sums of squares, by BLAS, on this thread."""
 
-    __slots__ = ("_ones", "_parts")
+    __slots__ = ("_chunks", "_parts")
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__(shapes)
-        self._ones = np.ones_like(self._host)
+        # No longer than a row: numpy's BLAS shares longer ones out among threads of its own.
+        ones = np.ones(ROW, np.float32)
+        starts = range(0, len(self._host), ROW)
+        chunks = [self._host[start : start + ROW] for start in starts]
+        self._chunks = [(chunk, ones[: len(chunk)]) for chunk in chunks]
         ends = np.cumsum([math.prod(shape[:-1]) for shape in shapes])
         parts = np.split(self._host, ends[:-1])
         self._parts = [
@@ -137,7 +141,7 @@ class Squares(Sheet):
 
     # By operations that need few caches: what numpy's reductions pass through costs ten times as much when cold.
     def total(self) -> float:
-        return math.sqrt(np.vdot(self._host, self._ones))
+        return math.sqrt(math.fsum(np.vdot(chunk, ones) for chunk, ones in self._chunks))
 
     def least(self) -> float:
         return float(self._host[self._host.argmin()]) if len(self._host) else math.inf

@@ -242,7 +242,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def _fused_adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-7, fused=True)
 
 
 def _vectors(width: int, classes: int) -> Callable[[int], Batch]:
