@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.hooks.norms import SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
-from gradwatch.hooks.rows import APART, ROW, Norms, Sheet, Squares, fastest
+from gradwatch.hooks.rows import APART, ROW, NormRows, Sheet, SquareRows, fastest
 
-KINDS = pytest.mark.parametrize("kind", [Norms, Squares])  # the two ways of reading: several threads, one
+KINDS = pytest.mark.parametrize(
+    "kind", [NormRows, SquareRows]
+)  # the two ways of reading: several threads, one
 
 
 def reader_of(kind: type[Sheet]) -> CpuReader:
@@ -182,7 +184,7 @@ def test_threads_decide_how_gradients_are_read() -> None:
         torch.set_num_threads(1)
         alone = fastest()
         torch.set_num_threads(2)
-        assert (alone, fastest()) == (Squares if hasattr(np, "vecdot") else Norms, Norms)
+        assert (alone, fastest()) == (SquareRows if hasattr(np, "vecdot") else NormRows, NormRows)
     finally:
         torch.set_num_threads(before)
 
@@ -201,7 +203,7 @@ def test_constant_gradient_keeps_its_digits_when_read_with_others(
     assert math.sqrt(read.squares()[0]) == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Norms, Squares])
+@pytest.mark.parametrize("kind", [NormRows, SquareRows])
 @pytest.mark.parametrize(
     "numel", [1, 7, ROW, APART - 4, APART, APART + 4, 3 * APART + 8, 1000 * 4096, 65_537 * 4]
 )
@@ -223,6 +225,18 @@ def test_a_read_reaches_every_element_once(kind: type[Sheet], numel: int) -> Non
     sheet.read(0, grad.view(shape))
     assert float(sheet.squares().sum(dtype=np.float64)) == pytest.approx(4.0 * numel, rel=1e-6)
     assert sheet.least() == pytest.approx(4.0 * shape[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("numel", [2 * ROW, APART, 3 * APART + 8, 1 << 20, 250_000 * 64])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, 1.7])
+def test_one_gradient_alone_keeps_its_digits_too(numel: int, value: float) -> None:
+    """One thread's way of reading a single gradient: 1e-5 at worst; what it cannot divide into rows it refuses."""
+    grad = torch.full((numel,), value)
+    exact = float(grad[0].double()) * math.sqrt(numel)
+    square = SquareRows.of(grad)
+    assert square is not None
+    assert math.sqrt(square) == pytest.approx(exact, rel=1e-5)
+    assert SquareRows.of(torch.ones(1_299_709)) is None  # a prime
 
 
 @KINDS

@@ -157,7 +157,9 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
                 turn.begin(k)
             try:
                 values: Any = grad.numpy()  # sync: CPU tensor
-            except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
+            except (TypeError, RuntimeError):  # sparse, on another device, or it wants a gradient itself
+                if not grad.is_cpu:
+                    return checked(grad, turn.on_device(k, grad))
                 values = NOT_PLAIN
             plain = values.dtype is float32
             square = float(vdot(values, values)) if plain else _square(exact_norm(grad)[0])

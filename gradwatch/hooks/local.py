@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing, widest
 from gradwatch.hooks.exact import exact_norm
+from gradwatch.hooks.norms import UNDERFLOW
+from gradwatch.hooks.rows import ROW
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
 
@@ -44,7 +47,7 @@ class LocalNorms:
             heard = None if before is None else before._let_go(param)
             if heard is not None:
                 self._heard[k] = heard
-            observe, accumulated = _hooks(k, self._running, failed)
+            observe, accumulated = _hooks(k, param, self._running, failed)
             handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
             self._taps[id(param)] = k, param, contents(param), handles
 
@@ -108,55 +111,64 @@ class LocalNorms:
 
 
 class Running:
-    """One backward: gradients between the two hooks, and norms, by position."""
+    """One backward: what arrived between the two hooks (a gradient, or its norm), and norms, by position."""
 
     def __init__(self) -> None:
         self.task = graph_task.IDLE
-        self.arriving: dict[int, Tensor] = {}
+        self.arriving: dict[int, float | Tensor] = {}
         self._arriving_in = graph_task.IDLE
         self.heard: dict[int, float | Tensor] = {}
 
-    def arrives(self, k: int, grad: Tensor) -> None:
+    def arrives(self, k: int, found: float | Tensor) -> None:
         """A gradient is on its way to k; those of another backward that never got there are let go."""
         task = graph_task.current()
-        if task != self._arriving_in and not graph_task.nested():
-            self.arriving.clear()
-        self._arriving_in = task
-        self.arriving[k] = grad
+        if task != self._arriving_in:
+            if not graph_task.nested():
+                self.arriving.clear()
+            self._arriving_in = task
+        self.arriving[k] = found
 
     def accumulated(self, k: int) -> None:
         """The gradient that arrived at k is in `.grad` now."""
-        grad = self.arriving.pop(k, None)
-        if grad is None:
+        found = self.arriving.pop(k, None)
+        if found is None:
             return
         task = graph_task.current()
         if task != self.task:
             if self.heard and not graph_task.nested():
                 self.heard.clear()  # the backward before this one raised
             self.task = task
-        self.heard[k] = _larger_of(self.heard.get(k), _norm(grad))
+        norm = found if isinstance(found, float) else _norm(found)
+        self.heard[k] = norm if k not in self.heard else _larger_of(self.heard[k], norm)
 
 
 Hook = Callable[[Tensor], None]
 
 
-def _hooks(k: int, running: Running, failed: Callable[[str, BaseException], None]) -> tuple[Hook, Hook]:
+def _hooks(
+    k: int, param: Tensor, running: Running, failed: Callable[[str, BaseException], None]
+) -> tuple[Hook, Hook]:
     """The two hooks of one parameter. They must not reach the LocalNorms: parameter -> hook -> object leaks."""
     tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what they do would break its graph
+    small = param.is_cpu and param.dtype is torch.float32 and param.numel() <= ROW
+    found = _norm_of_small if small else alias
 
     def observe(grad: Tensor | None) -> None:
-        if tracing() or grad is None or capturing():  # a custom Function may return None for it
+        # A custom Function may return None for it.
+        if tracing() or grad is None or (not grad.is_cpu and capturing()):
             return
-        kept = alias(grad)
-        if kept is not None:
-            running.arrives(k, kept)
+        try:
+            kept = found(grad)
+            if kept is not None:
+                running.arrives(k, kept)
+        except Exception as error:
+            failed("norm_local", error)
 
     def accumulated(_: Tensor) -> None:
         if tracing():
             return
         try:
-            with torch.no_grad():
-                running.accumulated(k)
+            running.accumulated(k)
         except Exception as error:
             failed("norm_local", error)
 
@@ -164,11 +176,27 @@ def _hooks(k: int, running: Running, failed: Callable[[str, BaseException], None
     return unserializable_hook(observe), accumulated
 
 
+def _norm_of_small(grad: Tensor) -> float | Tensor | None:
+    """The norm of no more than a row of float32 elements, or the gradient if it has to be looked at more closely.
+
+    Reading it now costs less than keeping it for the second hook, and no more than a wasted read if none comes.
+    """
+    try:
+        values = grad.numpy()  # sync: CPU tensor
+    except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
+        return alias(grad)
+    if values.dtype != np.float32:
+        return alias(grad)
+    square = float(np.vdot(values, values))
+    return math.sqrt(square) if UNDERFLOW * values.size <= square < math.inf else alias(grad)
+
+
 def _norm(grad: Tensor) -> float | Tensor:
-    if grad.device.type == "cpu":
-        return exact_norm(grad)[0]
-    norm: Tensor = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
-    return norm
+    with torch.no_grad():
+        if grad.device.type == "cpu":
+            return exact_norm(grad)[0]
+        norm: Tensor = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
+        return norm
 
 
 def _larger_of(before: float | Tensor | None, norm: float | Tensor) -> float | Tensor:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense, flat
-from gradwatch.hooks.rows import HERE, ROW, Norms, Sheet, fastest
+from gradwatch.hooks.rows import HERE, ROW, NormRows, Sheet, SquareRows, fastest
 
 FEW = 2048  # row norms whose squares float32 may add up
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
@@ -48,6 +48,8 @@ def _blocks(vector: Tensor) -> float:
     numel = vector.numel()
     if numel < 2 * ROW:
         return _dot(vector)
+    if fastest() is SquareRows and (square := SquareRows.of(vector)) is not None:
+        return square
     rows, rest = divmod(numel, ROW)
     body = vector.narrow(0, 0, numel - rest) if rest else vector
     norms = torch.linalg.vector_norm(body.view(rows, ROW), dim=1)
@@ -124,7 +126,7 @@ class RowNorms:
     @classmethod
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
-        plan = _Plan([None] * len(squares), Norms)
+        plan = _Plan([None] * len(squares), NormRows)
         rows = cls(plan, plan.sheet(), {}, [])
         rows._squares = squares
         return rows

@@ -69,7 +69,7 @@ class Sheet(ABC):
         """[R] sums of squares, at least float32."""
 
 
-class Norms(Sheet):
+class NormRows(Sheet):
     """Rows as norms, by torch, with all its threads."""
 
     __slots__ = ("_parts", "_rows", "_scalar")
@@ -108,7 +108,7 @@ class Norms(Sheet):
         return np.square(self._host, dtype=np.float64)
 
 
-class Squares(Sheet):
+class SquareRows(Sheet):
     """Rows as sums of squares, by BLAS, on this thread."""
 
     __slots__ = ("_chunks", "_parts")
@@ -139,6 +139,17 @@ class Squares(Sheet):
             rows = rows.transpose(1, 0, 2)
         _vecdot(rows, rows, out=self._parts[part])
 
+    @classmethod
+    def of(cls, vector: Tensor) -> float | None:
+        """Sum of squares of one contiguous float32 vector; None where it cannot be divided into rows."""
+        shape = cls.shape(vector.numel())
+        if shape is None:
+            return None
+        rows = vector.detach().view(shape).numpy()  # sync: CPU tensor
+        rows = rows.transpose(1, 0, 2) if rows.ndim == 3 else rows
+        with np.errstate(all="ignore"):
+            return float(np.add.reduce(_vecdot(rows, rows), axis=None, dtype=np.float64))
+
     # By operations that need few caches: what numpy's reductions pass through costs ten times as much when cold.
     def total(self) -> float:
         return math.sqrt(math.fsum(np.vdot(chunk, ones) for chunk, ones in self._chunks))
@@ -155,7 +166,7 @@ class Squares(Sheet):
 
 def fastest() -> type[Sheet]:
     """What reads fastest with the threads that torch has now."""
-    return Norms if _vecdot is None or torch.get_num_threads() > 1 else Squares
+    return NormRows if _vecdot is None or torch.get_num_threads() > 1 else SquareRows
 
 
 def _matrix(numel: int) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.hooks.rows import Norms, Sheet, Squares
+from gradwatch.hooks.rows import NormRows, Sheet, SquareRows
 
 ELEMENTS = 1 << 24
 
@@ -36,8 +36,8 @@ def _rows(grad: Tensor, length: int) -> Callable[[], object]:
 def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
     """What is compared, by name."""
     return {
-        "rows.Squares (one thread's way)": _sheet(Squares, grad),
-        "rows.Norms (several threads')": _sheet(Norms, grad),
+        "rows.SquareRows (one thread's way)": _sheet(SquareRows, grad),
+        "rows.NormRows (several threads')": _sheet(NormRows, grad),
         "vecdot, rows of 8192 in a row": _rows(grad, 8192),
         "one torch.dot": lambda: torch.dot(grad, grad),
         "torch._foreach_norm": lambda: torch._foreach_norm([grad]),
