@@ -145,10 +145,22 @@ class Holding:
 
     def close(self) -> None:
         """Remove the hooks and let go of everything."""
+        self.unhook()
+        self.drop()
+
+    def unhook(self) -> None:
+        """Remove the hooks: no further call is heard; gradients of those that are held still are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.drop()
+        self._open = None
+
+    def belongs_to(self, failed: Callable[[str, BaseException], None], max_bytes: int, steps: int) -> None:
+        """From now on this is who counts its faults, caps what is held and has seen so many steps."""
+        self._failed, self._max_bytes, self.steps = failed, max_bytes, steps
+        for call in self.calls:
+            call.step = steps
+        self._make_room()
 
     def drop(self) -> None:
         """Let go of everything."""

@@ -22,6 +22,7 @@ from gradwatch.localise import loss_side
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
+from gradwatch.localise.early import Early
 from gradwatch.localise.fingerprint import fingerprint
 from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.held import Call, inner
@@ -96,6 +97,10 @@ class Localiser:
             self._models.append(weakref.ref(model))
             if self._hold:
                 self._holdings.add(model)
+
+    def inherit(self, early: Early) -> None:
+        """Take over what was held of the models before this began."""
+        self._holdings.inherit(early.handed_over(self.models() if self._hold else ()), self._steps)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""

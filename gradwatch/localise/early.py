@@ -1,0 +1,90 @@
+"""The calls of models before anybody watches them, so that the first step of a training can be run again too.
+
+Held like those of a watched model, with two differences. Which module a loop calls is not known yet, so the parts of a
+model are listened to from the beginning. And no hook on a parameter says when gradients are thrown away, so that is
+read off the parameters when a backward reaches the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwatch.hooks import graph_task
+from gradwatch.localise.gathered import is_spread
+from gradwatch.localise.held import MAX_BYTES, Call, Holding, inner
+from gradwatch.localise.holdings import Family, Holdings
+
+
+class EarlyHolding(Holding):
+    """Knows by its model's parameters which backwards the gradients in them are of: `tasks`, None = not known."""
+
+    tasks: set[int] | None = None
+
+    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        task, model = graph_task.current(), self.model()
+        if model is not None and (self.tasks is None or task not in self.tasks) and not is_spread(model):
+            trained = [param for param in model.parameters() if param.requires_grad]
+            if trained:
+                fresh = all(param.grad is None for param in trained)
+                self.tasks = {task} if fresh else {task, *(self.tasks or ())}
+        super()._hear(call, position, grad)
+
+    def keep(self, tasks: set[int]) -> None:
+        """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
+        for call in [call for call in self.calls if call.tasks and call.tasks.isdisjoint(tasks)]:
+            self.calls.remove(call)
+
+
+class Early(Holdings):
+    """Holds the calls of models from now on; `handed_over` to a Watch, or closed."""
+
+    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
+        super().__init__(failed, max_bytes)
+
+    def add(self, model: nn.Module) -> None:
+        """Hold the calls of one more model, and of its parts where the loop calls those."""
+        inside = {id(None), *map(id, model.modules()), *map(id, inner(model).modules())}
+        self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
+        self._families.append(Family(model, self._model, parts=True))
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether this very module has been added."""
+        return any(family.holdings[0].model() is model for family in self._families)
+
+    def without(self, optimizer: Optimizer) -> None:
+        """Let go of the models that this optimizer trains: somebody else holds them."""
+        self._close([one for one in self._families if one.holdings[0].moves(optimizer)])
+
+    def handed_over(self, models: Iterable[nn.Module]) -> list[Holding]:
+        """What has heard calls of `models`, or of criteria beside them; the rest is let go, and every hook removed."""
+        watched = {id(module) for model in models for module in inner(model).modules()}
+        held = [one for one in self if isinstance(one, EarlyHolding) and self._is_of(one, watched)]
+        known = [one.tasks for one in held if one.tasks is not None]
+        for holding in held:
+            if known:
+                holding.keep(set().union(*known) if holding.tasks is None else holding.tasks)
+            holding.unhook()
+        for other in [one for one in self if one not in held]:
+            other.close()
+        self._families.clear()
+        self._criteria.clear()
+        return [holding for holding in held if holding.heard]
+
+    def _is_of(self, holding: Holding, watched: set[int]) -> bool:
+        model = holding.model()
+        if model is None or not watched:
+            return False
+        return holding in self._criteria or id(inner(model)) in watched
+
+    def _close(self, families: list[Family]) -> None:
+        for family in families:
+            for holding in family.holdings:
+                holding.close()
+            self._families.remove(family)
+
+    def _holding(self, module: nn.Module, **options: Any) -> Holding:
+        return EarlyHolding(module, self._failed, self._max_bytes, **options)
