@@ -100,7 +100,7 @@ class FirstForwards:
         """torch.compile(model) after the optimizer was made: only the call of the wrapper can be heard."""
         early = self._early
         if name == "_orig_mod" and early is not None and module is not None and early.holds(module):
-            self._guarded(early.add, outer)
+            self._guarded(early.add_wrapper, outer)
 
     def _guarded(self, call: Callable[..., None], *args: Any) -> None:
         try:

@@ -10,28 +10,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks import graph_task
+from gradwatch.hooks.modules import Tap
 from gradwatch.localise.gathered import is_spread
 from gradwatch.localise.held import MAX_BYTES, Call, Holding, inner
 from gradwatch.localise.holdings import Family, Holdings
 
 
 class EarlyHolding(Holding):
-    """Knows by its model's parameters which backwards the gradients in them are of: `tasks`, None = not known."""
+    """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
     tasks: set[int] | None = None
+    _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
 
     def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
-        task, model = graph_task.current(), self.model()
-        if model is not None and (self.tasks is None or task not in self.tasks) and not is_spread(model):
-            trained = [param for param in model.parameters() if param.requires_grad]
-            if trained:
-                fresh = all(param.grad is None for param in trained)
-                self.tasks = {task} if fresh else {task, *(self.tasks or ())}
+        model, task = self.model(), graph_task.current()
+        if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
+            self._reached(model, task)
         super()._hear(call, position, grad)
+
+    def _reached(self, model: nn.Module, task: int) -> None:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        if not trained or is_spread(model):
+            return
+        if self._filled and all(param.grad is None for param in trained):
+            self.tasks, self._filled = None, False  # thrown away
+        self.tasks = {task, *(self.tasks or ())}
+        self._filled = self._filled or any(map(graph_task.reaches, trained))
 
     def keep(self, tasks: set[int]) -> None:
         """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
@@ -44,6 +54,7 @@ class Early(Holdings):
 
     def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
         super().__init__(failed, max_bytes)
+        self._wrappers: list[RemovableHandle] = []
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, and of its parts where the loop calls those."""
@@ -54,6 +65,27 @@ class Early(Holdings):
     def holds(self, model: nn.Module) -> bool:
         """Whether this very module has been added."""
         return any(family.holdings[0].model() is model for family in self._families)
+
+    def add_wrapper(self, outer: nn.Module) -> None:
+        """At its first call, hold `outer` in the place of what it wraps: it is being made, and wraps nothing yet."""
+
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            handle.remove()
+            try:
+                self.add(module)
+                self._families[-1].holdings[0].begins(module, args, kwargs)
+            except Exception as error:
+                self._failed("localise", error)
+
+        handle = outer.register_forward_pre_hook(Tap(called), with_kwargs=True)
+        self._wrappers.append(handle)
+
+    def close(self) -> None:
+        """Remove every hook and let go of everything."""
+        super().close()
+        for handle in self._wrappers:
+            handle.remove()
+        self._wrappers.clear()
 
     def without(self, optimizer: Optimizer) -> None:
         """Let go of the models that this optimizer trains: somebody else holds them."""
@@ -68,10 +100,10 @@ class Early(Holdings):
             if known:
                 holding.keep(set().union(*known) if holding.tasks is None else holding.tasks)
             holding.unhook()
-        for other in [one for one in self if one not in held]:
-            other.close()
-        self._families.clear()
-        self._criteria.clear()
+        for family in self._families:
+            family.holdings = [one for one in family.holdings if one not in held]
+        self._criteria = [one for one in self._criteria if one not in held]
+        self.close()
         return [holding for holding in held if holding.heard]
 
     def _is_of(self, holding: Holding, watched: set[int]) -> bool:

@@ -143,6 +143,10 @@ class Holding:
             model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
         ]
 
+    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the model begins that no hook of this has heard."""
+        self._guarded(self._begins)(module, args, kwargs)
+
     def close(self) -> None:
         """Remove the hooks and let go of everything."""
         self.unhook()
