@@ -7,7 +7,7 @@ read off the parameters when a backward reaches the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class EarlyHolding(Holding):
     """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
     tasks: set[int] | None = None
+    parts: Sequence[Holding] = ()  # beside it, until it is known that the loop calls the whole
     _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
 
     def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
@@ -33,6 +34,13 @@ class EarlyHolding(Holding):
         if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
             self._reached(model, task)
         super()._hear(call, position, grad)
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        super()._ends(module, args, kwargs, output)
+        if self.parts and self.heard:
+            for part in self.parts:
+                part.unhook()
+            self.parts = ()
 
     def _reached(self, model: nn.Module, task: int) -> None:
         trained = [param for param in model.parameters() if param.requires_grad]
@@ -60,7 +68,11 @@ class Early(Holdings):
         """Hold the calls of one more model, and of its parts where the loop calls those."""
         inside = {id(None), *map(id, model.modules()), *map(id, inner(model).modules())}
         self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
-        self._families.append(Family(model, self._model, parts=True))
+        family = Family(model, self._model, parts=True)
+        whole, *parts = family.holdings
+        if isinstance(whole, EarlyHolding):
+            whole.parts = parts
+        self._families.append(family)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether this very module has been added."""

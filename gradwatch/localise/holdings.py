@@ -21,6 +21,7 @@ from gradwatch.localise.nearby import beside
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
+FEW = 16  # parts beside one model: a hook costs every call 4 us, and it may never train
 LOOKS_FOR_HOOKS = (nn.TransformerEncoderLayer,)
 """Whose forward takes another path, with other bits, where it or a part of it has a hook."""
 
@@ -104,7 +105,7 @@ def _within(model: nn.Module) -> list[nn.Module]:
             for part in _parts(one)
             if part is not model and not isinstance(part, LOOKS_FOR_HOOKS)
         ]
-        if len(found) + len(level) > WIDEST:
+        if len(found) + len(level) > FEW:
             break
         found.update((id(part), part) for part in level)
     return list(found.values())

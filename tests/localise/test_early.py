@@ -115,6 +115,25 @@ def test_parts_that_the_loop_calls_are_held_from_the_beginning(early: Early, bad
     assert found == [(bad, "nets.0", "sqrt")]
 
 
+def test_parts_are_let_go_when_the_whole_is_called(early: Early) -> None:
+    """Hooks cost every call a little: those that can hear nothing are taken away."""
+    model = nn.Sequential(SqrtAtZero(), nn.Tanh())
+    early.add(model)
+    assert hooks(model) > 2
+    with torch.no_grad():
+        model(torch.randn(5, 4))
+    assert hooks(model) > 2
+    model(torch.randn(5, 4))
+    assert hooks(model) == 2
+
+
+def test_a_model_of_many_parts_is_held_as_a_whole(early: Early) -> None:
+    """Two hooks on it, and none on a hundred parts."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
+    early.add(model)
+    assert hooks(model) == 2
+
+
 class Logarithm(nn.Module):
     """A criterion that is wrong at once."""
 
