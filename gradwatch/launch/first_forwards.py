@@ -99,8 +99,8 @@ class FirstForwards:
     def _wrapped(self, outer: nn.Module, name: str, module: nn.Module | None) -> None:
         """torch.compile(model) after the optimizer was made: only the call of the wrapper can be heard."""
         early = self._early
-        if name == "_orig_mod" and early is not None and module is not None and early.holds(module):
-            self._guarded(early.add_wrapper, outer)
+        if name == "_orig_mod" and early is not None and module is not None:
+            self._guarded(early.wraps, outer, module)
 
     def _guarded(self, call: Callable[..., None], *args: Any) -> None:
         try:

@@ -1,13 +1,12 @@
 """The calls of models before anybody watches them, so that the first step of a training can be run again too.
 
-Held like those of a watched model, with two differences. Which module a loop calls is not known yet, so the parts of a
-model are listened to from the beginning. And no hook on a parameter says when gradients are thrown away, so that is
-read off the parameters when a backward reaches the model.
+Held like those of a watched model, with one difference: no hook on a parameter says when gradients are thrown away, so
+that is read off the parameters when a backward reaches the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ class EarlyHolding(Holding):
     """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
     tasks: set[int] | None = None
-    parts: Sequence[Holding] = ()  # beside it, until it is known that the loop calls the whole
     _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
 
     def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
@@ -34,13 +32,6 @@ class EarlyHolding(Holding):
         if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
             self._reached(model, task)
         super()._hear(call, position, grad)
-
-    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        super()._ends(module, args, kwargs, output)
-        if self.parts and self.heard:
-            for part in self.parts:
-                part.unhook()
-            self.parts = ()
 
     def _reached(self, model: nn.Module, task: int) -> None:
         trained = [param for param in model.parameters() if param.requires_grad]
@@ -65,21 +56,26 @@ class Early(Holdings):
         self._wrappers: list[RemovableHandle] = []
 
     def add(self, model: nn.Module) -> None:
-        """Hold the calls of one more model, and of its parts where the loop calls those."""
+        """Hold the calls of one more model, which may contain others that were held."""
         inside = {id(None), *map(id, model.modules()), *map(id, inner(model).modules())}
         self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
-        family = Family(model, self._model, parts=True)
-        whole, *parts = family.holdings
-        if isinstance(whole, EarlyHolding):
-            whole.parts = parts
-        self._families.append(family)
+        self._families.append(Family(model, self._model))
 
     def holds(self, model: nn.Module) -> bool:
         """Whether this very module has been added."""
         return any(family.holdings[0].model() is model for family in self._families)
 
-    def add_wrapper(self, outer: nn.Module) -> None:
-        """At its first call, hold `outer` in the place of what it wraps: it is being made, and wraps nothing yet."""
+    def wraps(self, outer: nn.Module, module: nn.Module) -> None:
+        """`outer` is being made around `module`, which is to be compiled: no hook may go from it once it is.
+
+        If that is a model that was added, `outer` is held in its place from the first call on: yet it wraps nothing.
+        """
+        if not self.holds(module):
+            inside = set(map(id, module.modules()))
+            for holding in self:
+                if id(holding.model()) in inside:
+                    holding.unhook()
+            return
 
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
             handle.remove()

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -29,6 +29,7 @@ from gradwatch.hooks.dense import alias
 from gradwatch.hooks.device import capturing
 from gradwatch.hooks.modules import Tap
 from gradwatch.localise.buffers import Buffers
+from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.frames import calling
 from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.randomness import Generators, Held
@@ -119,6 +120,7 @@ class Holding:
         self.calls: deque[Call] = deque()
         self.dropped = 0
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
+        self.parts: Sequence[Holding] = ()  # held beside it until it is called itself
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
@@ -274,6 +276,7 @@ class Holding:
             if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
             self._before_params = None
+            self._alone()
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
         call.ended = _get_sequence_nr()
@@ -283,6 +286,13 @@ class Holding:
                 tensor.register_hook(self._hears(call, position))
         self.calls.append(call)
         self._make_room()
+
+    def _alone(self) -> None:
+        """It is called itself: hooks on its parts would cost every forward some microseconds."""
+        if self.parts and not anything_compiled():
+            for part in self.parts:
+                part.unhook()
+        self.parts = ()
 
     def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
         def hear(grad: Tensor) -> None:

@@ -1,7 +1,8 @@
 """What is held of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
 
-A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). Then
-its children are held instead, level by level, until some of them turn out to be what the loop calls. What was held
+A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
+parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
+level by level, until some of them turn out to be what the loop calls. What was held
 before a watch began (`gradwatch.localise.early`) counts until the step it led to is taken.
 """
 
@@ -15,40 +16,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.compiled import anything_compiled, compiles
-from gradwatch.localise.held import Call, Holding, Outermost, inner
+from gradwatch.localise.held import Call, Holding, Outermost
 from gradwatch.localise.nearby import beside
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
-FEW = 16  # parts beside one model: a hook costs every call 4 us, and it may never train
+FEW = 16  # parts held beside their model: a hook costs every call 4 us
 LOOKS_FOR_HOOKS = (nn.TransformerEncoderLayer,)
 """Whose forward takes another path, with other bits, where it or a part of it has a hook."""
 
 
 class Family:
-    """One watched model: held itself, or as the parts that are called in its place; with `parts` both at once."""
+    """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
 
-    def __init__(
-        self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding], parts: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding]) -> None:
         self._hold = hold
         self._outermost = Outermost()
-        self._level = LEVELS if parts else 0
+        self._level = 0
         self._waited = 0
-        self.holdings = [hold(model, self._outermost)]
-        if parts and not self.holdings[0].refused:
-            self.holdings += [hold(part, self._outermost) for part in _within(model)]
-
-    def resume(self, heard: Callable[[nn.Module], bool]) -> None:
-        """It is known already what is called: go down to there."""
-        model = self.holdings[0].model()
-        if model is None or not any(map(heard, _within(model))):
-            return
-        while self._level < LEVELS and not any(
-            heard(one) for h in self.holdings if (one := h.model()) is not None
-        ):
-            self._descend()
+        self._whole = hold(model, self._outermost)
+        if not self._whole.refused and not anything_compiled():
+            self._whole.parts = [hold(part, self._outermost) for part in _within(model)]
+        self.holdings = [self._whole, *self._whole.parts]
 
     def step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken: was any of these called before it?"""
@@ -67,11 +57,9 @@ class Family:
             self._descend()
 
     def _descend(self) -> None:
+        level = [self._whole] if self._level == 0 else self.holdings
         parts = [
-            part
-            for holding in self.holdings
-            if (model := holding.model()) is not None
-            for part in _parts(model)
+            part for holding in level if (model := holding.model()) is not None for part in _parts(model)
         ]
         self._level += 1
         refused = any(holding.refused for holding in self.holdings)
@@ -133,9 +121,6 @@ class Holdings:
         for holding in former:
             holding.belongs_to(self._failed, self._max_bytes, steps)
         self._former += former
-        heard = {id(inner(model)) for holding in former if (model := holding.model()) is not None}
-        for family in self._families:
-            family.resume(lambda model: id(inner(model)) in heard)
 
     def close(self) -> None:
         """Remove every hook and let go of everything."""

@@ -219,7 +219,7 @@ def test_a_wrapper_made_later_is_held_in_the_place_of_its_model(early: Early) ->
     model = Flat()
     early.add(model)
     compiled = torch.compile(model, backend="aot_eager")
-    early.add_wrapper(compiled)
+    early.wraps(compiled, model)
     compiled(torch.randn(5, 4)).sum().backward()
     assert hooks(model) == 0
     (finding,) = first_step(early, compiled, sgd(model))
@@ -230,11 +230,56 @@ def test_a_wrapper_made_later_is_held_in_the_place_of_its_model(early: Early) ->
 
 def test_a_wrapper_that_is_never_called_is_given_back(early: Early) -> None:
     """What waits for its first call goes with the rest."""
-    outer = nn.Sequential(nn.Linear(2, 2))
-    early.add_wrapper(outer)
+    outer, model = nn.Module(), nn.Linear(2, 2)
+    early.add(model)
+    early.wraps(outer, model)
     assert hooks(outer) == 1
     early.close()
     assert hooks(outer) == 0
+
+
+def test_a_part_that_is_to_be_compiled_loses_its_hooks_before(early: Early) -> None:
+    """Were they to go later, torch would compile it anew; the whole is held all the same."""
+    model = nn.Sequential(SqrtAtZero(), nn.Sequential(Flat()))
+    early.add(model)
+    early.wraps(nn.Module(), model[0])
+    assert hooks(model[0]) == 0
+    assert hooks(model[1]) > 0
+    model[0](torch.randn(5, 4)).sum().backward()
+    assert not [one for one in early if one.calls]
+    assert early.holds(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("watched", [False, True])
+def test_parts_compiled_under_watch_are_compiled_once(watched: bool) -> None:
+    """Hooks on what was compiled since stay where they are: dynamo compiles as often as without a watch."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+    optimizer = sgd(model)
+    gw = gradwatch.watch(model, optimizer, rules=rules(), sinks=[], strict=True) if watched else None
+    model[1] = torch.compile(model[1], backend="eager", fullgraph=True, dynamic=False)
+    for _ in range(3):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    if gw is not None:
+        gw.close()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def test_a_watch_hears_parts_from_its_first_step() -> None:
+    """The same for a watch that the script makes itself: it need not wait to know what the loop calls."""
+    model, kept = Task(), Kept()
+    optimizer = sgd(model)
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True):
+        model.training_step(broken(torch.randn(5, 4))).backward()
+        optimizer.step()
+    assert [(one.op, one.module) for record in kept.records for one in record.findings] == [
+        ("sqrt", "nets.0")
+    ]
 
 
 @pytest.mark.parametrize("build", [SqrtAtZero, Task])
