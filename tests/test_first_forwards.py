@@ -218,7 +218,8 @@ print(left())
 def test_nothing_is_left_after_the_first_step(tmp_path: Path) -> None:
     """The hooks that stand then are those of a watch that the script would have made itself, and no others."""
     script = NET + MADE + LEFT + LOOP.replace("range(60)", "range(2)")
-    script += "print(left())\nimport gradwatch\ngw = gradwatch.watch(net, sinks=[])\nprint(left())\n"
+    script += "print(left())\nimport gradwatch\ngw = gradwatch.watch(net, sinks=[])\n"
+    script += "net(torch.ones(2, 4))\nprint(left())\n"
     done = run(tmp_path, script + "gw.close()\nprint(left())")
     assert done.returncode == 0, done.stderr
     _, _, attached, by_hand, closed = done.stdout.splitlines()

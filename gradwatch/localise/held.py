@@ -32,6 +32,7 @@ from gradwatch.localise.buffers import Buffers
 from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.frames import calling
 from gradwatch.localise.gathered import is_spread, ungatherable
+from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
 
@@ -53,7 +54,8 @@ class Call:
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
     them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
-    nodes numbered `ended` and later were made after it; `indices` are the samples it was told to be of
+    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
+    `looked` at; `indices` are the samples it was told to be of
     (`Watch.batch`).
     """
 
@@ -74,6 +76,8 @@ class Call:
     ended: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
+    looked: bool = False
+    losses: Losses = field(default_factory=Losses)
     reason: str = ""
 
     def release(self, reason: str) -> None:
@@ -129,6 +133,7 @@ class Holding:
         self._light = light
         self._generators = Held(self.model)
         self._buffers = Buffers(inner(model))
+        self._losses = Losses()
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._open: Call | None = None
         self._seen = 0
@@ -251,6 +256,8 @@ class Holding:
             caller=self._called(),
             indices=self.indices,
             nbytes=nbytes,
+            looked=self._generators.looking,
+            losses=self._losses,
         )
         if self._seen < LOOKED_AT:
             self._before_params = _versions(module)
@@ -276,7 +283,10 @@ class Holding:
             if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
             self._before_params = None
-            self._alone()
+            if not anything_compiled():  # hooks on its parts would cost every forward some microseconds
+                for part in self.parts:
+                    part.unhook()
+            self.parts = ()
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
         call.ended = _get_sequence_nr()
@@ -286,13 +296,6 @@ class Holding:
                 tensor.register_hook(self._hears(call, position))
         self.calls.append(call)
         self._make_room()
-
-    def _alone(self) -> None:
-        """It is called itself: hooks on its parts would cost every forward some microseconds."""
-        if self.parts and not anything_compiled():
-            for part in self.parts:
-                part.unhook()
-        self.parts = ()
 
     def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
         def hear(grad: Tensor) -> None:
@@ -309,6 +312,8 @@ class Holding:
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
         if kept is None:
             return
+        if call.looked and not call.tasks:
+            self._losses.look(call.ended)
         call.tasks.add(graph_task.current())
         before = call.gradients.get(position)
         if before is not None:

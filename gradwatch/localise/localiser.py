@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from gradwatch.finding import Batch, Finding
 from gradwatch.hooks import graph_task, step_hooks
-from gradwatch.localise import loss_side
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
@@ -28,6 +27,7 @@ from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.held import Call, inner
 from gradwatch.localise.holdings import Holdings
 from gradwatch.localise.live import Live
+from gradwatch.localise.losses import told_of_loss
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
 from gradwatch.localise.replay import Trace, refuse, replay, within
@@ -243,7 +243,7 @@ class Localiser:
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """What the loop's own tensors tell of a loss that was computed in it."""
         try:
-            return loss_side.told(finding, max(call.ended for _, call in held))
+            return told_of_loss(finding, [call for _, call in held])
         except Exception as error:
             self._failed("localise", error)
             return finding
