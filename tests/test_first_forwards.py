@@ -102,7 +102,6 @@ ORDERS = {
     "        torch.optim.Optimizer.__init__(self, params, self_.defaults)\n"
     "net = model = Net()\noptimizer = Own(net.parameters())\n" + LOOP,
 }
-FAST = ("clipped",)
 
 
 def cause(done: subprocess.CompletedProcess[str], tmp_path: Path) -> Finding:
@@ -146,9 +145,8 @@ def test_a_hole_in_the_data_at_the_first_step(tmp_path: Path) -> None:
     assert "args[0]" in finding.note
 
 
-@pytest.mark.parametrize(
-    "order", [pytest.param(each, marks=() if each in FAST else pytest.mark.soak) for each in ORDERS]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("order", ORDERS)
 def test_the_first_step_in_every_order(order: str, tmp_path: Path) -> None:
     """Whatever was made, wrapped or called before it, the first step has its cause."""
     script = NET + ORDERS[order]
