@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradwatch.bundle.asked import snapshots
 from gradwatch.finding import Finding
+from gradwatch.localise.early import Early
 from gradwatch.localise.held import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.localise.together import Together
@@ -57,6 +58,10 @@ class Causes:
     def add(self, models: Iterable[nn.Module]) -> None:
         """Hold the steps of further models too."""
         self._localiser.add(models)
+
+    def inherit(self, early: Early) -> None:
+        """Take over what was held of the models before they were watched."""
+        self._localiser.inherit(early)
 
     def tell(self, indices: Any) -> None:
         """Which samples of the dataset the forward calls are of that follow, until a step is taken."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradwatch.course import json_safe
 from gradwatch.errors import AttachError
+from gradwatch.localise.early import Early
 from gradwatch.loop import Loop
 from gradwatch.settings import Settings
 from gradwatch.sinks import Sink
@@ -189,6 +190,11 @@ class Watch(Loop):
         if self._causes is not None:
             self._causes.add(added)
         self._ends_with(added)
+
+    def inherit(self, early: Early) -> None:
+        """Localise this step too, by calls held before its models were watched; for launchers, which attach late."""
+        if self._causes is not None and not self._closed:
+            self._causes.inherit(early)
 
     def _ends_with(self, models: Iterable[nn.Module]) -> None:
         # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it

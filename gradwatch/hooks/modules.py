@@ -27,6 +27,7 @@ from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
+from gradwatch.hooks.scripting import hide
 from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
 
@@ -68,6 +69,7 @@ class Tap:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
+        hide(self)
 
     def __call__(self, *args: Any) -> Any:
         # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.

@@ -4,6 +4,7 @@ Until an optimizer steps it is one entry in a dict: DataLoader workers, compile 
 no thread, open no socket and print nothing. At the first step of an optimizer that nobody watches it finds
 the models and calls `gradwatch.watch`, exactly as the script could have done itself. A loop that clips is met
 a moment earlier, at its first `clip_grad_norm_`: after it the first step's norm could not be known any more.
+What the forward of that step was like is held from the making of the optimizer on (`first_forwards`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from gradwatch.errors import GradwatchError
 from gradwatch.hooks import clipping, step_hooks
 from gradwatch.interruption import by_signal_handler
+from gradwatch.launch.first_forwards import FirstForwards
 
 if TYPE_CHECKING:
     from gradwatch.launch.discovery import LooseParameters
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _watches: list[Watch] = []
 _stand_ins: list[LooseParameters] = []
+_forwards: list[FirstForwards] = []
 _armed = False
 _attaching = threading.RLock()
 
@@ -50,6 +53,7 @@ def arm() -> None:
         _armed = True
         step_hooks.listen(FirstStep())
         FirstClip()
+        _forwards.append(FirstForwards(lambda: _attaching))
 
 
 class FirstStep:
@@ -105,6 +109,9 @@ def _attached(optimizer: Optimizer) -> Watch | None:
             raise
         _say_not_watching(error)
         return None
+    finally:
+        for forwards in _forwards:
+            forwards.close(optimizer)
 
 
 def attach(optimizer: Optimizer) -> Watch | None:
@@ -125,13 +132,20 @@ def attach(optimizer: Optimizer) -> Watch | None:
     running = [watch for watch in _watches if watch.run.pid == os.getpid() and watch.models()]
     if running:  # one run, one port and one journal per process, however many models it trains
         running[-1].add(models)
+        _hand_over(running[-1])
         return running[-1]
     watch = gradwatch.watch(models, optimizers, origin="launcher")
     if not _watches:
         atexit.register(close_all, os.getpid())
     _watches.append(watch)
+    _hand_over(watch)
     _greet(watch, models)
     return watch
+
+
+def _hand_over(watch: Watch) -> None:
+    for forwards in _forwards:
+        forwards.handed_over(watch)
 
 
 def close_all(pid: int) -> None:

@@ -53,6 +53,13 @@ def stepping() -> list[Optimizer]:
     return [each for each in _scan()[1] if any(tensor.grad is not None for tensor in parameters_of(each))]
 
 
+def trainable() -> list[nn.Module]:
+    """Every live root module that has a parameter of its own which wants a gradient, the largest one first."""
+    modules = [module for module in _scan()[0] if not isinstance(module, LooseParameters)]
+    own = (param for module in modules for param in module._parameters.values() if param is not None)
+    return _roots(modules, {id(param) for param in own if param.requires_grad})
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Every tensor in every param group, in order."""
     for group in optimizer.param_groups:

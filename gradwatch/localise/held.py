@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -29,8 +29,10 @@ from gradwatch.hooks.dense import alias
 from gradwatch.hooks.device import capturing
 from gradwatch.hooks.modules import Tap
 from gradwatch.localise.buffers import Buffers
+from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.frames import calling
 from gradwatch.localise.gathered import is_spread, ungatherable
+from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
 
@@ -52,7 +54,8 @@ class Call:
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
     them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
-    nodes numbered `ended` and later were made after it; `indices` are the samples it was told to be of
+    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
+    `looked` at; `indices` are the samples it was told to be of
     (`Watch.batch`).
     """
 
@@ -73,6 +76,8 @@ class Call:
     ended: int = 0
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
+    looked: bool = False
+    losses: Losses = field(default_factory=Losses)
     reason: str = ""
 
     def release(self, reason: str) -> None:
@@ -119,6 +124,7 @@ class Holding:
         self.calls: deque[Call] = deque()
         self.dropped = 0
         self.steps = 0  # that optimizers have taken; whoever owns this sets it
+        self.parts: Sequence[Holding] = ()  # held beside it until it is called itself
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
@@ -127,6 +133,7 @@ class Holding:
         self._light = light
         self._generators = Held(self.model)
         self._buffers = Buffers(inner(model))
+        self._losses = Losses()
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._open: Call | None = None
         self._seen = 0
@@ -143,12 +150,28 @@ class Holding:
             model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
         ]
 
+    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the model begins that no hook of this has heard."""
+        self._guarded(self._begins)(module, args, kwargs)
+
     def close(self) -> None:
         """Remove the hooks and let go of everything."""
+        self.unhook()
+        self.drop()
+
+    def unhook(self) -> None:
+        """Remove the hooks: no further call is heard; gradients of those that are held still are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.drop()
+        self._open = None
+
+    def belongs_to(self, failed: Callable[[str, BaseException], None], max_bytes: int, steps: int) -> None:
+        """From now on this is who counts its faults, caps what is held and has seen so many steps."""
+        self._failed, self._max_bytes, self.steps = failed, max_bytes, steps
+        for call in self.calls:
+            call.step = steps
+        self._make_room()
 
     def drop(self) -> None:
         """Let go of everything."""
@@ -233,6 +256,8 @@ class Holding:
             caller=self._called(),
             indices=self.indices,
             nbytes=nbytes,
+            looked=self._generators.looking,
+            losses=self._losses,
         )
         if self._seen < LOOKED_AT:
             self._before_params = _versions(module)
@@ -258,6 +283,10 @@ class Holding:
             if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
             self._before_params = None
+            if not anything_compiled():  # hooks on its parts would cost every forward some microseconds
+                for part in self.parts:
+                    part.unhook()
+            self.parts = ()
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
         call.ended = _get_sequence_nr()
@@ -283,6 +312,8 @@ class Holding:
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
         if kept is None:
             return
+        if call.looked and not call.tasks:
+            self._losses.look(call.ended)
         call.tasks.add(graph_task.current())
         before = call.gradients.get(position)
         if before is not None:

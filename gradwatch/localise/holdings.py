@@ -1,35 +1,44 @@
 """What is held of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
 
-A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). Then
-its children are held instead, level by level, until some of them turn out to be what the loop calls.
+A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
+parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
+level by level, until some of them turn out to be what the loop calls. What was held
+before a watch began (`gradwatch.localise.early`) counts until the step it led to is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.compiled import anything_compiled
+from gradwatch.localise.compiled import anything_compiled, compiles
 from gradwatch.localise.held import Call, Holding, Outermost
 from gradwatch.localise.nearby import beside
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
+FEW = 16  # parts held beside their model: a hook costs every call 4 us
+LOOKS_FOR_HOOKS = (nn.TransformerEncoderLayer,)
+"""Whose forward takes another path, with other bits, where it or a part of it has a hook."""
 
 
 class Family:
-    """One watched model: held itself, or as the parts that are called in its place."""
+    """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
 
     def __init__(self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding]) -> None:
         self._hold = hold
         self._outermost = Outermost()
         self._level = 0
         self._waited = 0
-        self.holdings = [hold(model, self._outermost)]
+        self._whole = hold(model, self._outermost)
+        if not self._whole.refused and not anything_compiled():
+            self._whole.parts = [hold(part, self._outermost) for part in _within(model)]
+        self.holdings = [self._whole, *self._whole.parts]
 
     def step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken: was any of these called before it?"""
@@ -48,11 +57,9 @@ class Family:
             self._descend()
 
     def _descend(self) -> None:
+        level = [self._whole] if self._level == 0 else self.holdings
         parts = [
-            part
-            for holding in self.holdings
-            if (model := holding.model()) is not None
-            for part in _parts(model)
+            part for holding in level if (model := holding.model()) is not None for part in _parts(model)
         ]
         self._level += 1
         refused = any(holding.refused for holding in self.holdings)
@@ -74,6 +81,24 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _within(model: nn.Module) -> list[nn.Module]:
+    """Its parts, level by level, as far as they may be held beside it without anybody noticing."""
+    found: dict[int, nn.Module] = {}
+    level = [model]
+    for _ in range(LEVELS):
+        level = [
+            part
+            for one in level
+            if not isinstance(one, LOOKS_FOR_HOOKS) and not compiles(one)
+            for part in _parts(one)
+            if part is not model and not isinstance(part, LOOKS_FOR_HOOKS)
+        ]
+        if len(found) + len(level) > FEW:
+            break
+        found.update((id(part), part) for part in level)
+    return list(found.values())
+
+
 class Holdings:
     """The calls since the last step, of all models and criteria. Never raises into a forward.
 
@@ -85,10 +110,17 @@ class Holdings:
         self._max_bytes = max_bytes
         self._families: list[Family] = []
         self._criteria: list[Holding] = []
+        self._former: list[Holding] = []  # that hear no further call
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model."""
         self._families.append(Family(model, self._model))
+
+    def inherit(self, former: Sequence[Holding], steps: int) -> None:
+        """Count what was held of these models before this began; `steps` have been taken so far."""
+        for holding in former:
+            holding.belongs_to(self._failed, self._max_bytes, steps)
+        self._former += former
 
     def close(self) -> None:
         """Remove every hook and let go of everything."""
@@ -96,6 +128,7 @@ class Holdings:
             holding.close()
         self._families.clear()
         self._criteria.clear()
+        self._former.clear()
 
     def drop(self) -> None:
         """Let go of the calls: they belong to no step."""
@@ -105,10 +138,9 @@ class Holdings:
     def cleared(self, optimizer: Optimizer | None) -> None:
         """The gradients that this optimizer was to step by (None = not known) were thrown away: they are of no step."""
         over: set[int] = set()
-        for family in self._families:
-            for holding in family.holdings:
-                if optimizer is None or holding.moves(optimizer):
-                    over |= holding.cleared()
+        for holding in self._of_models():
+            if optimizer is None or holding.moves(optimizer):
+                over |= holding.cleared()
         for criterion in self._criteria:
             criterion.cleared(over)
 
@@ -119,6 +151,7 @@ class Holdings:
         for holding in self:
             holding.taken(optimizer, before)
             holding.steps = number
+        self._former = [holding for holding in self._former if holding.calls]
 
     def calls(self) -> list[tuple[nn.Module, Call]]:
         """(module, call) of those that a gradient has reached, in the order they were made."""
@@ -132,7 +165,7 @@ class Holdings:
     @property
     def refused(self) -> str:
         """Why a watched model cannot be run again at all; "" where it can."""
-        return next((h.refused for family in self._families for h in family.holdings if h.refused), "")
+        return next((holding.refused for holding in self._of_models() if holding.refused), "")
 
     @property
     def dropped(self) -> int:
@@ -140,12 +173,19 @@ class Holdings:
         return sum(holding.dropped for holding in self)
 
     def __iter__(self) -> Iterator[Holding]:
-        for family in self._families:
-            yield from family.holdings
+        yield from self._of_models()
         yield from self._criteria
 
+    def _of_models(self) -> Iterator[Holding]:
+        for family in self._families:
+            yield from family.holdings
+        yield from self._former
+
     def _model(self, module: nn.Module, outermost: Outermost) -> Holding:
-        return Holding(module, self._failed, self._max_bytes, outermost, self._met)
+        return self._holding(module, outermost=outermost, met=self._met)
+
+    def _holding(self, module: nn.Module, **options: Any) -> Holding:
+        return Holding(module, self._failed, self._max_bytes, **options)
 
     def _met(self, frame: FrameType | None) -> None:
         """A model is called from there."""
@@ -153,7 +193,7 @@ class Holdings:
             id(module) for holding in self if (m := holding.model()) is not None for module in m.modules()
         }
         for criterion in beside(frame, known):
-            holding = Holding(criterion, self._failed, self._max_bytes, light=True)
+            holding = self._holding(criterion, light=True)
             if holding.refused:
                 holding.close()
             else:

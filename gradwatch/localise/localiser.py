@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 
 from gradwatch.finding import Batch, Finding
 from gradwatch.hooks import graph_task, step_hooks
-from gradwatch.localise import loss_side
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.closure import Kept, run_again
 from gradwatch.localise.diagnose import diagnose, warned
+from gradwatch.localise.early import Early
 from gradwatch.localise.fingerprint import fingerprint
 from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.held import Call, inner
 from gradwatch.localise.holdings import Holdings
 from gradwatch.localise.live import Live
+from gradwatch.localise.losses import told_of_loss
 from gradwatch.localise.profile import Profile, suspect
 from gradwatch.localise.raising import Raising
 from gradwatch.localise.replay import Trace, refuse, replay, within
@@ -96,6 +97,10 @@ class Localiser:
             self._models.append(weakref.ref(model))
             if self._hold:
                 self._holdings.add(model)
+
+    def inherit(self, early: Early) -> None:
+        """Take over what was held of the models before this began."""
+        self._holdings.inherit(early.handed_over(self.models() if self._hold else ()), self._steps)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""
@@ -238,7 +243,7 @@ class Localiser:
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """What the loop's own tensors tell of a loss that was computed in it."""
         try:
-            return loss_side.told(finding, max(call.ended for _, call in held))
+            return told_of_loss(finding, [call for _, call in held])
         except Exception as error:
             self._failed("localise", error)
             return finding

@@ -52,7 +52,7 @@ def told(finding: Finding, since: int) -> Finding:
     operations = [of_node(node.name()) for node in last.nodes]
     value = describe(last.name, last.tensor)
     note = f"{finding.note}; `{last.name}` ({value}) was computed by {', '.join(operations)}"
-    suspects = [node for node in last.nodes if _singular(node)]
+    suspects = [node for node in last.nodes if singular(node)]
     if len({node.name() for node in suspects}) != 1:
         return finding.told(note=note)
     op = of_node(suspects[-1].name())
@@ -100,7 +100,8 @@ def _nodes(root: Node, since: int) -> tuple[Node, ...]:
     return tuple(sorted(found, key=found.__getitem__)) if joined else ()
 
 
-def _singular(node: Node) -> bool:
+def singular(node: Node) -> bool:
+    """Whether it can make something that is not finite of finite numbers, forward or backward."""
     op = of_node(node.name())
     exponent = getattr(node, "_saved_exponent", None) if op == "pow" else None
     if isinstance(exponent, (int, float)):

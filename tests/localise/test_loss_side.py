@@ -54,17 +54,40 @@ def test_a_power_below_one_is_a_suspect() -> None:
     assert (finding.phase, finding.op) == ("loss", "pow")
 
 
-def test_a_loss_nobody_holds_is_left_at_the_loss_side() -> None:
-    """Nothing is made up where the loop holds no tensor of the loss."""
+def unheld(loss: Callable[[Tensor, int], Tensor]) -> Finding:
+    """What is told first of a training that keeps no tensor of its loss, which goes wrong at its fourth step."""
     torch.manual_seed(0)
     model, kept = nn.Linear(4, 1), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
         for step in range(5):
             optimizer.zero_grad()
-            model(torch.randn(6, 4)).mul(0.0 if step == 3 else 1.0).sqrt().sum().backward()
+            loss(model(torch.randn(6, 4)), step).backward()
             optimizer.step()
-    finding = next(finding for record in kept.records for finding in record.findings)
+    return next(finding for record in kept.records for finding in record.findings)
+
+
+def test_a_loss_nobody_holds_is_told_by_those_before_it() -> None:
+    """The backwards of the first calls were looked at: the one suspect is named, with the line of the backward."""
+    finding = unheld(lambda out, step: out.mul(0.0 if step == 3 else 1.0).abs().sqrt().sum())
+    assert (finding.phase, finding.op, finding.node) == ("loss", "sqrt", "SqrtBackward0")
+    assert finding.frame is not None
+    assert finding.frame.source == "loss(model(torch.randn(6, 4)), step).backward()"
+    assert "in the steps looked at, the loss was computed by mul, abs, sqrt, sum" in finding.note
+
+
+def test_of_several_suspects_nobody_holds_none_is_named() -> None:
+    """Two operations could have done it: both are told, neither is blamed."""
+    finding = unheld(lambda out, step: out.mul(0.0 if step == 3 else 1.0).abs().sqrt().log().sum())
+    assert (finding.phase, finding.op) == ("loss", "")
+    assert "the loss was computed by mul, abs, sqrt, log, sum" in finding.note
+
+
+def test_losses_that_differ_from_step_to_step_tell_nothing() -> None:
+    """Nothing is made up where it is not known what the loss of this step was made of."""
+    finding = unheld(
+        lambda out, step: out.exp().sum() if step == 0 else out.mul(0.0 if step == 3 else 1.0).sqrt().sum()
+    )
     assert (finding.phase, finding.op) == ("loss", "")
     assert "was computed by" not in finding.note
 

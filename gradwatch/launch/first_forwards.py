@@ -1,0 +1,125 @@
+"""The forwards before the first step, held until there is a Watch to hold them.
+
+The launcher attaches at the first step, and then its forward is over: a NaN in it could not be traced to its cause. So
+when an optimizer is made the calls of every model that may train are held, and the Watch takes them over. Nothing is
+opened, started or printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.hooks import making
+from gradwatch.interruption import by_signal_handler
+
+if TYPE_CHECKING:
+    from gradwatch.localise.early import Early
+    from gradwatch.watching import Watch
+
+LOOKS = (
+    8  # in a row that found nothing new; some loops make an optimizer per batch, and a look may take 0.1 s
+)
+MOST_MODELS = 16
+MOST_FAULTS = 8  # kept, to be counted by the Watch
+
+
+class FirstForwards:
+    """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
+
+    Its faults never reach the script: the Watch that takes over counts them. `lock` gives what is to be held while
+    models are looked for: threads may make optimizers, and attach, at the same time.
+    """
+
+    def __init__(self, lock: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._lock = lock
+        self._early: Early | None = None
+        self._faults: list[tuple[str, BaseException]] = []
+        self._wraps: RemovableHandle | None = None
+        self._looks = LOOKS
+        self._ignore = making.listen(self._making)
+
+    def _making(self) -> None:
+        self._guarded(self.look)
+
+    def look(self) -> None:
+        """An optimizer is being made: hold the calls of the models that are there and that nobody watches."""
+        # Here, not at the top: most processes that import torch make no optimizer.
+        from gradwatch.launch.discovery import trainable
+        from gradwatch.localise.early import Early
+
+        early = self._early or Early(self._failed)
+        found = [model for model in trainable() if not early.holds(model) and not _watched(model)]
+        for model in found[:MOST_MODELS]:
+            early.add(model)
+        self._looks = LOOKS if found else self._looks - 1
+        if not self._looks:
+            self._ignore()
+        if found and self._early is None:
+            self._early = early
+            self._wraps = register_module_module_registration_hook(self._wrapped)
+
+    def handed_over(self, watch: Watch) -> None:
+        """Give a new Watch what was held of its models, and let go of the rest."""
+        early, self._early = self._early, None
+        self._stop()
+        faults, self._faults = self._faults, []
+        if early is not None:
+            try:
+                watch.inherit(early)
+            except Exception as error:
+                faults.append(("localise", error))
+            early.close()
+        for fault in faults:
+            watch.failed(*fault)
+
+    def close(self, optimizer: Optimizer | None = None) -> None:
+        """Let go of the models that this optimizer trains, which are watched or never will be; of all without one."""
+        if self._early is None:
+            return
+        if optimizer is not None:
+            self._early.without(optimizer)
+        if optimizer is None or not any(True for _ in self._early):
+            self._early.close()
+            self._early = None
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._wraps is not None:
+            self._wraps.remove()
+            self._wraps = None
+
+    def _wrapped(self, outer: nn.Module, name: str, module: nn.Module | None) -> None:
+        """torch.compile(model) after the optimizer was made: only the call of the wrapper can be heard."""
+        early = self._early
+        if name == "_orig_mod" and early is not None and module is not None:
+            self._guarded(early.wraps, outer, module)
+
+    def _guarded(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            with self._lock():
+                call(*args)
+        except Exception as error:
+            self._failed("localise", error)
+
+    def _failed(self, component: str, error: BaseException) -> None:
+        if by_signal_handler(error):
+            raise error
+        if len(self._faults) < MOST_FAULTS:
+            self._faults.append((component, error))
+
+
+def _watched(model: nn.Module) -> bool:
+    """Whether a live Watch has a parameter of it; nothing is imported to find out."""
+    watching = sys.modules.get("gradwatch.watching")
+    if watching is None:
+        return False
+    watches = watching.live_watches()
+    return any(watch.knows(id(param)) for param in model.parameters() for watch in watches)

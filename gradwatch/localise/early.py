@@ -1,0 +1,130 @@
+"""The calls of models before anybody watches them, so that the first step of a training can be run again too.
+
+Held like those of a watched model, with one difference: no hook on a parameter says when gradients are thrown away, so
+that is read off the parameters when a backward reaches the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.hooks import graph_task
+from gradwatch.hooks.modules import Tap
+from gradwatch.localise.gathered import is_spread
+from gradwatch.localise.held import MAX_BYTES, Call, Holding, inner
+from gradwatch.localise.holdings import Family, Holdings
+
+
+class EarlyHolding(Holding):
+    """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
+
+    tasks: set[int] | None = None
+    _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
+
+    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        model, task = self.model(), graph_task.current()
+        if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
+            self._reached(model, task)
+        super()._hear(call, position, grad)
+
+    def _reached(self, model: nn.Module, task: int) -> None:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        if not trained or is_spread(model):
+            return
+        if self._filled and all(param.grad is None for param in trained):
+            self.tasks, self._filled = None, False  # thrown away
+        self.tasks = {task, *(self.tasks or ())}
+        self._filled = self._filled or any(map(graph_task.reaches, trained))
+
+    def keep(self, tasks: set[int]) -> None:
+        """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
+        for call in [call for call in self.calls if call.tasks and call.tasks.isdisjoint(tasks)]:
+            self.calls.remove(call)
+
+
+class Early(Holdings):
+    """Holds the calls of models from now on; `handed_over` to a Watch, or closed."""
+
+    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
+        super().__init__(failed, max_bytes)
+        self._wrappers: list[RemovableHandle] = []
+
+    def add(self, model: nn.Module) -> None:
+        """Hold the calls of one more model, which may contain others that were held."""
+        inside = {id(None), *map(id, model.modules()), *map(id, inner(model).modules())}
+        self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
+        self._families.append(Family(model, self._model))
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether this very module has been added."""
+        return any(family.holdings[0].model() is model for family in self._families)
+
+    def wraps(self, outer: nn.Module, module: nn.Module) -> None:
+        """`outer` is being made around `module`, which is to be compiled: no hook may go from it once it is.
+
+        If that is a model that was added, `outer` is held in its place from the first call on: yet it wraps nothing.
+        """
+        if not self.holds(module):
+            inside = set(map(id, module.modules()))
+            for holding in self:
+                if id(holding.model()) in inside:
+                    holding.unhook()
+            return
+
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            handle.remove()
+            try:
+                self.add(module)
+                self._families[-1].holdings[0].begins(module, args, kwargs)
+            except Exception as error:
+                self._failed("localise", error)
+
+        handle = outer.register_forward_pre_hook(Tap(called), with_kwargs=True)
+        self._wrappers.append(handle)
+
+    def close(self) -> None:
+        """Remove every hook and let go of everything."""
+        super().close()
+        for handle in self._wrappers:
+            handle.remove()
+        self._wrappers.clear()
+
+    def without(self, optimizer: Optimizer) -> None:
+        """Let go of the models that this optimizer trains: somebody else holds them."""
+        self._close([one for one in self._families if one.holdings[0].moves(optimizer)])
+
+    def handed_over(self, models: Iterable[nn.Module]) -> list[Holding]:
+        """What has heard calls of `models`, or of criteria beside them; the rest is let go, and every hook removed."""
+        watched = {id(module) for model in models for module in inner(model).modules()}
+        held = [one for one in self if isinstance(one, EarlyHolding) and self._is_of(one, watched)]
+        known = [one.tasks for one in held if one.tasks is not None]
+        for holding in held:
+            if known:
+                holding.keep(set().union(*known) if holding.tasks is None else holding.tasks)
+            holding.unhook()
+        for family in self._families:
+            family.holdings = [one for one in family.holdings if one not in held]
+        self._criteria = [one for one in self._criteria if one not in held]
+        self.close()
+        return [holding for holding in held if holding.heard]
+
+    def _is_of(self, holding: Holding, watched: set[int]) -> bool:
+        model = holding.model()
+        if model is None or not watched:
+            return False
+        return holding in self._criteria or id(inner(model)) in watched
+
+    def _close(self, families: list[Family]) -> None:
+        for family in families:
+            for holding in family.holdings:
+                holding.close()
+            self._families.remove(family)
+
+    def _holding(self, module: nn.Module, **options: Any) -> Holding:
+        return EarlyHolding(module, self._failed, self._max_bytes, **options)
