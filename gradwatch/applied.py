@@ -41,8 +41,10 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
         if uniform == 1:
             return snapshot
         applied = snapshot.total_norm_applied * float(uniform)
-        return replace(snapshot, coef=snapshot.coef * uniform, total_norm_applied=applied)
+        coef = np.where(snapshot.sites.numels > 0, uniform, np.float32(1))  # modules and ranks have none
+        return replace(snapshot, coef=snapshot.coef * coef, total_norm_applied=applied)
     coef = factors_of(decision, total, len(snapshot.norm))
+    coef = np.where(snapshot.sites.numels > 0, coef, np.float32(1))
     if decision.zero is not None:
         coef = np.where(decision.zero, np.float32(1), coef)
     if (coef == 1).all() and not left:
@@ -56,15 +58,15 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 
-def told(decision: Decision, before: Snapshot, after: Snapshot, rule_orders: bool) -> Decision:
+def told(decision: Decision, before: Snapshot, after: Snapshot) -> Decision:
     """The decision with a word for the policies of `clip:`, where gradients are smaller than what was found.
 
-    `before` is what was found, `after` what the optimizer is given. Where a rule has changed gradients on the same step
-    (`rule_orders`) the two cannot be told apart, and the rule's own word stands for both. What differs by less than
+    `before` is what was found, `after` what the optimizer is given. Where a rule has changed gradients of parameters on
+    the same step the two cannot be told apart, and the rule's own word stands for both. What differs by less than
     `ROUNDING` is one norm added up in two ways.
     """
     total = before.total_norm_applied
-    if decision.skip or decision.stop or rule_orders or not after.total_norm_applied < total:
+    if decision.skip or decision.stop or not after.total_norm_applied < total or _by_rules(decision, before):
         return decision
     changed = np.flatnonzero(after.coef < before.coef * (1 - ROUNDING))
     if not len(changed) and not after.total_norm_applied < total * (1 - ROUNDING):
@@ -81,7 +83,17 @@ def told(decision: Decision, before: Snapshot, after: Snapshot, rule_orders: boo
     return replace(decision, orders=decision.orders | {order})
 
 
+def _by_rules(decision: Decision, snapshot: Snapshot) -> bool:
+    """Whether a rule has multiplied gradients of parameters, at the step or in the backward."""
+    places = {order.site for order in decision.orders if order.coefficient is not None and not order.shadow}
+    if not places:
+        return False
+    sites = snapshot.sites
+    modules = (name for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "module")
+    return not places.issubset(modules)
+
+
 def unclipped(snapshot: Snapshot) -> Snapshot:
     """The Snapshot as if nobody had clipped anything: what a hook in the backward was given."""
-    ones = np.ones(len(snapshot.norm), np.float32)
-    return replace(snapshot, coef=ones, total_norm_applied=snapshot.total_norm)
+    coef = np.where(snapshot.calls > 0, np.float32(1), snapshot.coef)  # a module's is a rule's doing
+    return replace(snapshot, coef=coef, total_norm_applied=snapshot.total_norm)

@@ -256,8 +256,7 @@ class Judging:
             snapshot = reshaped(found, decision, total, {} if self._ranks.talks(case.lane) else left)
         inside = case.course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
         if decision.touches or inside:
-            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
-            decision = told(decision, unclipped(found) if inside else found, snapshot, by_rules)
+            decision = told(decision, unclipped(found) if inside else found, snapshot)
         return decision, snapshot
 
     def _note_move(self, case: Case, decision: Decision) -> None:
