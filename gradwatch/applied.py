@@ -18,26 +18,37 @@ from gradwatch.snapshot import STANDING_CLIP, Decision, Order, Snapshot
 ROUNDING = 1e-6  # of float32 norms, relative
 
 
+def uniform_factor(decision: Decision, total: float) -> np.float32:
+    """What a decision's bound on the total makes of all gradients alike, `total` being their norm."""
+    return np.float32(1) if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
+
+
 def factors_of(decision: Decision, total: float, count: int) -> NDArray[np.float32]:
     """float32[K]: the factor that a decision comes to for each parameter, `total` being the norm of all of them."""
-    uniform = np.float32(1) if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
+    uniform = uniform_factor(decision, total)
     if decision.coef is None:
         return np.full(count, uniform, np.float32)
     # A bound on the total, reached or not, allows no factor above 1: else what it bounds could grow beyond it.
     return decision.coef if decision.max_norm is None else np.minimum(decision.coef, uniform)
 
 
-def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping[int, float]) -> Snapshot:
+def reshaped(
+    snapshot: Snapshot,
+    decision: Decision,
+    total: float,
+    left: Mapping[int, float],
+    zeroed: Mapping[int, float] | None = None,
+) -> Snapshot:
     """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
 
     `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
     nobody renewed, which is no gradient of this step and so not in `total_norm`. `left` are the norms that
-    elementwise policies will leave, by site.
+    elementwise policies will leave, by site, and `zeroed` what zeroing leaves, before the bound on the total.
     """
     if not decision.touches or decision.skip or decision.stop:
         return snapshot
-    uniform = 1 if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
-    if decision.coef is None and not left:
+    uniform = uniform_factor(decision, total)
+    if decision.coef is None and not left and not zeroed:
         if uniform == 1:
             return snapshot
         applied = snapshot.total_norm_applied * float(uniform)
@@ -46,15 +57,18 @@ def reshaped(snapshot: Snapshot, decision: Decision, total: float, left: Mapping
     coef = factors_of(decision, total, len(snapshot.norm))
     coef = np.where(snapshot.sites.numels > 0, coef, np.float32(1))
     if decision.zero is not None:
-        coef = np.where(decision.zero, np.float32(1), coef)
-    if (coef == 1).all() and not left:
+        coef = np.where(decision.zero, uniform, coef)
+    if (coef == 1).all() and not left and not zeroed:
         return snapshot
     after = snapshot.coef * coef
     for site, norm in left.items():
         before = float(snapshot.norm[site])
         if 0 < before < math.inf and math.isfinite(norm):
             after[site] = norm / before
-    norms = (snapshot.wide_norm() * after)[snapshot.calls > 0]
+    norms = snapshot.wide_norm() * after
+    for site, norm in (zeroed or {}).items():
+        norms[site] = norm * uniform
+    norms = norms[snapshot.calls > 0]
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 

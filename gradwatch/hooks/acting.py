@@ -1,25 +1,29 @@
 """What is done to the gradients of one step at its boundary, and how it is undone after it.
 
 Order where several things are asked for: stop over skip over zero over clip; a skipped step is not clipped. All
-factors come from the gradients as found at the boundary and are applied once.
+factors come from the gradients as found at the boundary and are applied once; a bound on the total holds for what
+zeroing leaves too, unless the gradients are sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.applied import factors_of
+from gradwatch.applied import factors_of, uniform_factor
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import device
+from gradwatch.hooks.dense import dense
 from gradwatch.hooks.device import arrived, clip_factor, kept
 from gradwatch.hooks.evaluations import Evaluations
+from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
@@ -280,8 +284,10 @@ def where(lane: Lane) -> torch.device:
 def _reshape(lane: Lane, decision: Decision, total: float) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = lane.grads()
-    coef = factors_of(decision, total, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
+    if decision.max_norm is not None and zero.any():
+        total = lane.total_applied(left_by_zeroing(grads, zero))
+    coef = np.where(zero, uniform_factor(decision, total), factors_of(decision, total, len(grads)))
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
@@ -295,7 +301,7 @@ def _reshape(lane: Lane, decision: Decision, total: float) -> None:
     clipped = [
         (grad, factors[k])
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
-        if grad is not None and c != 1 and not zero[k] and k not in ahead
+        if grad is not None and c != 1 and (zero[k] or k not in ahead)
     ]
     if clipped:
         grads_, factors_ = map(list, zip(*clipped, strict=True))
@@ -311,6 +317,17 @@ def _zero_nonfinite(grad: Tensor) -> None:
     """NaN and Inf elements become 0, in place."""
     values = grad._values() if grad.is_sparse else grad
     values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
+
+
+def left_by_zeroing(grads: Sequence[Tensor | None], zero: NDArray[np.bool_]) -> dict[int, float]:
+    """The L2 norms of the finite elements of those gradients that are to lose the others, by position."""
+    left = {}
+    for k in map(int, np.flatnonzero(zero)):
+        if (grad := grads[k]) is not None:
+            values = dense(grad).detach()
+            finite = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+            left[k] = exact_norm(finite)[0]
+    return left
 
 
 def by_rule(decision: Decision) -> bool:
