@@ -20,6 +20,7 @@ from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
 from gradwatch.errors import GradwatchError
+from gradwatch.hooks.acting import left_by_zeroing
 from gradwatch.hooks.assemble import Extras, as_float32, assemble, of_norms
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
@@ -250,14 +251,19 @@ class Judging:
         if decision.touches:
             total = case.shared.window.total_applied()
             left: dict[int, float] = {}
+            zeroed: dict[int, float] = {}
             done = decision.skip or decision.stop or case.rejected or not case.window.at_hand
+            talks = self._ranks.talks(case.lane)
+            if decision.zero is not None and not (talks or done):
+                zeroed = left_by_zeroing(case.lane.grads(), decision.zero[case.shared.own])
+                total = case.lane.total_applied(zeroed)
+                found = replace(found, total_norm_applied=total)
             if decision.elementwise and not done:
                 decision, left = self._measured_ahead(case, decision, total)
-            snapshot = reshaped(found, decision, total, {} if self._ranks.talks(case.lane) else left)
+            snapshot = reshaped(found, decision, total, {} if talks else left, zeroed)
         inside = case.course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
         if decision.touches or inside:
-            by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
-            decision = told(decision, unclipped(found) if inside else found, snapshot, by_rules)
+            decision = told(decision, unclipped(found) if inside else found, snapshot)
         return decision, snapshot
 
     def _note_move(self, case: Case, decision: Decision) -> None:

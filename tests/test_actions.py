@@ -210,6 +210,31 @@ def test_zero_nonfinite_zeroes_those_elements_and_nothing_else() -> None:
         assert gw.healthy  # nothing that is not finite ever reached the optimizer
 
 
+@pytest.mark.parametrize("clip", ["norm, max_norm: 0.01", "norm, max_norm: 1000"])
+def test_what_zeroing_leaves_keeps_to_the_bound_on_the_total(clip: str) -> None:
+    """One NaN does not take the file's own clip off that step; the record tells the norm that the optimizer got."""
+    training = Training()
+    text = f"rules: {{r: {{detect: {{kind: nonfinite}}, do: [zero_nonfinite]}}}}\nclip: {{total: {{method: {clip}}}}}"
+    with watched(training, text) as (_, kept):
+        training.step()
+        training.backward(**{"2__weight": math.nan})
+        finite = [param.grad.nan_to_num(0.0) for param in training.model.parameters()]  # type: ignore[union-attr]
+        total = float(torch.nn.utils.get_total_norm(finite))
+        training.optimizer.step()
+        factor = min(1.0, float(clip.split()[-1]) / total)
+        for old, param in zip(finite, training.model.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, old * factor)
+    record = kept.records[-1]
+    assert record.snapshot.total_norm_applied == pytest.approx(total * factor, rel=1e-4)
+    told = orders(record)
+    assert set(told) == ({"zero_nonfinite", "clip"} if factor < 1 else {"zero_nonfinite"})
+    if factor < 1:
+        assert (told["clip"].before, told["clip"].after) == (
+            pytest.approx(total),
+            pytest.approx(0.01, rel=1e-4),
+        )
+
+
 def test_zero_nonfinite_is_refused_under_a_grad_scaler() -> None:
     """It would hide the overflow from the scaler: said once, told as withheld, not done."""
     training = Training()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradwatch.errors import TrainingStopped
+from gradwatch.policies.norm import clip_coefficient
 from gradwatch.snapshot import Decision, Order, Snapshot
 from tests.recorder import Recorder
 
@@ -157,7 +158,7 @@ def test_failing_judge_passes_the_gradient_unchanged() -> None:
 
 
 def test_coefficients_and_zeros_reach_the_optimizer_once() -> None:
-    """Each gradient takes the smaller of its own factor and the clip's; a zeroed one is left at that."""
+    """Each gradient takes the smaller of its own factor and the clip's; a zeroed one that of what is left of all."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -170,12 +171,13 @@ def test_coefficients_and_zeros_reach_the_optimizer_once() -> None:
         last = model[2].bias.grad
         assert last is not None
         last[0] = found[3][0] = torch.inf
-        total = torch.stack([grad.double().norm() for grad in found[:3]]).norm().item()
+        left = [torch.where(torch.isfinite(grad), grad, 0.0) for grad in found]
+        total = torch.stack([grad.double().norm() for grad in left]).norm().item()
         assert total > 0.1
         before = [parameter.detach().clone() for parameter in model.parameters()]
         optimizer.step()
-    uniform = 1.0  # the total is not finite: clipping by it would spread one bad element
-    expected = [grad * min(factor, uniform) for grad, factor in zip(found, coef.tolist(), strict=True)]
-    expected[3] = torch.where(torch.isfinite(found[3]), found[3], 0.0)
+    uniform = float(clip_coefficient(total, 0.1))
+    expected = [grad * min(factor, uniform) for grad, factor in zip(left, coef.tolist(), strict=True)]
+    expected[3] = left[3] * uniform
     for start, grad, parameter in zip(before, expected, model.parameters(), strict=True):
         assert torch.equal(start - grad, parameter)

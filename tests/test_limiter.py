@@ -179,7 +179,7 @@ def test_the_rounding_of_a_norm_is_not_told_as_a_clip(left: float, says: bool) -
     job.close()
     coef = (snapshot.coef * np.float32(left)).astype(np.float32)
     after = replace(snapshot, coef=coef, total_norm_applied=snapshot.total_norm * left)
-    assert bool(told(Decision(), unclipped(snapshot), after, False).orders) is says
+    assert bool(told(Decision(), unclipped(snapshot), after).orders) is says
 
 
 def test_autograd_grad_gets_its_gradients_untouched() -> None:

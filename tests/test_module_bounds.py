@@ -153,3 +153,55 @@ def test_inputs_without_a_gradient_are_left_alone() -> None:
         with pytest.warns(UserWarning, match="Full backward hook is firing"):
             loss.backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_what_was_done_between_the_layers_is_told_with_its_norms(micro: int) -> None:
+    """Rule, module, norms before and after and the factor, over all calls of a step; nothing where nothing was done."""
+    model, sink = build(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(RULES % ""), sinks=[sink], strict=True):
+        for factor in (1.0, 1e6):
+            model.zero_grad()
+            model[1].factor = factor  # type: ignore[assignment]
+            for _ in range(micro):
+                (model(X).pow(2).mean() * 0.1).backward()
+            optimizer.step()
+    calm, struck = sink.records
+    assert not calm.decision.orders
+    column = struck.snapshot.column("grad_input_norm")
+    assert column is not None
+    (order,) = struck.decision.orders
+    assert (order.rule, order.action, order.site, order.count) == ("explosion", "clip", "1", 1)
+    assert order.before == pytest.approx(float(column.values[column.present][0]), rel=1e-5)
+    assert order.after == pytest.approx(0.5 * micro**0.5, rel=1e-4)
+    assert order.coefficient == pytest.approx(0.5 * micro**0.5 / order.before, rel=1e-4)
+
+
+def test_shadow_says_what_it_would_have_bounded() -> None:
+    """The same words with `mode: shadow`, and not a bit changed."""
+    model, bare, sink = build(), build(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    rules = parse_rules(RULES % "" + "    mode: shadow\n")
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True):
+        raw, seen = backward(bare, 1e6), backward(model, 1e6)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(raw, seen, strict=True))
+    (order,) = sink.records[-1].decision.orders
+    assert order.shadow
+    assert (order.action, order.site) == ("clip", "1")
+    assert order.after == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_clip_of_the_total_is_told_beside_a_bound_on_a_module() -> None:
+    """One bounds what flows between layers, the other the parameters: neither keeps the other from being told."""
+    model, sink = build(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    rules = parse_rules(RULES % "" + "clip: {total: {method: norm, max_norm: 0.01}}\n")
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True):
+        backward(model, 1e6)
+        optimizer.step()
+    orders = {order.rule: order for order in sink.records[-1].decision.orders}
+    assert set(orders) == {"explosion", "clip:"}
+    assert (orders["clip:"].site, orders["clip:"].count) == ("", 6)
+    assert orders["clip:"].after == pytest.approx(0.01, rel=1e-4)

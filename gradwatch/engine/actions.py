@@ -80,6 +80,8 @@ def _clip(one: RulePlan, action: Action, due: Due, snapshot: Snapshot, plan: Pla
     to = action.params.get("to", "baseline")
     if action.params.get("at", "step") == "backward" and one.rule.mode == "act":
         return _done_by_hook(one, due, snapshot)
+    if one.series.column in MODULE_COLUMNS:  # in shadow mode, or there is no clip of it
+        return _bound_of_modules(one, to, due, snapshot)
     if one.series.scope == "scalar":
         target = float(due.usual[0]) if to == "baseline" and due.usual is not None else math.inf
         return _bound_total(one, target if to == "baseline" else float(to), snapshot)
@@ -95,12 +97,15 @@ def _clip(one: RulePlan, action: Action, due: Due, snapshot: Snapshot, plan: Pla
 
 
 def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
-    """The tensor hook has clipped it already, in its own backward; what it did is in `coef`."""
+    """A hook has clipped it already, in its own backward; what it did is in `coef`."""
     here = members(one, due.breach, snapshot)
+    norms = snapshot.norm
+    if one.series.column in MODULE_COLUMNS:
+        here, norms = _modules(one, due, snapshot)
     if not here.any():
         return Decision()
     k = int(np.flatnonzero(here)[np.argmin(snapshot.coef[here])])
-    norm, coef = float(snapshot.norm[k]), float(snapshot.coef[k])
+    norm, coef = float(norms[k]), float(snapshot.coef[k])
     if coef == 1:
         return Decision()  # it has not: nothing is claimed
     told = Order(
@@ -113,6 +118,38 @@ def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
         coefficient=coef,
     )
     return Decision(orders=frozenset({told}))
+
+
+def _bound_of_modules(one: RulePlan, to: object, due: Due, snapshot: Snapshot) -> Decision:
+    """What hooks would have made of what modules passed on, had they been told to: of the worst."""
+    here, norms = _modules(one, due, snapshot)
+    if to == "baseline" or not here.any():
+        return Decision()
+    target = float(str(to))
+    coef = np.where(here, _bounded(norms.astype(np.float64), np.full(len(norms), target)), np.float32(1))
+    k = int(np.argmin(coef))
+    if coef[k] == 1:
+        return Decision()
+    told = Order(
+        one.rule.id,
+        "clip",
+        site=snapshot.sites.names[k],
+        count=int(here.sum()),
+        before=_finite(norms[k]),
+        after=_finite(norms[k] * coef[k]),
+        coefficient=float(coef[k]),
+    )
+    return Decision(orders=frozenset({told}))
+
+
+def _modules(one: RulePlan, due: Due, snapshot: Snapshot) -> tuple[BoolArray, Array32]:
+    """bool[S] the breaching modules, and float32[S] the norms of what they would have passed on."""
+    index, owners = _places(one, snapshot)
+    here = np.zeros(len(snapshot.sites), np.bool_)
+    here[index[due.breach[owners]]] = True
+    column = snapshot.column(one.series.column)
+    assert column is not None  # it has been judged
+    return here, column.values.astype(np.float32)
 
 
 def _bound_total(one: RulePlan, target: float, snapshot: Snapshot) -> Decision:

@@ -1,25 +1,29 @@
 """What is done to the gradients of one step at its boundary, and how it is undone after it.
 
 Order where several things are asked for: stop over skip over zero over clip; a skipped step is not clipped. All
-factors come from the gradients as found at the boundary and are applied once.
+factors come from the gradients as found at the boundary and are applied once; a bound on the total holds for what
+zeroing leaves too, unless the gradients are sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.applied import factors_of
+from gradwatch.applied import factors_of, uniform_factor
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import device
+from gradwatch.hooks.dense import dense
 from gradwatch.hooks.device import arrived, clip_factor, kept
 from gradwatch.hooks.evaluations import Evaluations
+from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.precision import supports_scaling
 from gradwatch.hooks.skipping import Skips
@@ -92,10 +96,11 @@ class Acting:
         """Carry it out; what was done in the end, the fault that made it differ from what was decided, and one that
         did not.
 
-        What fails before it has changed anything is tried once more: a passing fault on one rank must not part it from
-        the others, who have none and act.
+        What fails is tried once more, if nothing was changed or all of it could be put back: a passing fault on one
+        rank must not part it from the others, who have none and act.
         """
         found = versions_of(lane.grads()) if decision.touches and not decision.skip else None
+        aside = put_aside(lane) if found is not None and lane.on_cpu and by_rule(decision) else {}
         passing: Exception | None = None
         for last in (False, True):
             try:
@@ -104,6 +109,8 @@ class Acting:
                 self.give_back(lane.index)  # the gradient passes unchanged
                 self.open_gate(lane.index)
                 changed = found is not None and versions_of(lane.grads()) != found
+                if changed and put_back(lane, aside):
+                    changed, found = False, versions_of(lane.grads())
                 if changed or last:
                     return (
                         self._instead(optimizer, lane, decision, turn, max_norm, error, changed),
@@ -126,7 +133,7 @@ class Acting:
         changed: bool,
     ) -> Decision:
         """Do what is to be done where a Decision failed; `changed`: after it had changed some gradients."""
-        if changed:  # to divide again would not give back the same bits
+        if changed:
             error.__dict__.setdefault("__notes__", []).append(PARTLY)
         instead = in_place_of(decision, max_norm)
         try:
@@ -277,8 +284,10 @@ def where(lane: Lane) -> torch.device:
 def _reshape(lane: Lane, decision: Decision, total: float) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = lane.grads()
-    coef = factors_of(decision, total, len(grads))
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
+    if decision.max_norm is not None and zero.any():
+        total = lane.total_applied(left_by_zeroing(grads, zero))
+    coef = np.where(zero, uniform_factor(decision, total), factors_of(decision, total, len(grads)))
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
@@ -292,7 +301,7 @@ def _reshape(lane: Lane, decision: Decision, total: float) -> None:
     clipped = [
         (grad, factors[k])
         for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
-        if grad is not None and c != 1 and not zero[k] and k not in ahead
+        if grad is not None and c != 1 and (zero[k] or k not in ahead)
     ]
     if clipped:
         grads_, factors_ = map(list, zip(*clipped, strict=True))
@@ -310,6 +319,47 @@ def _zero_nonfinite(grad: Tensor) -> None:
     values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
 
 
+def left_by_zeroing(grads: Sequence[Tensor | None], zero: NDArray[np.bool_]) -> dict[int, float]:
+    """The L2 norms of the finite elements of those gradients that are to lose the others, by position."""
+    left = {}
+    for k in map(int, np.flatnonzero(zero)):
+        if (grad := grads[k]) is not None:
+            values = dense(grad).detach()
+            finite = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+            left[k] = exact_norm(finite)[0]
+    return left
+
+
+def by_rule(decision: Decision) -> bool:
+    """Whether a rule has a part in this, and not only the file's own clip."""
+    return any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
+
+
+def put_aside(lane: Lane) -> dict[int, Tensor]:
+    """Copies of the gradients, by position, for `put_back`; none where there is no memory for them.
+
+    To divide again would not give back the same bits. Only on the CPU, where what touches many gradients may stop
+    halfway: a device is handed all of them in one launch.
+    """
+    try:
+        return {k: grad.detach().clone() for k, grad in enumerate(lane.grads()) if grad is not None}
+    except Exception:
+        return {}
+
+
+def put_back(lane: Lane, aside: dict[int, Tensor]) -> bool:
+    """Give the gradients their bits again; whether all of them have."""
+    grads = lane.grads()
+    if len(aside) != sum(grad is not None for grad in grads):
+        return False
+    try:
+        for k, before in aside.items():
+            grads[k].copy_(before)  # type: ignore[union-attr]  # there are no fewer than before
+    except Exception:
+        return False
+    return True
+
+
 def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
     """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask.
 
@@ -317,8 +367,7 @@ def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
     """
     instead = decision.on_error
     if instead == "pass":
-        by_rule = any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
-        return Decision(max_norm=max_norm if by_rule else None)
+        return Decision(max_norm=max_norm if by_rule(decision) else None)
     rules = {order.rule for order in decision.orders if not order.shadow}
     orders = frozenset(Order(rule, instead) for rule in rules)
     return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)

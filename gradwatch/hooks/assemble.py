@@ -85,13 +85,18 @@ def assemble(
         if columns and not columns["nonfinite"].values.any():  # no clip, then, and no NaN: judge what it gets
             raw, norms, total = after, wide, applied
     _sampled(columns, extras, count, missing)
+    coef = _pad(_coefficients(raw, after), missing, 1)
+    bounded = columns.pop("coef", None)  # of modules; that of a parameter needs no column
+    if bounded is not None:
+        made = bounded.values.astype(np.float32)
+        coef = np.where(bounded.present & np.isfinite(made), made, coef)
     return Snapshot(
         optimizer=optimizer,
         step=window.step,
         sites=sites,
         norm=_pad(norms, missing),
         calls=_pad(window.calls, missing),
-        coef=_pad(_coefficients(raw, after), missing, 1),
+        coef=coef,
         total_norm=total,
         total_norm_applied=applied,
         loss_scale=None if window.loss_scale is None else arrived(window.loss_scale),

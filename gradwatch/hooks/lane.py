@@ -250,12 +250,15 @@ class Lane:
         window.calm = False
         window.after = self._after = without(window.after, divisor)
 
-    def total_applied(self) -> float:
-        """Root sum of squares of the gradients as they stand at the boundary, after the user's clipping."""
+    def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
+        """Root sum of squares of the gradients at the boundary, after the user's clipping; norms `instead` of some."""
         if self.reduced_total is not None:
             return self.reduced_total
         assert self._after is not None
         norms = self._after.norms()
+        if instead:
+            norms = norms.copy()
+            norms[list(instead)] = list(instead.values())
         return float(np.sqrt(np.dot(norms, norms)))
 
     def surely_within(self, max_norm: float) -> bool:

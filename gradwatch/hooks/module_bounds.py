@@ -22,6 +22,9 @@ from gradwatch.hooks.device import capturing, widest
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.turn import SCALED, SEVERAL_RANKS, WHY, factor_on_device
 
+Square = float | Tensor
+"""A squared norm, or a ratio of two: on the host, or 0-dim on its device."""
+
 
 class ModuleBounds:
     """The bounds on M modules; `publish` writes them between a step and the next backward, the hooks read them.
@@ -41,6 +44,7 @@ class ModuleBounds:
         self._failed = failed
         self._refused = refused
         self._scale: Tensor | None = None
+        self._squares: dict[int, tuple[Square, Square]] = {}
         self.off = ""
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
@@ -72,6 +76,11 @@ class ModuleBounds:
             self._failed("action", error)
             return None
 
+    def taken(self) -> dict[int, Square]:
+        """What was made of the norm of each module since the last call: its factor, over all calls of the module."""
+        squares, self._squares = self._squares, {}
+        return {m: (after / before) ** 0.5 for m, (before, after) in squares.items()}
+
     def _multiplied(self, m: int, grad_input: Any) -> Any:
         grads = grad_input if isinstance(grad_input, tuple) else (grad_input,)
         present = [grad for grad in grads if isinstance(grad, Tensor)]
@@ -83,12 +92,24 @@ class ModuleBounds:
             scale = 1.0 if self._scale is None else float(self._scale)  # sync: CPU tensor
             norm = math.sqrt(sum(exact_norm(grad)[0] ** 2 for grad in present)) / (scale or math.nan)
             factor = factor_of(bounds, norm)
+            if (square := norm * norm) > 0 and math.isfinite(square):
+                self._note(m, square, square * factor * factor)
             if factor == 1.0:
                 return None
         else:
-            factor = factor_on_device(bounds, self._norm_on_device(present))
+            found = self._norm_on_device(present)
+            factor = factor_on_device(bounds, found)
+            known = torch.nan_to_num(found.double(), nan=0.0, posinf=0.0)
+            self._note(m, known.square(), known.square() * factor.double().square())
         made = tuple((grad * factor).to(grad.dtype) if isinstance(grad, Tensor) else grad for grad in grads)
         return made if isinstance(grad_input, tuple) else made[0]
+
+    def _note(self, m: int, before: Square, after: Square) -> None:
+        """One call's squared norm, before and after."""
+        if m in self._squares:
+            first, second = self._squares[m]
+            before, after = first + before, second + after
+        self._squares[m] = before, after
 
     def _norm_on_device(self, grads: list[Tensor]) -> Tensor:
         where = grads[0].device

@@ -12,7 +12,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -128,7 +128,19 @@ class ModuleTaps:
             sampled.parts[column] = arriving
             sampled.present[column] = present
             heard.clear()
+        if self.bounds is not None:
+            self._bounded(self.bounds.taken(), sampled)
         return sampled
+
+    def _bounded(self, factors: Mapping[int, float | Tensor], sampled: Sampled) -> None:
+        """Tell by which factors hooks have multiplied what modules pass on."""
+        if factors:
+            positions = np.array(sorted(factors), np.intp)
+            present = np.zeros(len(self.names), bool)
+            present[positions] = True
+            stack = torch.stack([torch.as_tensor(factors[int(m)]) for m in positions])
+            sampled.parts["coef"] = Arriving([stack], positions, len(self.names))
+            sampled.present["coef"] = present
 
     def close(self) -> None:
         """Remove every hook from the modules."""

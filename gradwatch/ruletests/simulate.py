@@ -78,8 +78,7 @@ def _carried_out(decision: Decision, found: Snapshot, inside: bool) -> Decision:
     if not (decision.touches or inside):
         return decision
     after = reshaped(found, decision, found.total_norm_applied, {})
-    by_rules = any(order.coefficient is not None and not order.shadow for order in decision.orders)
-    return told(decision, unclipped(found) if inside else found, after, by_rules)
+    return told(decision, unclipped(found) if inside else found, after)
 
 
 def _in_backward(found: Snapshot, bounds: tuple[Bound, ...], params_S: NDArray[np.bool_]) -> Snapshot:
