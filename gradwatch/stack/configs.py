@@ -39,7 +39,7 @@ class Places:
 
     alertmanager: str = "alertmanager:9093"
     serve: str = "serve:29439"
-    targets: str = "/etc/prometheus/targets/*.json"
+    targets: str = "/targets/*.json"
 
 
 def alert_groups(ruleset: RuleSet, pace: Pace, links: Links) -> dict[str, Any]:

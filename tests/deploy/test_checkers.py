@@ -220,6 +220,29 @@ def test_compose_mounts_what_exists_and_opens_nothing_to_the_world() -> None:
             assert not source.startswith("./") or (DEPLOY / source).exists(), volume
 
 
+def test_compose_mounts_nothing_inside_a_read_only_mount() -> None:
+    """A container whose mount point has to be made on a read-only file system does not start."""
+    services = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name, service in services.items():
+        mounts = [re.fullmatch(r".*:(/[^:]*)(:ro)?", each) for each in service.get("volumes", [])]
+        read_only = [mount[1] for mount in mounts if mount and mount[2]]
+        inside = [
+            mount[0]
+            for mount in mounts
+            for outer in read_only
+            if mount and mount[1].startswith(outer + "/")
+        ]
+        assert len(mounts) == len([mount for mount in mounts if mount])
+        assert not inside, f"{name}: {inside}"
+
+
+def test_the_aggregator_of_compose_has_the_name_of_its_machine() -> None:
+    """Numbers of processes are looked up where they belong; a shell's HOSTNAME is in nobody's environment."""
+    serve = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text())["services"]["serve"]
+    assert (serve["pid"], serve["uts"]) == ("host", "host")
+    assert "hostname" not in serve
+
+
 @pytest.mark.parametrize("name", ["serve.yaml", "job.yaml"])
 def test_the_schemas_of_kubernetes(name: str, stack: Path) -> None:
     """Objects of Kubernetes itself, unknown fields refused."""
