@@ -55,17 +55,24 @@ def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
 def _firing(rule: str, pace: Pace) -> str:
     active = f'gradwatch_rule_active{{rule="{rule}"}}'
     total = f'gradwatch_rule_firings_total{{rule="{rule}"}}'
-    # `increase` needs two samples: a counter that is above 0 when first seen has fired before the first
-    # scrape. An hour back, as long as `gradwatch serve` shows a run that has ended: or each of its restarts would
-    # fire for runs long gone.
     return dedent(f"""\
         {active} == 1
         or sum without (kind, severity) (increase({total}[{pace.window}])) > 0
-        or (
-          sum without (kind, severity) ({total}) > 0
-          unless sum without (kind, severity) (last_over_time({total}[1h] offset {pace.window}))
-        )
+        or sum without (kind, severity) ({total})
+          > {_known_of_run(total, "run_id", pace.window)}
         """)
+
+
+def _known_of_run(total: str, by: str, window: str) -> str:
+    """The right side of `total > …`: true for `window` where a counter is above 0, and news, when first seen.
+
+    `increase` needs two samples: what happened before the first scrape it never sees. But a series that begins is
+    not yet news. A run goes on under other labels when `gradwatch serve` or a Pushgateway shows its last counters, and
+    when a second optimizer makes the label `optimizer` appear: so it is compared with the most that the run had under
+    any labels. An hour back, as long as serve shows a run that has ended: its restarts are no news either.
+    """
+    known = f"max by ({by}) (last_over_time({total}[1h] offset {window}))"
+    return f"on ({by}) group_left () ({known} or 0 * max by ({by}) ({total}))"
 
 
 def _summary(rule: Rule) -> str:
@@ -101,9 +108,15 @@ def run_alerts(pace: Pace) -> tuple[Alert, ...]:
         Alert(
             "GradwatchRunStalled",
             "critical",
-            # Not per optimizer: a GAN may be done with one of two.
+            # Not per optimizer: a GAN may be done with one of two. The first step may take long (compilation, data),
+            # but a job that hangs before it has no last step to be late after.
             "time() - max without (optimizer) (gradwatch_last_step_timestamp_seconds)\n"
-            "> max without (optimizer) (gradwatch_stall_threshold_seconds)\n",
+            "> max without (optimizer) (gradwatch_stall_threshold_seconds)\n"
+            "or (\n"
+            "  time() - gradwatch_run_start_timestamp_seconds\n"
+            "  > 3 * max without (optimizer) (gradwatch_stall_threshold_seconds)\n"
+            "  unless max without (optimizer) (gradwatch_last_step_timestamp_seconds)\n"
+            ")\n",
             "Training has stopped stepping.",
             "No optimizer step for {{ $value | humanizeDuration }} on rank {{ $labels.rank }} of run "
             "{{ $labels.run_id }}, and the process still answers.",
@@ -169,11 +182,15 @@ def _measuring_alerts(pace: Pace) -> tuple[Alert, ...]:
 
 def _fault_alerts() -> tuple[Alert, ...]:
     """What has failed and was kept out of training."""
+    errors = "gradwatch_internal_errors_total"
+    # Most parts have no counter before their first fault.
+    first = f"{errors} > {_known_of_run(errors, 'run_id, component', '15m')}"
     return (
         Alert(
             "GradwatchInternalErrors",
             "warning",
-            "sum without (component) (increase(gradwatch_internal_errors_total[15m])) > 0\n"
+            f"sum without (component) (increase({errors}[15m])) > 0\n"
+            f"or sum without (component) ({first}) > 0\n"
             "or count without (component) (gradwatch_component_up == 0) > 0\n",
             "A part of gradwatch fails; training is not affected.",
             "Faults were kept out of run {{ $labels.run_id }} (rank {{ $labels.rank }}); the log names the part. "

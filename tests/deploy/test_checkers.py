@@ -101,10 +101,11 @@ def test_promtool_runs_the_alerts(stack: Path) -> None:
     [
         ('gradwatch_rule_active{rule="vanishing"} == 1', 'gradwatch_rule_active{rule="vanishing"} == 2'),
         (
-            "unless sum without (kind, severity) (last_over_time("
-            'gradwatch_rule_firings_total{rule="non-finite"}[1h] offset 1m))',
+            'max by (run_id) (last_over_time(gradwatch_rule_firings_total{rule="non-finite"}[1h] offset 1m)) or ',
             "",
         ),
+        ("or 0 * max by (run_id, component) (gradwatch_internal_errors_total)", ""),
+        ("> 3 * max without", "> 5 * max without"),
         pytest.param(
             'increase(gradwatch_rule_firings_total{rule="norm-overflow"}[1m])',
             'increase(gradwatch_rule_firings_total{rule="no"}[1m])',
@@ -227,10 +228,7 @@ def test_compose_mounts_nothing_inside_a_read_only_mount() -> None:
         mounts = [re.fullmatch(r".*:(/[^:]*)(:ro)?", each) for each in service.get("volumes", [])]
         read_only = [mount[1] for mount in mounts if mount and mount[2]]
         inside = [
-            mount[0]
-            for mount in mounts
-            for outer in read_only
-            if mount and mount[1].startswith(outer + "/")
+            mount[0] for mount in mounts for outer in read_only if mount and mount[1].startswith(outer + "/")
         ]
         assert len(mounts) == len([mount for mount in mounts if mount])
         assert not inside, f"{name}: {inside}"
