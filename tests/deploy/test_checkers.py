@@ -281,6 +281,21 @@ def test_pods_run_as_nobody_and_can_do_nothing_else() -> None:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_the_aggregator_keeps_what_it_has_read() -> None:
+    """Its system is read-only; where it writes nothing down, every restart reads thousands of journals again."""
+    objects = list(YAML(typ="safe", pure=True).load_all((DEPLOY / "k8s/serve.yaml").read_text()))
+    (pod,) = [each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"]
+    (container,) = pod["containers"]
+    state = container["args"][container["args"].index("--state") + 1]
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == state]
+    assert not mount.get("readOnly")
+    assert {"name": mount["name"], "emptyDir": {}} in pod["volumes"]
+    unit = (DEPLOY / "systemd/gradwatch-serve.service").read_text()
+    found = re.search(r"^CacheDirectory=(\S+)$", unit, re.M)
+    assert found is not None
+    assert f" --state /var/cache/{found[1]}\n" in unit
+
+
 def test_shellcheck(stack: Path) -> None:
     """The Slurm script; an unquoted variable is refused."""
     script = stack / "slurm" / "train.sbatch"
