@@ -23,7 +23,10 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alerting rule of Prometheus, less its links; `for_` "" = at once. `expr` may have several lines."""
+    """An alerting rule of Prometheus, less its links; `for_` "" = at once. `expr` may have several lines.
+
+    `of_run`: its series have the label `run_id`.
+    """
 
     name: str
     severity: Severity
@@ -32,6 +35,7 @@ class Alert:
     description: str
     for_: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    of_run: bool = True
 
 
 def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
@@ -228,6 +232,7 @@ def _reporting_alerts(pace: Pace) -> tuple[Alert, ...]:
             "New runs are not found, and the last counters of runs that end are not taken, while "
             "{{ $labels.instance }} is away.",
             for_=pace.patience,
+            of_run=False,
         ),
     )
 

@@ -24,10 +24,10 @@ class Links:
         """The page that says what to do about an alert."""
         return f"{self.serve.rstrip('/')}/runbooks/{alert}"
 
-    @property
-    def dashboard(self) -> str:
-        """The dashboard of the run that alerts; a template of Prometheus."""
-        return f"{self.grafana.rstrip('/')}/d/gradwatch-run?var-run_id={{{{ $labels.run_id }}}}"
+    def dashboard(self, alert: Alert) -> str:
+        """The dashboard of the run that alerts, or of all where it is no run that does; a template of Prometheus."""
+        place = "gradwatch-run?var-run_id={{ $labels.run_id }}" if alert.of_run else "gradwatch-fleet"
+        return f"{self.grafana.rstrip('/')}/d/{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def alert_rule(alert: Alert, links: Links) -> dict[str, Any]:
             "summary": alert.summary,
             "description": alert.description,
             "runbook_url": links.runbook(alert.name),
-            "dashboard_url": links.dashboard,
+            "dashboard_url": links.dashboard(alert),
         },
     }
 

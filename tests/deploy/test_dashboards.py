@@ -81,11 +81,11 @@ def test_every_panel_says_what_it_shows_and_takes_the_chosen_source(name: str) -
 
 
 def test_the_link_of_every_alert_leads_to_the_dashboard_of_its_run() -> None:
-    """uid and variable of the dashboard are those that the alerts name."""
-    (link,) = set(
-        re.findall(r"dashboard_url: \S+?3000(\S+?)=", (DEPLOY / "prometheus/rules/alerts.yml").read_text())
-    )
-    assert link == f"/d/{board('run')['uid']}?var-run_id"
+    """uid and variable of the dashboard are those that the alerts name; what is of no run leads to the fleet."""
+    text = (DEPLOY / "prometheus/rules/alerts.yml").read_text()
+    links = dict(re.findall(r"runbook_url: \S+/(\S+)\n +dashboard_url: \S+?3000(\S+)", text))
+    assert links.pop("GradwatchServeDown") == f"/d/{board('fleet')['uid']}"
+    assert {link.split("=")[0] for link in links.values()} == {f"/d/{board('run')['uid']}?var-run_id"}
     assert "run_id" in [variable["name"] for variable in board("run")["templating"]["list"]]
 
 
