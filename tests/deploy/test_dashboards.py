@@ -89,6 +89,13 @@ def test_the_link_of_every_alert_leads_to_the_dashboard_of_its_run() -> None:
     assert "run_id" in [variable["name"] for variable in board("run")["templating"]["list"]]
 
 
+def test_the_ranks_to_choose_from_are_those_of_the_panels() -> None:
+    """`gradwatch_run_info` says its rank itself; in Kubernetes the label of all other series is NODE.LOCAL."""
+    (rank,) = [each for each in board("run")["templating"]["list"] if each["name"] == "rank"]
+    assert "gradwatch_run_info" not in str(rank["query"])
+    assert str(rank["query"]).startswith("label_values(gradwatch_steps_total{")
+
+
 class Training:
     """Two ranks that train at 50 steps a second, with everything that a dashboard can show."""
 
