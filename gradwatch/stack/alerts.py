@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from textwrap import dedent
+from typing import Literal
 
 from gradwatch.rules import Rule, RuleSet
-from gradwatch.sinks.alert_names import alert_name
+from gradwatch.sinks.alert_names import FALLBACK, alert_name
 from gradwatch.snapshot import Severity
 from gradwatch.stack.pace import Pace
 
@@ -29,7 +30,7 @@ class Alert:
     """
 
     name: str
-    severity: Severity
+    severity: Severity | Literal["{{ $labels.severity }}"]
     expr: str
     summary: str
     description: str
@@ -54,6 +55,33 @@ def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
                 description=_description(rule),
                 labels={**_labels(rule), "rule": rule.id, "kind": rule.kind},
             )
+
+
+def other_alert(ruleset: RuleSet, pace: Pace) -> Alert:
+    """For the rules of runs that have another rule file: one Prometheus watches many runs, and none may be silent.
+
+    Severity and kind are those that the run itself says.
+    """
+    # Ids are of letters, digits, "_", "-" and ".".
+    known = "|".join(rule.id.replace(".", r"\\.") for rule in ruleset.rules if rule.enabled)
+    total = "gradwatch_rule_firings_total"
+    expr = dedent(f"""\
+        (
+          {total} and ignoring (kind, severity) gradwatch_rule_active == 1
+          or increase({total}[{pace.window}]) > 0
+          or {total}
+            > {_known_of_run(total, "run_id, rule", pace.window)}
+        )
+        unless on (rule) {total}{{rule=~"{known}"}}
+        """)
+    return Alert(
+        FALLBACK,
+        "{{ $labels.severity }}",
+        expr,
+        "A rule that these alerts were not made from is firing.",
+        "Rule {{ $labels.rule }} (kind {{ $labels.kind }}) fired on rank {{ $labels.rank }} of run "
+        "{{ $labels.run_id }}, which has another rule file. The journal and the log of the run name the parameters, the step and the values.",
+    )
 
 
 def _firing(rule: str, pace: Pace) -> str:
@@ -200,13 +228,6 @@ def _fault_alerts() -> tuple[Alert, ...]:
             "Faults were kept out of run {{ $labels.run_id }} (rank {{ $labels.rank }}); the log names the part. "
             "What that part does (journal, metrics, a detector) may be missing.",
         ),
-        Alert(
-            "GradwatchRulesNotReloaded",
-            "warning",
-            "gradwatch_config_last_reload_successful == 0",
-            "A changed rule file was refused; the old rules are in force.",
-            "Run {{ $labels.run_id }} (rank {{ $labels.rank }}) could not load its rule file.",
-        ),
     )
 
 
@@ -239,4 +260,9 @@ def _reporting_alerts(pace: Pace) -> tuple[Alert, ...]:
 
 def alerts(ruleset: RuleSet, pace: Pace) -> tuple[Alert, ...]:
     """Everything there is to alert on."""
-    return (*rule_alerts(ruleset, pace), *run_alerts(pace), *health_alerts(pace))
+    return (
+        *rule_alerts(ruleset, pace),
+        other_alert(ruleset, pace),
+        *run_alerts(pace),
+        *health_alerts(pace),
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwatch.rules import RuleSet
-from gradwatch.stack.alerts import JOB, SERVE_JOB, Alert, health_alerts, rule_alerts, run_alerts
+from gradwatch.stack.alerts import JOB, SERVE_JOB, Alert, health_alerts, other_alert, rule_alerts, run_alerts
 from gradwatch.stack.pace import Pace
 from gradwatch.stack.recording import Recording, recordings
 from gradwatch.stack.yamltext import to_yaml
@@ -45,7 +45,7 @@ class Places:
 def alert_groups(ruleset: RuleSet, pace: Pace, links: Links) -> dict[str, Any]:
     """All alerting rules, in the three groups they are evaluated in."""
     parts = {
-        "gradwatch-rules": tuple(rule_alerts(ruleset, pace)),
+        "gradwatch-rules": (*rule_alerts(ruleset, pace), other_alert(ruleset, pace)),
         "gradwatch-run": run_alerts(pace),
         "gradwatch-health": health_alerts(pace),
     }
