@@ -80,7 +80,8 @@ def other_alert(ruleset: RuleSet, pace: Pace) -> Alert:
         expr,
         "A rule that these alerts were not made from is firing.",
         "Rule {{ $labels.rule }} (kind {{ $labels.kind }}) fired on rank {{ $labels.rank }} of run "
-        "{{ $labels.run_id }}, which has another rule file. The journal and the log of the run name the parameters, the step and the values.",
+        "{{ $labels.run_id }}, which has another rule file. The journal and the log of the run name the parameters, "
+        "the step and the values.",
     )
 
 
