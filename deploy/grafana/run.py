@@ -339,7 +339,7 @@ def run_dashboard() -> Dashboard:
         variable("run_id", "Run", 'label_values(gradwatch_run_info{job=~"$job"}, run_id)')
     )
     made = made.with_variable(
-        variable("rank", "Rank", f"label_values(gradwatch_run_info{{{RUN}}}, rank)", ".*")
+        variable("rank", "Rank", f"label_values(gradwatch_steps_total{{{RUN}}}, rank)", ".*")
     )
     made = made.with_variable(
         variable("group", "Group", f"label_values(gradwatch_group_grad_norm{{{RUN}}}, group)", ".*")

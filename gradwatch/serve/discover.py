@@ -41,6 +41,11 @@ class EndpointFile:
     pid: int
     started: int
 
+    @property
+    def is_open_here(self) -> bool:
+        """Whether it can be scraped from this machine: 127.0.0.1 of another one is somebody else here."""
+        return not self.address.is_loopback or self.node == platform.node()
+
 
 @dataclass(frozen=True, slots=True)
 class Process:

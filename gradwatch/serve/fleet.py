@@ -25,7 +25,8 @@ STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "died", "silen
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of the fleet. `address` is where it serves metrics, None where it does not (any more).
+    """One process of the fleet. `address` is where it serves metrics, None where it does not (any more) or does so
+    only to its own, other machine.
 
     `mourned`: it was killed less than 15 minutes ago, so that Prometheus is to find it down.
     """
@@ -62,11 +63,22 @@ class Fleet:
         return ended[:most]
 
     def targets(self) -> list[Member]:
-        """Whom Prometheus is to scrape, by run and rank."""
-        return sorted(
-            (each for each in self.members if each.address and (each.state == "running" or each.mourned)),
-            key=lambda member: member.key,
-        )
+        """Whom Prometheus is to scrape, by run and rank.
+
+        One at each address, the last to give a sign of life: who has a dead process's port would be scraped as that
+        process, and its numbers stand under the name of another run.
+        """
+        live: dict[tuple[str, Address], Member] = {}
+        for member in self.members:
+            if member.address and member.state == "running":
+                live.setdefault((member.node, member.address), member)
+        taken = {(node, address.port) for node, address in live}
+        dead = [
+            each
+            for each in self.members
+            if each.mourned and each.address and (each.node, each.address.port) not in taken
+        ]
+        return sorted([*live.values(), *dead], key=lambda member: member.key)
 
     def count(self, state: RunState) -> int:
         """How many processes are in a state."""
@@ -127,7 +139,7 @@ class Scanner:
             sign_of_life=process.sign_of_life,
             node=endpoint.node if endpoint else owner.host if owner else "",
             script=owner.script if owner else "",
-            address=endpoint.address if endpoint else None,
+            address=endpoint.address if endpoint and endpoint.is_open_here else None,
             mourned=state == "died" and now - process.sign_of_life < MOURNING_SECONDS,
             summary=summary,
         )

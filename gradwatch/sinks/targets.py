@@ -45,6 +45,7 @@ def write_target(directory: str, run: RunInfo, address: Address) -> str:
     os.makedirs(directory, exist_ok=True)
     sweep(directory, time.time())
     node = run.host or platform.node()
+    _replace_dead(directory, node, address.port)
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
     path = os.path.join(directory, f"gradwatch-{name}-rank{run.rank}.json")
     pid = os.getpid()
@@ -79,6 +80,17 @@ def sweep(directory: str, now: float) -> None:
                 write_whole(str(path), groups, 0o644)
             elif now - noticed > MOURNING_SECONDS:
                 path.unlink()
+
+
+def _replace_dead(directory: str, node: str, port: int) -> None:
+    """Remove entries of dead processes of this machine that had this port: the new one would be scraped as them."""
+    for path in sorted(Path(directory).glob("gradwatch-*-rank*.json")):
+        labels = _labels(str(path))
+        if labels.get(f"{_META}node") == node and _number(labels, "dead_since"):
+            with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                (target,) = json.loads(path.read_text(encoding="utf-8"))[0]["targets"]
+                if target.rpartition(":")[2] == str(port):
+                    path.unlink()
 
 
 def _labels(path: str) -> dict[str, str]:

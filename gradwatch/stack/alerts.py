@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from textwrap import dedent
+from typing import Literal
 
 from gradwatch.rules import Rule, RuleSet
-from gradwatch.sinks.alert_names import alert_name
+from gradwatch.sinks.alert_names import FALLBACK, alert_name
 from gradwatch.snapshot import Severity
 from gradwatch.stack.pace import Pace
 
@@ -23,15 +24,19 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alerting rule of Prometheus, less its links; `for_` "" = at once. `expr` may have several lines."""
+    """An alerting rule of Prometheus, less its links; `for_` "" = at once. `expr` may have several lines.
+
+    `of_run`: its series have the label `run_id`.
+    """
 
     name: str
-    severity: Severity
+    severity: Severity | Literal["{{ $labels.severity }}"]
     expr: str
     summary: str
     description: str
     for_: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    of_run: bool = True
 
 
 def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
@@ -52,20 +57,55 @@ def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
             )
 
 
+def other_alert(ruleset: RuleSet, pace: Pace) -> Alert:
+    """For the rules of runs that have another rule file: one Prometheus watches many runs, and none may be silent.
+
+    Severity and kind are those that the run itself says.
+    """
+    # Ids are of letters, digits, "_", "-" and ".".
+    known = "|".join(rule.id.replace(".", r"\\.") for rule in ruleset.rules if rule.enabled)
+    total = "gradwatch_rule_firings_total"
+    expr = dedent(f"""\
+        (
+          {total} and ignoring (kind, severity) gradwatch_rule_active == 1
+          or increase({total}[{pace.window}]) > 0
+          or {total}
+            > {_known_of_run(total, "run_id, rule", pace.window)}
+        )
+        unless on (rule) {total}{{rule=~"{known}"}}
+        """)
+    return Alert(
+        FALLBACK,
+        "{{ $labels.severity }}",
+        expr,
+        "A rule that these alerts were not made from is firing.",
+        "Rule {{ $labels.rule }} (kind {{ $labels.kind }}) fired on rank {{ $labels.rank }} of run "
+        "{{ $labels.run_id }}, which has another rule file. The journal and the log of the run name the parameters, "
+        "the step and the values.",
+    )
+
+
 def _firing(rule: str, pace: Pace) -> str:
     active = f'gradwatch_rule_active{{rule="{rule}"}}'
     total = f'gradwatch_rule_firings_total{{rule="{rule}"}}'
-    # `increase` needs two samples: a counter that is above 0 when first seen has fired before the first
-    # scrape. An hour back, as long as `gradwatch serve` shows a run that has ended: or each of its restarts would
-    # fire for runs long gone.
     return dedent(f"""\
         {active} == 1
         or sum without (kind, severity) (increase({total}[{pace.window}])) > 0
-        or (
-          sum without (kind, severity) ({total}) > 0
-          unless sum without (kind, severity) (last_over_time({total}[1h] offset {pace.window}))
-        )
+        or sum without (kind, severity) ({total})
+          > {_known_of_run(total, "run_id", pace.window)}
         """)
+
+
+def _known_of_run(total: str, by: str, window: str) -> str:
+    """The right side of `total > …`: true for `window` where a counter is above 0, and news, when first seen.
+
+    `increase` needs two samples: what happened before the first scrape it never sees. But a series that begins is
+    not yet news. A run goes on under other labels when `gradwatch serve` or a Pushgateway shows its last counters, and
+    when a second optimizer makes the label `optimizer` appear: so it is compared with the most that the run had under
+    any labels. An hour back, as long as serve shows a run that has ended: its restarts are no news either.
+    """
+    known = f"max by ({by}) (last_over_time({total}[1h] offset {window}))"
+    return f"on ({by}) group_left () ({known} or 0 * max by ({by}) ({total}))"
 
 
 def _summary(rule: Rule) -> str:
@@ -101,9 +141,15 @@ def run_alerts(pace: Pace) -> tuple[Alert, ...]:
         Alert(
             "GradwatchRunStalled",
             "critical",
-            # Not per optimizer: a GAN may be done with one of two.
+            # Not per optimizer: a GAN may be done with one of two. The first step may take long (compilation, data),
+            # but a job that hangs before it has no last step to be late after.
             "time() - max without (optimizer) (gradwatch_last_step_timestamp_seconds)\n"
-            "> max without (optimizer) (gradwatch_stall_threshold_seconds)\n",
+            "> max without (optimizer) (gradwatch_stall_threshold_seconds)\n"
+            "or (\n"
+            "  time() - gradwatch_run_start_timestamp_seconds\n"
+            "  > 3 * max without (optimizer) (gradwatch_stall_threshold_seconds)\n"
+            "  unless max without (optimizer) (gradwatch_last_step_timestamp_seconds)\n"
+            ")\n",
             "Training has stopped stepping.",
             "No optimizer step for {{ $value | humanizeDuration }} on rank {{ $labels.rank }} of run "
             "{{ $labels.run_id }}, and the process still answers.",
@@ -169,22 +215,19 @@ def _measuring_alerts(pace: Pace) -> tuple[Alert, ...]:
 
 def _fault_alerts() -> tuple[Alert, ...]:
     """What has failed and was kept out of training."""
+    errors = "gradwatch_internal_errors_total"
+    # Most parts have no counter before their first fault.
+    first = f"{errors} > {_known_of_run(errors, 'run_id, component', '15m')}"
     return (
         Alert(
             "GradwatchInternalErrors",
             "warning",
-            "sum without (component) (increase(gradwatch_internal_errors_total[15m])) > 0\n"
+            f"sum without (component) (increase({errors}[15m])) > 0\n"
+            f"or sum without (component) ({first}) > 0\n"
             "or count without (component) (gradwatch_component_up == 0) > 0\n",
             "A part of gradwatch fails; training is not affected.",
             "Faults were kept out of run {{ $labels.run_id }} (rank {{ $labels.rank }}); the log names the part. "
             "What that part does (journal, metrics, a detector) may be missing.",
-        ),
-        Alert(
-            "GradwatchRulesNotReloaded",
-            "warning",
-            "gradwatch_config_last_reload_successful == 0",
-            "A changed rule file was refused; the old rules are in force.",
-            "Run {{ $labels.run_id }} (rank {{ $labels.rank }}) could not load its rule file.",
         ),
     )
 
@@ -211,10 +254,16 @@ def _reporting_alerts(pace: Pace) -> tuple[Alert, ...]:
             "New runs are not found, and the last counters of runs that end are not taken, while "
             "{{ $labels.instance }} is away.",
             for_=pace.patience,
+            of_run=False,
         ),
     )
 
 
 def alerts(ruleset: RuleSet, pace: Pace) -> tuple[Alert, ...]:
     """Everything there is to alert on."""
-    return (*rule_alerts(ruleset, pace), *run_alerts(pace), *health_alerts(pace))
+    return (
+        *rule_alerts(ruleset, pace),
+        other_alert(ruleset, pace),
+        *run_alerts(pace),
+        *health_alerts(pace),
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwatch.rules import RuleSet
-from gradwatch.stack.alerts import JOB, SERVE_JOB, Alert, health_alerts, rule_alerts, run_alerts
+from gradwatch.stack.alerts import JOB, SERVE_JOB, Alert, health_alerts, other_alert, rule_alerts, run_alerts
 from gradwatch.stack.pace import Pace
 from gradwatch.stack.recording import Recording, recordings
 from gradwatch.stack.yamltext import to_yaml
@@ -24,10 +24,10 @@ class Links:
         """The page that says what to do about an alert."""
         return f"{self.serve.rstrip('/')}/runbooks/{alert}"
 
-    @property
-    def dashboard(self) -> str:
-        """The dashboard of the run that alerts; a template of Prometheus."""
-        return f"{self.grafana.rstrip('/')}/d/gradwatch-run?var-run_id={{{{ $labels.run_id }}}}"
+    def dashboard(self, alert: Alert) -> str:
+        """The dashboard of the run that alerts, or of all where it is no run that does; a template of Prometheus."""
+        place = "gradwatch-run?var-run_id={{ $labels.run_id }}" if alert.of_run else "gradwatch-fleet"
+        return f"{self.grafana.rstrip('/')}/d/{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Places:
 
     alertmanager: str = "alertmanager:9093"
     serve: str = "serve:29439"
-    targets: str = "/etc/prometheus/targets/*.json"
+    targets: str = "/targets/*.json"
 
 
 def alert_groups(ruleset: RuleSet, pace: Pace, links: Links) -> dict[str, Any]:
     """All alerting rules, in the three groups they are evaluated in."""
     parts = {
-        "gradwatch-rules": tuple(rule_alerts(ruleset, pace)),
+        "gradwatch-rules": (*rule_alerts(ruleset, pace), other_alert(ruleset, pace)),
         "gradwatch-run": run_alerts(pace),
         "gradwatch-health": health_alerts(pace),
     }
@@ -70,7 +70,7 @@ def alert_rule(alert: Alert, links: Links) -> dict[str, Any]:
             "summary": alert.summary,
             "description": alert.description,
             "runbook_url": links.runbook(alert.name),
-            "dashboard_url": links.dashboard,
+            "dashboard_url": links.dashboard(alert),
         },
     }
 

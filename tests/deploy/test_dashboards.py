@@ -81,12 +81,19 @@ def test_every_panel_says_what_it_shows_and_takes_the_chosen_source(name: str) -
 
 
 def test_the_link_of_every_alert_leads_to_the_dashboard_of_its_run() -> None:
-    """uid and variable of the dashboard are those that the alerts name."""
-    (link,) = set(
-        re.findall(r"dashboard_url: \S+?3000(\S+?)=", (DEPLOY / "prometheus/rules/alerts.yml").read_text())
-    )
-    assert link == f"/d/{board('run')['uid']}?var-run_id"
+    """uid and variable of the dashboard are those that the alerts name; what is of no run leads to the fleet."""
+    text = (DEPLOY / "prometheus/rules/alerts.yml").read_text()
+    links = dict(re.findall(r"runbook_url: \S+/(\S+)\n +dashboard_url: \S+?3000(\S+)", text))
+    assert links.pop("GradwatchServeDown") == f"/d/{board('fleet')['uid']}"
+    assert {link.split("=")[0] for link in links.values()} == {f"/d/{board('run')['uid']}?var-run_id"}
     assert "run_id" in [variable["name"] for variable in board("run")["templating"]["list"]]
+
+
+def test_the_ranks_to_choose_from_are_those_of_the_panels() -> None:
+    """`gradwatch_run_info` says its rank itself; in Kubernetes the label of all other series is NODE.LOCAL."""
+    (rank,) = [each for each in board("run")["templating"]["list"] if each["name"] == "rank"]
+    assert "gradwatch_run_info" not in str(rank["query"])
+    assert str(rank["query"]).startswith("label_values(gradwatch_steps_total{")
 
 
 class Training:

@@ -173,6 +173,28 @@ def test_a_killed_process_is_mourned_and_then_forgotten(tmp_path: Path, dead_pid
     assert json.loads(sd(scan(tmp_path)).body) == []
 
 
+def test_a_killed_process_is_no_target_when_another_has_its_port(tmp_path: Path, dead_pid: int) -> None:
+    """Else Prometheus would scrape the new process as the dead one: its numbers under the other run's name."""
+    for run_id, pid in (("killed", dead_pid), ("next", os.getpid())):
+        (tmp_path / run_id).mkdir()
+        says = {"host": "127.0.0.1", "port": 29440, "pid": pid, "run_id": run_id, "rank": 0, "attempt": 0}
+        (tmp_path / run_id / "endpoint-rank0.json").write_text(json.dumps({**says, "node": platform.node()}))
+    fleet = scan(tmp_path)
+    assert {member.run_id: member.state for member in fleet.members} == {"killed": "died", "next": "running"}
+    assert [group["labels"]["run_id"] for group in json.loads(sd(fleet).body)] == ["next"]
+
+
+def test_a_loopback_of_another_machine_is_no_target(tmp_path: Path) -> None:
+    """Prometheus would look for it on its own: whoever listens there would be taken for that process."""
+    (tmp_path / "far").mkdir()
+    says = {"host": "127.0.0.1", "port": 29440, "pid": 1, "run_id": "far", "rank": 0, "attempt": 0}
+    (tmp_path / "far" / "endpoint-rank0.json").write_text(json.dumps({**says, "node": "node-9"}))
+    fleet = scan(tmp_path)
+    assert [member.state for member in fleet.members] == ["running"]
+    assert json.loads(sd(fleet).body) == []
+    assert b"http://127.0.0.1:29440" not in fleet_page(fleet, time.time()).body
+
+
 def test_a_restart_takes_the_place_of_its_first_attempt(tmp_path: Path, dead_pid: int) -> None:
     """The counters of attempt 0 must not be served beside the live ones of attempt 1."""
     record_run(a_run(tmp_path, pid=dead_pid), history(), close=False)

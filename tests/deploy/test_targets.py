@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,22 @@ def test_the_dead_are_mourned_for_a_quarter_of_an_hour(tmp_path: Path) -> None:
     sweep(str(tmp_path), now + MOURNING_SECONDS + 2)
     assert not path.exists()
     assert alive.exists()
+
+
+def test_a_dead_entry_goes_when_another_process_gets_its_port(tmp_path: Path) -> None:
+    """Else Prometheus would scrape the new process as the dead one: its numbers under the other run's name."""
+    dead, alive = write(tmp_path), write(tmp_path, rank=1)
+    died(dead)
+    elsewhere = entry(dead)
+    elsewhere["labels"]["__meta_gradwatch_node"] = "another"
+    (tmp_path / "gradwatch-far-rank0.json").write_text(json.dumps([elsewhere]))
+    run = replace(make_run(tmp_path, host=platform.node()), run_id="next")
+    write_target(str(tmp_path), run, Address("0.0.0.0", HERE.port + 1))
+    assert dead.exists()
+    write_target(str(tmp_path), run, Address("0.0.0.0", HERE.port))
+    assert not dead.exists()
+    assert alive.exists()
+    assert (tmp_path / "gradwatch-far-rank0.json").exists()
 
 
 @pytest.mark.parametrize(
