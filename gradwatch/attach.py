@@ -32,6 +32,8 @@ def watch(
 ) -> Watch:
     """Watch the gradients of a model (or several) until `close()`; use it as a context manager.
 
+    A watch ends with its models, but for a ModuleList or ModuleDict, which it keeps until `close()`: it may have been
+    made for this call.
     `optimizer` may be left out: every optimizer that owns a watched parameter is adopted at its first step.
     `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
     `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the

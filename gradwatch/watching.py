@@ -47,6 +47,7 @@ class Watch(Loop):
     ) -> None:
         super()._attach(models, optimizers, settings, sinks)
         _live.append(weakref.ref(self))
+        self._containers: list[nn.Module] = []
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
         _at_exit()
         self._ends_with(models)
@@ -198,7 +199,8 @@ class Watch(Loop):
 
     def _ends_with(self, models: Iterable[nn.Module]) -> None:
         # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it
-        # is the end of its models.
+        # is the end of its models. A container may have been made for the call, and would be gone after it.
+        self._containers += [one for one in models if isinstance(one, nn.ModuleList | nn.ModuleDict)]
         for model in models:
             weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
 
@@ -244,6 +246,7 @@ class Watch(Loop):
             except Exception as error:  # the others must be given back all the same
                 self.health.report("close", error)
         self._closed = True
+        self._containers.clear()
         self._finalizer()
         _live[:] = [ref for ref in _live if ref() is not None and ref() is not self]
 

@@ -398,6 +398,28 @@ def test_forgotten_watch_does_not_keep_the_model_alive(tmp_path: Path) -> None:
     assert sink.closed
 
 
+@pytest.mark.parametrize(
+    "container", [lambda *all_: nn.ModuleList(all_), lambda a, b: nn.ModuleDict({"a": a, "b": b})]
+)
+def test_container_made_for_the_call_is_kept(container: Any, tmp_path: Path) -> None:
+    """`watch(nn.ModuleList([a, b]))` sees every step until it is closed, and lets go of both then."""
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+    sink = Kept()
+    gw = gradwatch.watch(container(a, b), optimizer, sinks=[sink], run_dir=tmp_path, strict=True)
+    gc.collect()
+    for _ in range(3):
+        optimizer.zero_grad()
+        b(a(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+    gone = weakref.ref(a), weakref.ref(b)
+    gw.close()
+    assert [record.snapshot.step for record in sink.records] == [0, 1, 2]
+    del a, b, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
 def test_models_one_after_another_in_one_watch() -> None:
     """A new optimizer on the same model goes on under its own lane; a dead one is forgotten."""
     model, optimizer = build()
