@@ -10,8 +10,12 @@ import functools
 import weakref
 from typing import Any
 
-import torch.jit._recursive as recursive
 from torch import nn
+
+try:
+    import torch.jit._recursive as recursive
+except ImportError:  # a torch without TorchScript has nothing to hide from
+    recursive = None  # type: ignore[assignment]
 
 COLLECTS = "get_hook_stubs"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
