@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense, flat
-from gradwatch.hooks.rows import HERE, ROW, NormRows, Sheet, SquareRows, fastest
+from gradwatch.hooks.rows import HERE, ROW, NormRows, Sheet, SquareRows, divided, fastest
 
 FEW = 2048  # row norms whose squares float32 may add up
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
@@ -71,10 +71,10 @@ class _Bucket(NamedTuple):
 
 
 class _Single(NamedTuple):
-    """One dense float32 gradient, read in `shape` after `permute(order)` (None = contiguous)."""
+    """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
 
     place: int
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     order: tuple[int, ...] | None
 
 
@@ -85,15 +85,15 @@ class _Plan:
         self._kind = kind
         self.count = len(grads)
         self.buckets, alone = _buckets(grads)
-        self.singles = [one for k in alone if (one := _single(k, grads[k], self._kind)) is not None]
+        self.singles = [one for k in alone if (one := _single(k, grads[k])) is not None]
         planned = {single.place for single in self.singles}
         self.others = [k for k in alone if k not in planned]
-        self.shapes: list[tuple[int, ...]] = [tuple(bucket.rows.shape) for bucket in self.buckets]
+        self.shapes = [(len(bucket.indices), bucket.rows.shape[1]) for bucket in self.buckets]
         self.shapes += [single.shape for single in self.singles]
         # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
-        self.faint = max((shape[-1] for shape in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
+        self.faint = max((columns for _, columns in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
         order = [k for bucket in self.buckets for k in bucket.indices]
-        lengths = [1] * len(order) + [math.prod(single.shape[:-1]) for single in self.singles]
+        lengths = [1] * len(order) + [single.shape[0] for single in self.singles]
         self.order = np.array(order + [single.place for single in self.singles], np.intp)
         self.starts = (
             np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
@@ -258,11 +258,11 @@ def _plain(grad: Tensor) -> bool:
     return usual and grad.numel() > 0 and grad.device.type == "cpu"
 
 
-def _single(index: int, grad: Tensor | None, sheet: type[Sheet]) -> _Single | None:
-    """How to read one gradient into such a sheet; None when it has to be read by itself."""
+def _single(index: int, grad: Tensor | None) -> _Single | None:
+    """How to read one gradient as a matrix; None when it has to be read by itself."""
     if grad is None or not _plain(grad):
         return None
-    shape = sheet.shape(grad.numel())
+    shape = divided(grad.numel())
     if shape is None:
         return None
     if grad.is_contiguous():

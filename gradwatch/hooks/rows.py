@@ -1,17 +1,15 @@
 """The sums of one read: rows of matrices, in one buffer, by the fastest read of the machine as it is set up.
 
 With several threads that is `vector_norm` over rows, which torch divides among them. With one, which is how torchrun
-starts its ranks, it is BLAS's `dot` of rows (numpy's `vecdot`, one call a gradient), taken in turns from four places
-of the gradient: a core waits less for memory that way, and reads 64 MB in about 0.8 of the time of torch's norms
-(`python -m tests.benchmarks.reading`). Which of the two is decided by the number of threads and never by a clock, so
-that two runs of a script read the same digits. Neither adds up more than a row in float32.
+starts its ranks, it is BLAS's `dot` of each row (numpy's `vecdot`, one call a gradient): 64 MB in 0.9 of the time of
+torch's norms (`python -m tests.benchmarks.reading`). Which of the two is decided by the number of threads and never
+by a clock, so that two runs of a script read the same digits. Neither adds up more than a row in float32.
 
 Axes: R rows of all gradients of a read, in the order in which they are read.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,9 +22,6 @@ from torch import Tensor
 
 ROW = 1 << 13
 UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
-PLACES = 4  # of a gradient that are read in turns
-PAGE = 1 << 10  # elements read in one place before the next one's turn: 4 KiB
-APART = 1 << 16  # elements from which a gradient is read so
 
 # Not what `torch.set_default_dtype` and `set_default_device` say.
 HERE: Any = {"dtype": torch.float32, "device": "cpu"}
@@ -35,21 +30,16 @@ _vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
 
 
 class Sheet(ABC):
-    """Where the rows of one read land: `read` fills a part of it from a contiguous float32 tensor on the CPU."""
+    """Where the rows of one read land: `read` fills a part of it from a float32 matrix on the CPU."""
 
     __slots__ = ("_host",)
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """`shapes` are those in which each part is read; all but the last axis are rows."""
-        self._host: NDArray[np.float32] = np.zeros(sum(math.prod(shape[:-1]) for shape in shapes), np.float32)
-
-    @staticmethod
-    @abstractmethod
-    def shape(numel: int) -> tuple[int, ...] | None:
-        """In what shape to read a gradient of that many elements; None where it cannot be divided into rows."""
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """`shapes` are (rows, columns) of each part."""
+        self._host: NDArray[np.float32] = np.zeros(sum(rows for rows, _ in shapes), np.float32)
 
     @abstractmethod
-    def read(self, part: int, tensor: Tensor) -> None:
+    def read(self, part: int, matrix: Tensor) -> None:
         """Take every row; TypeError or RuntimeError where the elements cannot be reached or are not float32."""
 
     @abstractmethod
@@ -74,20 +64,16 @@ class NormRows(Sheet):
 
     __slots__ = ("_parts", "_rows", "_scalar")
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(shapes)
         rows = torch.from_numpy(self._host)
-        self._parts = rows.split([math.prod(shape[:-1]) for shape in shapes])
+        self._parts = rows.split([count for count, _ in shapes])
         self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **HERE)
 
-    @staticmethod
-    def shape(numel: int) -> tuple[int, ...] | None:
-        return _matrix(numel)
-
-    def read(self, part: int, tensor: Tensor) -> None:
-        if tensor.dtype is not torch.float32:  # complex numbers would be taken, and lose digits
-            raise TypeError(f"not float32 but {tensor.dtype}")
-        torch.linalg.vector_norm(tensor, 2, 1, out=self._parts[part])
+    def read(self, part: int, matrix: Tensor) -> None:
+        if matrix.dtype is not torch.float32:  # complex numbers would be taken, and lose digits
+            raise TypeError(f"not float32 but {matrix.dtype}")
+        torch.linalg.vector_norm(matrix, 2, 1, out=self._parts[part])
 
     # By the very operation whose code is in the caches by now.
     def total(self) -> float:
@@ -113,40 +99,28 @@ class SquareRows(Sheet):
 
     __slots__ = ("_chunks", "_parts")
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(shapes)
         # No longer than a row: numpy's BLAS shares longer ones out among threads of its own.
         ones = np.ones(ROW, np.float32)
         starts = range(0, len(self._host), ROW)
         chunks = [self._host[start : start + ROW] for start in starts]
         self._chunks = [(chunk, ones[: len(chunk)]) for chunk in chunks]
-        ends = np.cumsum([math.prod(shape[:-1]) for shape in shapes])
-        parts = np.split(self._host, ends[:-1])
-        self._parts = [
-            part if len(shape) == 2 else part.reshape(shape[1], shape[0])
-            for part, shape in zip(parts, shapes, strict=False)
-        ]
+        self._parts = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
 
-    @staticmethod
-    def shape(numel: int) -> tuple[int, ...] | None:
-        return _apart(numel) or _matrix(numel)
-
-    def read(self, part: int, tensor: Tensor) -> None:
-        rows = tensor.numpy()  # sync: CPU tensor
+    def read(self, part: int, matrix: Tensor) -> None:
+        rows = matrix.numpy()  # sync: CPU tensor
         if rows.dtype != np.float32:  # would be converted in silence
             raise TypeError(f"not float32 but {rows.dtype}")
-        if rows.ndim == 3:
-            rows = rows.transpose(1, 0, 2)
         _vecdot(rows, rows, out=self._parts[part])
 
     @classmethod
     def of(cls, vector: Tensor) -> float | None:
         """Sum of squares of one contiguous float32 vector; None where it cannot be divided into rows."""
-        shape = cls.shape(vector.numel())
+        shape = divided(vector.numel())
         if shape is None:
             return None
         rows = vector.detach().view(shape).numpy()  # sync: CPU tensor
-        rows = rows.transpose(1, 0, 2) if rows.ndim == 3 else rows
         with np.errstate(all="ignore"):
             return float(np.add.reduce(_vecdot(rows, rows), axis=None, dtype=np.float64))
 
@@ -169,20 +143,8 @@ def fastest() -> type[Sheet]:
     return NormRows if _vecdot is None or torch.get_num_threads() > 1 else SquareRows
 
 
-def _matrix(numel: int) -> tuple[int, int] | None:
+def divided(numel: int) -> tuple[int, int] | None:
     """(rows, columns) of rows not longer than ROW and not much shorter; None when none divide `numel`."""
     fewest = -(-numel // ROW)
     most = min(fewest * UNEVEN, numel)
     return next(((rows, numel // rows) for rows in range(fewest, most + 1) if numel % rows == 0), None)
-
-
-@functools.lru_cache(1 << 12)
-def _apart(numel: int) -> tuple[int, int, int] | None:
-    """(places, rows of each, columns) of rows about a page long; None for what is small or cannot be so divided."""
-    place, rest = divmod(numel, PLACES)
-    if numel < APART or rest:
-        return None
-    lengths = [length for length in range(PAGE // 2, PAGE * 2) if place % length == 0]
-    # Whole cache lines where that can be had, then whole pages.
-    best = min(lengths, key=lambda length: (length % 16 > 0, abs(length - PAGE)), default=0)
-    return (PLACES, place // best, best) if best else None

@@ -12,25 +12,19 @@ import statistics
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.hooks.rows import NormRows, Sheet, SquareRows
+from gradwatch.hooks.rows import NormRows, Sheet, SquareRows, divided
 
 ELEMENTS = 1 << 24
 
 
 def _sheet(kind: type[Sheet], grad: Tensor) -> Callable[[], object]:
-    shape = kind.shape(grad.numel())
+    shape = divided(grad.numel())
     assert shape is not None
     sheet, view = kind([shape]), grad.view(shape)
     return lambda: sheet.read(0, view)
-
-
-def _rows(grad: Tensor, length: int) -> Callable[[], object]:
-    rows = grad.numpy().reshape(-1, length)
-    return lambda: np.vecdot(rows, rows)
 
 
 def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
@@ -38,7 +32,6 @@ def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
     return {
         "rows.SquareRows (one thread's way)": _sheet(SquareRows, grad),
         "rows.NormRows (several threads')": _sheet(NormRows, grad),
-        "vecdot, rows of 8192 in a row": _rows(grad, 8192),
         "one torch.dot": lambda: torch.dot(grad, grad),
         "torch._foreach_norm": lambda: torch._foreach_norm([grad]),
     }
