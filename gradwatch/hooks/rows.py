@@ -82,9 +82,8 @@ class NormRows(Sheet):
     def least(self) -> float:
         if not self._rows.numel():
             return math.inf
-        least = float(
-            torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar)
-        )  # sync: CPU tensor
+        torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar)
+        least = float(self._scalar)  # sync: CPU tensor
         return least * least
 
     def norm(self, row: int) -> float:
