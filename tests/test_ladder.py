@@ -190,6 +190,8 @@ rules:
         for event in record.verdict.events
         if event.kind == "repeat" and event.notify
     ]
+    # A step at which training stops is not taken: it is not told as skipped too, nor counted so.
+    assert set(orders(kept.records[-1])) == ({"stop"} if then == "stop" else {"skip_step"})
     assert (stopped, alarms) == ((1, [4]) if then == "stop" else (0, [4, 7]))
 
 

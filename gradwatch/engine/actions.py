@@ -64,7 +64,9 @@ OVERRIDDEN = frozenset({"clip", "rescale", "zero_nonfinite"})
 def settled(decision: Decision) -> Decision:
     """The decision as it will be carried out: 1 where nobody ordered a factor, no word of what is overridden."""
     if decision.skip or decision.stop:
-        kept = (order for order in decision.orders if order.shadow or order.action not in OVERRIDDEN)
+        # A step at which training stops is not taken: nobody has skipped it.
+        overridden = OVERRIDDEN | {"skip_step"} if decision.stop else OVERRIDDEN
+        kept = (order for order in decision.orders if order.shadow or order.action not in overridden)
         decision = replace(decision, orders=frozenset(kept))
     if decision.coef is None:
         return decision
