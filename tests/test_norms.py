@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.hooks.norms import SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.norms import PATIENCE, SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
 from gradwatch.hooks.rows import ROW, NormRows, Sheet, SquareRows, divided, fastest
 
 KINDS = pytest.mark.parametrize(
@@ -276,3 +276,14 @@ def test_a_gradient_of_another_dtype_is_not_converted(kind: type[Sheet], dtype: 
     reader.read([torch.ones(1 << 17)])
     other = torch.full((1 << 17,), 300.0).to(dtype)  # its square is beyond float16
     assert math.sqrt(reader.read([other]).squares()[0]) == pytest.approx(reference(other), rel=1e-5)
+
+
+@KINDS
+def test_gradients_that_come_later_are_planned_for(kind: type[Sheet]) -> None:
+    """A first read before any gradient is there (another loop's clip) does not have them read one by one for good."""
+    reader, grads = reader_of(kind), [torch.full((5,), 2.0) for _ in range(40)]
+    reader.read([None] * 40)
+    for _ in range(PATIENCE + 1):
+        read = reader.read(grads)
+        assert read.squares() == pytest.approx([20.0] * 40, rel=1e-6)
+    assert not read._apart

@@ -88,6 +88,7 @@ class _Plan:
         self.singles = [one for k in alone if (one := _single(k, grads[k])) is not None]
         planned = {single.place for single in self.singles}
         self.others = [k for k in alone if k not in planned]
+        self.absent = [k for k in self.others if grads[k] is None]  # nothing could be planned for them
         self.shapes = [(len(bucket.indices), bucket.rows.shape[1]) for bucket in self.buckets]
         self.shapes += [single.shape for single in self.singles]
         # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
@@ -214,7 +215,7 @@ class CpuReader:
                     sheet.read(part, (grad if order is None else grad.permute(order)).view(shape))
                 except (AttributeError, TypeError, RuntimeError):
                     missed.append(index)  # absent, or of another size, layout or dtype this time
-        if missed:
+        if missed or any(grads[k] is not None for k in plan.absent):
             self._off += 1
         apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
         return RowNorms(plan, sheet, apart, missed)
