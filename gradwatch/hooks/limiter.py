@@ -148,9 +148,8 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
 
     def limit(grad: Tensor | None) -> Tensor | None:
-        if (
-            grad is None or tracing()
-        ):  # a custom Function may return None; compiled autograd: would break its graph
+        # A custom Function may return None for it; compiled autograd: what this does would break its graph.
+        if grad is None or tracing():
             return None
         try:
             if task[0] != current():

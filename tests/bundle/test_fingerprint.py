@@ -187,6 +187,7 @@ def test_without_a_rule_that_asks_nothing_is_remembered(closed: bool, tmp_path: 
     if closed:
         gw.close()
     gw.batch([1, 2])
+    assert gw._causes is None  # there is nobody who could remember
     gw.close()
 
 
