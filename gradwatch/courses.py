@@ -57,9 +57,9 @@ class Courses:
     def __iter__(self) -> Iterator[Course]:
         return iter(self._by_lane.values())
 
-    def at_boundary(self, lane: Lane | None) -> None:
+    def at_boundary(self, lane: Lane) -> None:
         """A step boundary begins: the gradients of a step are about to be measured."""
-        course = None if lane is None else self._by_lane.get(lane.index)
+        course = self._by_lane.get(lane.index)
         if course is not None and course.micro is not None:
             course.micro.at_boundary()
 

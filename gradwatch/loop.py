@@ -231,16 +231,16 @@ class Loop:
         """Whether the ranks put together what each knows of these gradients."""
         return self._ranks.pooled(lane)
 
-    def arrive(self, optimizer: Optimizer) -> None:
+    def arrive(self, lane: Lane | None) -> None:
         """A step boundary begins."""
-        if not self._closed and os.getpid() == self.run.pid:
-            self._courses.at_boundary(self._capture.lane_of(optimizer))
-            self._ranks.arrive(self._capture.lane_of(optimizer))
+        if lane is not None and not self._closed and os.getpid() == self.run.pid:
+            self._courses.at_boundary(lane)
+            self._ranks.arrive(lane)
 
-    def depart(self, optimizer: Optimizer) -> None:
+    def depart(self, lane: Lane | None) -> None:
         """A step boundary ends; no rank is left waiting for this one."""
-        if not self._closed and os.getpid() == self.run.pid:
-            self._ranks.depart(self._capture.lane_of(optimizer))
+        if lane is not None and not self._closed and os.getpid() == self.run.pid:
+            self._ranks.depart(lane)
 
     def enter(self, lane: Lane) -> None:
         """The ranks meet at the first boundary of a lane, and its rules are bound to what they know together."""

@@ -63,7 +63,7 @@ def test_start_makes_no_connection_and_resolves_no_name(tmp_path: Path) -> None:
 
 
 GROWTH = """
-import sys
+import os, sys, time
 import torch, gradwatch
 def resident():
     with open("/proc/self/statm") as statm:
@@ -73,14 +73,28 @@ model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 x = torch.ones(2, 8)
 steps = int(sys.argv[2])
+hanging, fdatasync = [False], os.fdatasync
+def slow(fd):
+    while hanging[0]:
+        time.sleep(0.01)
+    fdatasync(fd)
+os.fdatasync = slow
 with gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0", strict=True) as gw:
     for step in range(steps):
         optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
-        if step % 1000 == 0:
-            gw.flush()  # what waits for a slow disk is bounded by itself, and no growth
+        # What waits for a slow disk is bounded, and no growth: the queue is full once before anything is measured.
+        if step == steps // 4:
+            hanging[0] = True
+            gw.flush(timeout=0.01)
+        if step == steps // 4 + 1200:
+            hanging[0] = False
+        if step % 1000 == 0 and not hanging[0]:
+            gw.flush()
         if step == steps // 2:
             before = resident()
     gw.flush(); print(resident() - before)
+    (dropped,) = [sink.sink.dropped for sink in gw._sinks if sink.name == "journal"]
+    assert dropped, "the queue was never full"
 """
 
 

@@ -178,8 +178,7 @@ class Boundary:
 
     def _at_step(self, optimizer: Optimizer, nested: bool = False) -> None:
         if not self._judge.owns(optimizer):
-            self._judge.arrive(optimizer)
-            self._judge.depart(optimizer)
+            self._among_ranks(self._capture.lane_of(optimizer), optimizer, lambda _: None)
             return
         known = self._capture.lane_of(optimizer)
         if known is not None and nested:
@@ -196,17 +195,19 @@ class Boundary:
             self._judge.captured()
             return
         before = self._inside.get(known.index, 0) if known is not None and nested else 0
-        self._among_ranks(optimizer, lambda optimizer: self._close_window(optimizer, before))
+        self._among_ranks(known, optimizer, lambda optimizer: self._close_window(optimizer, before))
 
-    def _among_ranks(self, optimizer: Optimizer, close: Callable[[Optimizer], None]) -> None:
-        """Close a window; whatever fails, no rank is left waiting for this one."""
-        self._judge.arrive(optimizer)
+    def _among_ranks(
+        self, known: Lane | None, optimizer: Optimizer, close: Callable[[Optimizer], None]
+    ) -> None:
+        """Close a window of a lane (None = it has none yet); whatever fails, no rank is left waiting for this one."""
+        self._judge.arrive(known)
         try:
             close(optimizer)
         except Exception:
-            self._judge.depart(optimizer)
+            self._judge.depart(self._capture.lane_of(optimizer))
             raise
-        self._judge.depart(optimizer)
+        self._judge.depart(self._capture.lane_of(optimizer) if known is None else known)
 
     def _close_window(self, optimizer: Optimizer, outer: int = 0) -> None:
         """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
@@ -307,7 +308,7 @@ class Boundary:
     def _at_rejected(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer) and not capturing():
             self._capture.drain()
-            self._among_ranks(optimizer, self._close_rejected)
+            self._among_ranks(self._capture.lane_of(optimizer), optimizer, self._close_rejected)
 
     def _close_rejected(self, optimizer: Optimizer) -> None:
         lane = self._lane(optimizer)

@@ -32,13 +32,13 @@ class Judge(Protocol):
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether a rule skips non-finite steps (then a fused optimizer is told on the device)."""
 
-    def arrive(self, optimizer: Optimizer) -> None:
-        """A step boundary begins, at which other ranks may wait for this one."""
+    def arrive(self, lane: Lane | None) -> None:
+        """A step boundary begins, at which other ranks may wait for this one; None where there is no lane yet."""
 
     def enter(self, lane: Lane) -> None:
         """The lane that stands at this boundary; its ranks meet at the first."""
 
-    def depart(self, optimizer: Optimizer) -> None:
+    def depart(self, lane: Lane | None) -> None:
         """The boundary has been left, by a fault of ours or not: see to it that nobody waits any longer."""
 
     def max_norm(self, lane: Lane) -> float | None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense, flat
-from gradwatch.hooks.rows import HERE, ROW, NormRows, Sheet, SquareRows, divided, fastest
+from gradwatch.hooks.rows import HERE, ROW, NormRows, Sheet, SquareRows, divided, fastest, silently
 
 FEW = 2048  # row norms whose squares float32 may add up
 SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
@@ -202,23 +202,29 @@ class CpuReader:
             self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
             plan, self._off = _Plan(grads, self._kind()), 0
             self._plan = plan
-        sheet, missed = plan.sheet(), []
-        with np.errstate(all="ignore"):  # squares beyond float32 are found out, and looked at twice
-            for part, bucket in enumerate(plan.buckets):
-                if _stacked(bucket, grads):
-                    sheet.read(part, bucket.rows)
-                else:
-                    missed += bucket.indices
-            for part, (index, shape, order) in enumerate(plan.singles, len(plan.buckets)):
-                grad: Any = grads[index]
-                try:
-                    sheet.read(part, (grad if order is None else grad.permute(order)).view(shape))
-                except (AttributeError, TypeError, RuntimeError):
-                    missed.append(index)  # absent, or of another size, layout or dtype this time
+        sheet = plan.sheet()
+        missed = silently(_fill, plan, sheet, grads)
         if missed or any(grads[k] is not None for k in plan.absent):
             self._off += 1
         apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
         return RowNorms(plan, sheet, apart, missed)
+
+
+def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> list[int]:
+    """Read what is as planned; the positions that were planned for, and are not."""
+    missed: list[int] = []
+    for part, bucket in enumerate(plan.buckets):
+        if _stacked(bucket, grads):
+            sheet.read(part, bucket.rows)
+        else:
+            missed += bucket.indices
+    for part, (index, shape, order) in enumerate(plan.singles, len(plan.buckets)):
+        grad: Any = grads[index]
+        try:
+            sheet.read(part, (grad if order is None else grad.permute(order)).view(shape))
+        except (AttributeError, TypeError, RuntimeError):
+            missed.append(index)  # absent, or of another size, layout or dtype this time
+    return missed
 
 
 def _stacked(bucket: _Bucket, grads: Sequence[Tensor | None]) -> bool:

@@ -138,10 +138,8 @@ class Ranks:
 
     # -- meeting -----------------------------------------------------------------------------------------
 
-    def arrive(self, lane: Lane | None) -> None:
+    def arrive(self, lane: Lane) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
-        if lane is None:
-            return
         seat = self._seats.get(lane.index)
         if seat is not None:
             seat.told = None
@@ -319,9 +317,9 @@ class Ranks:
         if told is not None and told.head("facts"):
             lane.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
 
-    def depart(self, lane: Lane | None) -> None:
+    def depart(self, lane: Lane) -> None:
         """The step boundary ends: where nothing was told, by a fault of ours, take part all the same."""
-        if lane is None or lane.index not in self._turn:
+        if lane.index not in self._turn:
             return
         self._turn.discard(lane.index)
         seat = self._seats.get(lane.index)
