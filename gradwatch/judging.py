@@ -285,7 +285,9 @@ class Judging:
         else:
             course.calm += 1
         calm = self._may_wait and course.calm >= CALM and not self._ranks.talks(lane)
-        lane.usual = snapshot.total_norm if calm else None
+        # Between the last totals: one step out of two that differs must not make the next one unusual as well.
+        before = lane.usual or snapshot.total_norm
+        lane.usual = math.sqrt(before * snapshot.total_norm) if calm else None
 
     def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
         """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""

@@ -330,10 +330,11 @@ class Loop:
     def _backward_ended(self) -> None:
         if self._resting():
             return
-        if capturing():
+        lanes = self._capture.lanes
+        if not all(lane.on_cpu for lane in lanes) and capturing():
             return  # a read of ours would become part of the user's CUDA graph, or break it
         self._courses.backward_ended()
-        for lane in self._capture.lanes:
+        for lane in lanes:
             if lane.index not in self._courses:
                 self.bound(lane)
             if lane.backwards and lane.due():

@@ -258,6 +258,23 @@ def test_a_loop_that_was_calm_is_soon_calm_again(tmp_path: Path) -> None:
     assert waited[0] <= 90 + CALM_AGAIN + 2
 
 
+def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(tmp_path: Path) -> None:
+    """Batches that differ by a factor of three, as in embeddings, are no reason to judge each step at once."""
+    model, optimizer = build()
+    sink, judged, large = Kept(), [], set(range(0, 200, 5))
+    for parameter in model.parameters():
+        count = iter(range(200))
+        parameter.register_hook(lambda grad, count=count: grad * 3 if next(count) in large else grad)
+    rules = parse_rules("version: 1\nrules: {nf: {detect: {kind: nonfinite}, do: [skip_step]}}\n")
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=tmp_path):
+        for _ in steps(model, optimizer, 120):
+            judged.append(len(sink.records))
+    totals = [record.snapshot.total_norm for record in sink.records]
+    assert any(later > 2 * former for former, later in zip(totals, totals[1:], strict=False))
+    at_once = [step for step in range(LEARNED, 120) if judged[step] == step + 1]
+    assert len(at_once) <= 2 * (120 - LEARNED) / MOST
+
+
 @pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
 @pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.7, 1.1])

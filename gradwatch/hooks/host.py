@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwatch.hooks.norms import Detail, RowNorms, inspect, suspicious
 from gradwatch.policies.norm import EPSILON
 
-NEAR = 2.0
+NEAR = 4.0
 """A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
 
 CLOSE = 1.001

@@ -62,12 +62,12 @@ def _dot(vector: Tensor) -> float:
 
 
 class _Bucket(NamedTuple):
-    """Small float32 gradients of one shape, stacked before they are read; `rows` is the stack as a matrix."""
+    """Small float32 gradients of one shape, stacked before they are read as a matrix of `shape`."""
 
     indices: list[int]
     pick: operator.itemgetter[Any]
     stacked: Tensor
-    rows: Tensor
+    shape: tuple[int, int]
 
 
 class _Single(NamedTuple):
@@ -89,7 +89,7 @@ class _Plan:
         planned = {single.place for single in self.singles}
         self.others = [k for k in alone if k not in planned]
         self.absent = [k for k in self.others if grads[k] is None]  # nothing could be planned for them
-        self.shapes = [(len(bucket.indices), bucket.rows.shape[1]) for bucket in self.buckets]
+        self.shapes = [bucket.shape for bucket in self.buckets]
         self.shapes += [single.shape for single in self.singles]
         # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
         self.faint = max((columns for _, columns in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
@@ -204,7 +204,7 @@ class CpuReader:
             self._plan = plan
         sheet = plan.sheet()
         missed = silently(_fill, plan, sheet, grads)
-        if missed or any(grads[k] is not None for k in plan.absent):
+        if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
             self._off += 1
         apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
         return RowNorms(plan, sheet, apart, missed)
@@ -215,14 +215,14 @@ def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> list[int
     missed: list[int] = []
     for part, bucket in enumerate(plan.buckets):
         if _stacked(bucket, grads):
-            sheet.read(part, bucket.rows)
+            sheet.read(part, bucket.stacked, bucket.shape, None)
         else:
             missed += bucket.indices
     for part, (index, shape, order) in enumerate(plan.singles, len(plan.buckets)):
         grad: Any = grads[index]
         try:
-            sheet.read(part, (grad if order is None else grad.permute(order)).view(shape))
-        except (AttributeError, TypeError, RuntimeError):
+            sheet.read(part, grad, shape, order)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             missed.append(index)  # absent, or of another size, layout or dtype this time
     return missed
 
@@ -257,7 +257,7 @@ def _buckets(grads: Sequence[Tensor | None]) -> tuple[list[_Bucket], list[int]]:
 
 def _bucket(shape: torch.Size, members: list[int]) -> _Bucket:
     stacked = torch.empty((len(members), *shape), **HERE)
-    return _Bucket(members, operator.itemgetter(*members), stacked, stacked.view(len(members), -1))
+    return _Bucket(members, operator.itemgetter(*members), stacked, (len(members), shape.numel()))
 
 
 def _plain(grad: Tensor) -> bool:

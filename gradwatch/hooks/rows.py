@@ -27,6 +27,9 @@ UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor wit
 # Not what `torch.set_default_dtype` and `set_default_device` say.
 HERE: Any = {"dtype": torch.float32, "device": "cpu"}
 
+Shape = tuple[int, int]
+Order = tuple[int, ...] | None
+_FLOAT32 = np.dtype(np.float32)
 _vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
 
 # Sums beyond float32 are found out, and looked at twice: nobody needs numpy's warning. Since 2.0 it keeps that
@@ -39,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class Sheet(ABC):
-    """Where the rows of one read land: `read` fills a part of it from a float32 matrix on the CPU."""
+    """Where the rows of one read land: `read` fills a part of it from a float32 gradient on the CPU."""
 
     __slots__ = ("_host",)
 
@@ -48,8 +51,12 @@ class Sheet(ABC):
         self._host: NDArray[np.float32] = np.zeros(sum(rows for rows, _ in shapes), np.float32)
 
     @abstractmethod
-    def read(self, part: int, matrix: Tensor) -> None:
-        """Take every row; TypeError or RuntimeError where the elements cannot be reached or are not float32."""
+    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+        """Take every row of a gradient, as a matrix of `shape` once its dimensions are in `order` (None = as they are).
+
+        TypeError, ValueError or RuntimeError where there are other elements, they cannot be reached so, or are not
+        float32.
+        """
 
     @abstractmethod
     def total(self) -> float:
@@ -79,9 +86,10 @@ class NormRows(Sheet):
         self._parts = rows.split([count for count, _ in shapes])
         self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **HERE)
 
-    def read(self, part: int, matrix: Tensor) -> None:
-        if matrix.dtype is not torch.float32:  # complex numbers would be taken, and lose digits
-            raise TypeError(f"not float32 but {matrix.dtype}")
+    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+        if grad.dtype is not torch.float32:  # complex numbers would be taken, and lose digits
+            raise TypeError(f"not float32 but {grad.dtype}")
+        matrix = (grad if order is None else grad.permute(order)).view(shape)
         torch.linalg.vector_norm(matrix, 2, 1, out=self._parts[part])
 
     # By the very operation whose code is in the caches by now.
@@ -116,10 +124,16 @@ class SquareRows(Sheet):
         self._chunks = [(chunk, ones[: len(chunk)]) for chunk in chunks]
         self._parts = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
 
-    def read(self, part: int, matrix: Tensor) -> None:
-        rows = matrix.numpy()  # sync: CPU tensor
-        if rows.dtype != np.float32:  # would be converted in silence
-            raise TypeError(f"not float32 but {rows.dtype}")
+    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+        # numpy takes shapes at a third of what torch's dispatcher asks in cold caches.
+        values = grad.numpy()  # sync: CPU tensor
+        if order is not None:
+            values = values.transpose(order)
+        if (
+            values.dtype is not _FLOAT32 or not values.flags.c_contiguous
+        ):  # would be converted or copied in silence
+            raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
+        rows = values.reshape(shape)
         _vecdot(rows, rows, out=self._parts[part])
 
     @classmethod

@@ -23,8 +23,8 @@ ELEMENTS = 1 << 24
 def _sheet(kind: type[Sheet], grad: Tensor) -> Callable[[], object]:
     shape = divided(grad.numel())
     assert shape is not None
-    sheet, view = kind([shape]), grad.view(shape)
-    return lambda: sheet.read(0, view)
+    sheet = kind([shape])
+    return lambda: sheet.read(0, grad, shape, None)
 
 
 def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
