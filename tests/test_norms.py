@@ -204,6 +204,16 @@ def test_constant_gradient_keeps_its_digits_when_read_with_others(
 
 
 @pytest.mark.parametrize("kind", [NormRows, SquareRows])
+def test_gradients_with_a_graph_of_their_own_are_read_as_planned(kind: type[Sheet]) -> None:
+    """`backward(create_graph=True)` leaves gradients that require one; they are no reason to read one by one."""
+    grads = [torch.ones(3, 5, requires_grad=True), torch.ones(4, requires_grad=True) * 2]
+    with torch.no_grad():
+        read = reader_of(kind).read(grads)
+    assert not read._missed
+    assert read.squares().tolist() == pytest.approx([15.0, 16.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [NormRows, SquareRows])
 @pytest.mark.parametrize(
     "numel", [1, 7, ROW, 8 * ROW - 4, 8 * ROW, 8 * ROW + 4, 3 * 8 * ROW + 8, 1000 * 4096, 65_537 * 4]
 )

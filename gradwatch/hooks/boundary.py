@@ -195,6 +195,7 @@ class Boundary:
             self._judge.captured()
             return
         before = self._inside.get(known.index, 0) if known is not None and nested else 0
+        known = known or self._capture.lane_of(optimizer)  # the drain may have made it
         self._among_ranks(known, optimizer, lambda optimizer: self._close_window(optimizer, before))
 
     def _among_ranks(

@@ -126,12 +126,11 @@ class SquareRows(Sheet):
 
     def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
         # numpy takes shapes at a third of what torch's dispatcher asks in cold caches.
-        values = grad.numpy()  # sync: CPU tensor
+        values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
         if order is not None:
             values = values.transpose(order)
-        if (
-            values.dtype is not _FLOAT32 or not values.flags.c_contiguous
-        ):  # would be converted or copied in silence
+        # What is otherwise would be converted or copied in silence.
+        if values.dtype is not _FLOAT32 or not values.flags.c_contiguous:
             raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
         rows = values.reshape(shape)
         _vecdot(rows, rows, out=self._parts[part])
