@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from gradwatch.watching import Watch
 from tests.kept import Kept
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules
+from tests.one_rank import one_rank
 
 
 @pytest.fixture
@@ -397,18 +397,15 @@ def test_the_fast_path_of_transformers_stays(early: Early) -> None:
     assert all(hooks(one) == 0 for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer))
 
 
-def test_replicas_made_after_the_optimizer(early: Early, tmp_path: Path) -> None:
+def test_replicas_made_after_the_optimizer(early: Early) -> None:
     """DistributedDataParallel around a model that is held already: its calls are run again as the replica's."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank():
         model = SqrtAtZero()
         early.add(model)
         replica = nn.parallel.DistributedDataParallel(model)
         replica(broken(torch.randn(5, 4))).sum().backward()
         (finding,) = first_step(early, replica, sgd(model))
         assert (finding.op, finding.module) == ("sqrt", "SqrtAtZero")
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 class Unreadable(dict[str, Any]):

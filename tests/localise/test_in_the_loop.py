@@ -23,6 +23,7 @@ from gradwatch.watching import Watch
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 from tests.localise.models import BAD, SqrtAtZero
+from tests.one_rank import one_rank
 
 RULES = """
 version: 1
@@ -293,11 +294,10 @@ def test_a_step_that_the_scaler_rejected_is_not_part_of_the_next() -> None:
     assert not [one for record in kept.records for one in record.findings]
 
 
-def test_data_parallel_replicas_replay_their_own_module(tmp_path: Path) -> None:
+def test_data_parallel_replicas_replay_their_own_module() -> None:
     """Under DistributedDataParallel the module inside is run again; its reducer hears nothing."""
     torch.manual_seed(0)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank():
         model, kept = SqrtAtZero(), Kept()
         replica = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(replica.parameters(), 0.01)
@@ -310,5 +310,3 @@ def test_data_parallel_replicas_replay_their_own_module(tmp_path: Path) -> None:
         (finding,) = (one for record in kept.records for one in record.findings)
         assert (finding.phase, finding.op, finding.module) == ("backward", "sqrt", "SqrtAtZero")
         assert len(kept.records) == 5
-    finally:
-        torch.distributed.destroy_process_group()

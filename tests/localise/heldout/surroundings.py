@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from tests.localise.heldout.case import DATA, T, Watch, batches, case, fit, zero_row
+from tests.one_rank import one_rank
 
 
 @case(module="embed", op="embedding")
@@ -227,16 +224,6 @@ def functional_call_of_the_model(watch: Watch) -> None:
         out = functional_call(model, dict(model.named_parameters()), (x,))
         out.sum().backward()
         optimizer.step()
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 @case(module="norm", op="div true_divide")
