@@ -35,7 +35,7 @@ UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wr
 Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
 NOTHING: Mapping[int, float] = {}
-KEPT = 1 << 22  # elements of a lane whose gradients may be held until the step
+KEPT = 1 << 24  # elements of a lane whose gradients may be held until the step, on the host
 
 
 class Lane:
