@@ -110,9 +110,7 @@ class Boundary:
         graded = torch.is_grad_enabled()
         try:
             started = time.perf_counter()
-            torch._C._set_grad_enabled(
-                False
-            )  # what `no_grad` ends in; its classes cost ten times as much when cold
+            torch._C._set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
             call()
             self.spent_seconds += time.perf_counter() - started
         except TrainingStopped:
