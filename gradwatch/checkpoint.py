@@ -22,6 +22,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,11 @@ def tag_name(rank: int) -> str:
 
 def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: CheckpointHealth) -> None:
     """Replace this rank's tag in one piece: a reader sees the old one or the new one. Raises `OSError`."""
-    path = Path(directory, tag_name(rank))
+    # As strings: pathlib interns each part of a path, and CPython's table of interned strings keeps a place for every
+    # one that is gone until it doubles, to 8 MB: a file written each second would see to that.
+    name = tag_name(rank)
+    path = os.path.join(directory, name)
+    fresh = os.path.join(directory, f"{name.removesuffix('.json')}.{os.getpid()}.new")
     document = {
         "format": FORMAT,
         "rank": rank,
@@ -119,7 +124,6 @@ def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: C
         "last_healthy_step": health.last_healthy_step,
         "reasons": list(health.reasons),
     }
-    fresh = path.with_suffix(f".{os.getpid()}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(fresh, flags, 0o600)
     try:
@@ -129,7 +133,8 @@ def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: C
             os.fsync(file.fileno())
         os.replace(fresh, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(fresh)
         raise
 
 

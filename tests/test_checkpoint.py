@@ -253,6 +253,27 @@ def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
     assert len(written) <= 7
 
 
+def test_a_streak_of_bad_steps_is_no_stream_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a checkpoint stays unhealthy, reasons that name another step each time wait for their second, too."""
+    from dataclasses import replace
+
+    now, tag, sites, written = [100.0], HealthTag(0), record_sites(), []
+    monkeypatch.setattr("gradwatch.journal.health_tag.time.monotonic", lambda: now[0])
+    real = write_tag
+    monkeypatch.setattr(
+        "gradwatch.journal.health_tag.write_tag", lambda *args: (written.append(args[2]), real(*args))[1]
+    )
+    for step in range(1000):
+        now[0] += 0.002
+        health = CheckpointHealth(False, None, (f"a gradient was not finite at step {step}",))
+        tag.hear([replace(make_record(sites, step=step), checkpoint=health)])
+        tag.write(tmp_path)
+    tag.write(tmp_path, last=True)
+    assert written[0] == 0
+    assert len(written) <= 4
+    assert read_tag(tmp_path).reasons == ("a gradient was not finite at step 999",)
+
+
 # -- resume ------------------------------------------------------------------------------------------------
 
 EVERYTHING = """

@@ -10,7 +10,7 @@ from gradwatch.checkpoint import joined, write_tag
 from gradwatch.snapshot import CheckpointHealth, Record
 
 SECONDS = 1.0
-"""While nothing but the step changes, the file is written no more often than this."""
+"""While a checkpoint stays as healthy or unhealthy as it is, the file is written no more often than this."""
 
 
 class HealthTag:
@@ -35,7 +35,7 @@ class HealthTag:
         if not self._found:
             return
         health, written, now = joined(self._found.values()), self._written, time.monotonic()
-        changed = written is None or (health.healthy, health.reasons) != (written.healthy, written.reasons)
+        changed = written is None or health.healthy != written.healthy
         if changed or (health != written and (last or now >= self._next)):
             self._next = now + SECONDS
             write_tag(directory, self._rank, self._step, health)
