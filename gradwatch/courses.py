@@ -85,7 +85,7 @@ class Courses:
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
-        for course in self:
+        for course in self._by_lane.values():
             if course.limiter is not None:
                 course.limiter.backward_ended()
         if self._early is not None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gradwatch.applied import factors_of, reshaped, told, unclipped
 from gradwatch.checkpoint import joined
@@ -37,6 +36,9 @@ from gradwatch.surroundings import Surroundings
 
 UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""
+NOTHING = Extras()
+"""Of a step on which nothing was measured but norms."""
+_FLOAT = frozenset({float})
 
 
 class Case(NamedTuple):
@@ -110,9 +112,10 @@ class Judging:
         modules = []
         if taps is not None:
             modules.append(taps.collect(window.step, scale))
-        scalars = self._unseen(course)
+        scalars = self._unseen(course) if self._observed > course.observed else {}
         if optimizer is not None:
-            scalars |= self._of_optimizer(optimizer)
+            lr = optimizer.param_groups[0].get("lr", 0.0)
+            scalars["lr"] = lr if type(lr) is float else kept(lr)  # of a capturable one, without waiting
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.calm:
@@ -122,9 +125,10 @@ class Judging:
                 and window.loss_scale is None
                 and window.skipped is None
                 and not (params or modules or self._ranks.talks(lane) or course.sampler.expects_move)
-                and all(isinstance(value, float) and math.isfinite(value) for value in scalars.values())
+                and _finite(scalars)
             )
-        extras, at = Extras(tuple(params), tuple(modules)), self._clock(course)
+        extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
+        at = self._clock(course)
 
         def ready() -> bool:
             return window.ready() and extras.ready() and all(map(is_ready, scalars.values()))
@@ -142,10 +146,6 @@ class Judging:
         fresh = {name: value for name, (count, value) in self._scalars.items() if count > course.observed}
         course.observed = self._observed
         return fresh
-
-    def _of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`lr`; a tensor of a capturable optimizer is read without waiting."""
-        return {"lr": kept(optimizer.param_groups[0].get("lr", 0.0))}
 
     def _judge(
         self,
@@ -351,3 +351,9 @@ class Judging:
                 stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
                 decision = settled(decision | stop)
         return decision
+
+
+def _finite(scalars: Mapping[str, Any]) -> bool:
+    """Whether all of these are known by now, and finite."""
+    values = scalars.values()
+    return _FLOAT.issuperset(map(type, values)) and all(map(math.isfinite, values))

@@ -212,11 +212,11 @@ class Loop:
         """Have what this step was made of copied where a rule wants a bundle; the Record as it is followed."""
         return record if self._bundles is None else self._bundles.take(lane, record)
 
-    def owns(self, optimizer: Optimizer) -> bool:
+    def owns(self, optimizer: Optimizer, lane: Lane | None = None) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
         if self._resting():
             return False
-        if self._capture.lane_of(optimizer) is not None:
+        if lane is not None or self._capture.lane_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
@@ -331,13 +331,14 @@ class Loop:
         if self._resting():
             return
         lanes = self._capture.lanes
-        if not all(lane.on_cpu for lane in lanes) and capturing():
-            return  # a read of ours would become part of the user's CUDA graph, or break it
+        for lane in lanes:
+            if not lane.on_cpu and capturing():
+                return  # a read of ours would become part of the user's CUDA graph, or break it
         self._courses.backward_ended()
         for lane in lanes:
             if lane.index not in self._courses:
                 self.bound(lane)
-            if lane.backwards and lane.due():
+            if lane.due():
                 lane.read()
 
     def _stage_scaled(self, stage: nn.Module) -> None:
@@ -351,12 +352,16 @@ class Loop:
                     lane.read()
 
     def _resting(self) -> bool:
-        return self._closed or not self._whole or os.getpid() != self.run.pid or self._pausing()
+        if self._closed or not self._whole or os.getpid() != self.run.pid:
+            return True
+        return self._paused_until > 0 and self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
-        if not self._paused_until or time.monotonic() < self._paused_until:
-            return bool(self._paused_until)
+        if not self._paused_until:
+            return False
+        if time.monotonic() < self._paused_until:
+            return True
         self._paused_until = 0.0
         for lane in self._capture.lanes:
             lane.discard()

@@ -47,7 +47,7 @@ class Recorder:
         self.capture.close()
         assert self.errors == []
 
-    def owns(self, optimizer: Optimizer) -> bool:
+    def owns(self, optimizer: Optimizer, lane: Lane | None = None) -> bool:
         return self.capture.lane_of(optimizer) is not None or self.capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:
@@ -97,7 +97,7 @@ class Recorder:
     def _backward_ended(self) -> None:
         with torch.no_grad():
             for lane in self.capture.lanes:
-                if lane.backwards and lane.due():
+                if lane.due():
                     lane.read()
 
 

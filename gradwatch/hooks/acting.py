@@ -55,7 +55,7 @@ class Acting:
         """Give back any gradient set aside, and `found_inf` as it was."""
         for index in list(self._gates):
             self.open_gate(index)
-        for index in self._skips.lanes():
+        for index in list(self._skips.withheld):
             self.give_back(index)
 
     def carry_out(
@@ -235,6 +235,10 @@ class Acting:
         """Restore `found_inf` and `grad_scale` as they were; not where they are no longer ours."""
         for gate in self._gates.pop(index, ()):
             gate.restore()
+
+    def holds(self, index: int) -> bool:
+        """Whether anything of a lane's step is set aside, or set on its optimizer."""
+        return index in self._gates or index in self._skips.withheld
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""

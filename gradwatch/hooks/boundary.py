@@ -55,7 +55,7 @@ class Boundary:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
         for remove in self._removes:
             remove()
-        self._guarded("boundary", self._in_backward.finish)
+        self._guarded(self._in_backward.finish)
         self.settle_deferred()
         self._acting.close()
 
@@ -66,8 +66,8 @@ class Boundary:
     def settle_deferred(self) -> None:
         """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
         for waiting in self._deferred.values():
-            self._guarded("boundary", lambda waiting=waiting: waiting.judge_all(self._judging_failed))  # type: ignore[misc]
-        self._guarded("boundary", self._in_backward.settle_deferred)
+            self._guarded(waiting.judge_all, self._judging_failed)
+        self._guarded(self._in_backward.settle_deferred)
 
     def _judging_failed(self, error: Exception) -> None:
         self._judge.failed("boundary", error)
@@ -78,27 +78,28 @@ class Boundary:
         """Judge and act now, or, where a closure will run the backward, right after it."""
         self._thread = threading.get_ident()
         if graph_task.current() != graph_task.NONE:
-            self._guarded("boundary", lambda: self._step_in_backward(optimizer))
+            self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if hasattr(closure, "gradwatch_evaluations"):
             return None  # a subclass whose step calls super().step(closure): wrapped already
-        nested = self._is_nested(optimizer)
+        lane = self._capture.lane_of(optimizer)
+        nested = self._is_nested(optimizer, lane)
         if not nested:
             self._evaluations.pop(id(optimizer), None)  # of a step that raised
         if not callable(closure):
-            self._guarded("boundary", lambda: self._at_step(optimizer, nested))
+            self._guarded(self._at_step, optimizer, lane, nested)
             return None
         self._evaluations[id(optimizer)] = turn = Evaluations(None)
-        self._guarded("boundary", lambda: self._remember(optimizer, turn))
+        self._guarded(self._remember, optimizer, turn)
 
         @functools.wraps(closure)
         def watched() -> Any:
             if turn.count:
-                self._guarded("boundary", lambda: self._next_evaluation(optimizer))
+                self._guarded(self._next_evaluation, optimizer)
             result = closure()
             turn.count += 1
-            self._guarded("boundary", lambda: self._evaluated(optimizer, turn))
+            self._guarded(self._evaluated, optimizer, turn)
             return result
 
         watched.gradwatch_evaluations = turn  # type: ignore[attr-defined]
@@ -106,17 +107,17 @@ class Boundary:
             return args, {**kwargs, "closure": watched}
         return (args[0], watched, *args[2:]), kwargs
 
-    def _guarded(self, component: str, call: Callable[[], Any]) -> None:
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = torch.is_grad_enabled()
         try:
             started = time.perf_counter()
             torch._C._set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
-            call()
+            call(*args)
             self.spent_seconds += time.perf_counter() - started
         except TrainingStopped:
             raise
         except Exception as error:
-            self._judge.failed(component, error)
+            self._judge.failed("boundary", error)
         finally:
             torch._C._set_grad_enabled(graded)
 
@@ -143,7 +144,7 @@ class Boundary:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
         lane = self._capture.lane_of(optimizer)
         if turn.count == 1 or lane is None:
-            self._at_step(optimizer)
+            self._at_step(optimizer, lane)
             return
         if turn.skipped or turn.spoilt:
             return
@@ -156,19 +157,18 @@ class Boundary:
             turn.spoilt = True
             self._inside[lane.index] = 0
             lane.step += 1  # a Snapshot of its own
-            self._at_step(optimizer)
+            self._at_step(optimizer, lane)
             return
         decision = self._judge.clips_again(lane, norms)
         if turn.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
             decision |= Decision(max_norm=turn.max_norm)
         self._acting.clip_again(lane, decision, total)
 
-    def _is_nested(self, optimizer: Optimizer) -> bool:
+    def _is_nested(self, optimizer: Optimizer, lane: Lane | None) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
 
         Told by the stack, and asked only where a step seems to be open: one that raised leaves that behind too.
         """
-        lane = self._capture.lane_of(optimizer)
         if lane is None or not self._inside.get(lane.index):
             return False
         under_way = step_hooks.steps_under_way(optimizer)
@@ -176,43 +176,47 @@ class Boundary:
             return under_way > 1
         return lane.backwards > 0 and lane.settled == lane.backwards  # compiled: nothing better is known
 
-    def _at_step(self, optimizer: Optimizer, nested: bool = False) -> None:
-        if not self._judge.owns(optimizer):
-            self._among_ranks(self._capture.lane_of(optimizer), optimizer, lambda _: None)
+    def _at_step(self, optimizer: Optimizer, known: Lane | None, nested: bool = False) -> None:
+        """Judge and act; `known` is the optimizer's lane, None where it has none yet.
+
+        After a backward the caches are cold, and every Python call costs microseconds: hence what is passed along
+        here and below, and what is asked before it is called.
+        """
+        if not self._judge.owns(optimizer, known):
+            self._among_ranks(known, optimizer, _nothing)
             return
-        known = self._capture.lane_of(optimizer)
         if known is not None and nested:
             if id(optimizer) in self._evaluations or known.settled == known.backwards:
                 self._inside[known.index] += 1  # the outer call has judged these gradients, or will
                 return
-        elif known is not None and self._acting.emptied(known.index):
-            self._acting.give_back(
-                known.index, finished=False
-            )  # the step that was skipped raised all the same
+        elif known is not None and self._acting.holds(known.index) and self._acting.emptied(known.index):
+            # The step that was skipped raised all the same.
+            self._acting.give_back(known.index, finished=False)
         self._capture.drain()
-        if known is not None and not known.on_cpu and capturing():
+        if known is None:
+            known = self._capture.lane_of(optimizer)  # the drain may have made it
+        elif not known.on_cpu and capturing():
             known.discard()
             self._judge.captured()
             return
-        before = self._inside.get(known.index, 0) if known is not None and nested else 0
-        known = known or self._capture.lane_of(optimizer)  # the drain may have made it
-        self._among_ranks(known, optimizer, lambda optimizer: self._close_window(optimizer, before))
+        outer = self._inside.get(known.index, 0) if known is not None and nested else 0
+        self._among_ranks(known, optimizer, self._close_window, known, outer)
 
     def _among_ranks(
-        self, known: Lane | None, optimizer: Optimizer, close: Callable[[Optimizer], None]
+        self, known: Lane | None, optimizer: Optimizer, close: Callable[..., None], *args: Any
     ) -> None:
         """Close a window of a lane (None = it has none yet); whatever fails, no rank is left waiting for this one."""
         self._judge.arrive(known)
         try:
-            close(optimizer)
+            close(optimizer, *args)
         except Exception:
             self._judge.depart(self._capture.lane_of(optimizer))
             raise
         self._judge.depart(self._capture.lane_of(optimizer) if known is None else known)
 
-    def _close_window(self, optimizer: Optimizer, outer: int = 0) -> None:
+    def _close_window(self, optimizer: Optimizer, known: Lane | None, outer: int) -> None:
         """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
-        lane = self._lane(optimizer)
+        lane = self._lane(optimizer, known)
         if not lane.on_cpu and capturing():
             lane.discard()
             self._judge.captured()
@@ -221,10 +225,9 @@ class Boundary:
         if self._inside.get(lane.index) and not outer:
             lane.resume()  # the step before this one raised
         self._inside[lane.index] = outer + 1
-        self._acting.give_back(lane.index, finished=False)
-        self._acting.open_gate(lane.index)  # left behind by a step that raised
+        self._let_go(lane, finished=False)  # left behind by a step that raised
         window = self._settle(optimizer, lane, precision.found_inf(optimizer))
-        waiting = self._deferred.setdefault(lane.index, Deferred())
+        waiting = self._waiting(lane)
         if not lane.on_cpu and not self._must_wait(lane, optimizer):
             waiting.judge_arrived()
             waiting.add(self._judge.measure(lane, window))
@@ -264,8 +267,21 @@ class Boundary:
             self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks
         return window
 
-    def _lane(self, optimizer: Optimizer) -> Lane:
-        lane = self._capture.lane_of(optimizer)
+    def _let_go(self, lane: Lane, finished: bool) -> None:
+        """Give back what was set aside for a step of a lane, which has `finished` or raised."""
+        if self._acting.holds(lane.index):
+            self._acting.give_back(lane.index, finished)
+            self._acting.open_gate(lane.index)
+
+    def _waiting(self, lane: Lane) -> Deferred:
+        """The windows of a lane that wait to be judged."""
+        waiting = self._deferred.get(lane.index)
+        if waiting is None:
+            waiting = self._deferred[lane.index] = Deferred()
+        return waiting
+
+    def _lane(self, optimizer: Optimizer, lane: Lane | None) -> Lane:
+        """The lane to be judged: the one known, or made (anew) where the optimizer has other parameters."""
         if lane is None or self._changed(optimizer, lane):
             if lane is not None and lane.index in self._deferred:
                 self._deferred[lane.index].judge_all(self._judging_failed)  # before rules are bound anew
@@ -276,9 +292,9 @@ class Boundary:
     def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
         groups = [group["params"] for group in optimizer.param_groups]
-        if sum(map(len, groups)) != len(lane.watched_ids) or any(
-            param.requires_grad for param in lane.frozen
-        ):
+        if sum(map(len, groups)) != len(lane.watched_ids):
+            return True
+        if lane.frozen and any(param.requires_grad for param in lane.frozen):
             return True
         if lane.thinned and lane.step % RECHECK and not self._capture.coverage.disturbed(lane):
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
@@ -304,7 +320,7 @@ class Boundary:
 
     def rejected(self, optimizer: Optimizer) -> None:
         """The scaler found an overflow and did not call the optimizer: a step all the same, judged as such."""
-        self._guarded("boundary", lambda: self._at_rejected(optimizer))
+        self._guarded(self._at_rejected, optimizer)
 
     def _at_rejected(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer) and not capturing():
@@ -312,13 +328,13 @@ class Boundary:
             self._among_ranks(self._capture.lane_of(optimizer), optimizer, self._close_rejected)
 
     def _close_rejected(self, optimizer: Optimizer) -> None:
-        lane = self._lane(optimizer)
+        lane = self._lane(optimizer, self._capture.lane_of(optimizer))
         self._judge.enter(lane)
         if self._inside.pop(lane.index, None):
             lane.resume()
         self._acting.give_back(lane.index, finished=False)
         window = self._settle(optimizer, lane, 1.0)
-        waiting = self._deferred.setdefault(lane.index, Deferred())
+        waiting = self._waiting(lane)
         measured = self._judge.measure(lane, window)
         if lane.on_cpu or self._must_wait(lane, optimizer):
             waiting.judge_all(self._judging_failed)
@@ -381,8 +397,11 @@ class Boundary:
             self._judge.forget(lane)
         if inside:
             return
-        self._acting.give_back(lane.index)
-        self._acting.open_gate(lane.index)
+        self._let_go(lane, finished=True)
         lane.advance()
         if lane.thinnable():
             self._capture.thin(lane)
+
+
+def _nothing(_: Optimizer) -> None:
+    """Of an optimizer that is not watched there is no window to close."""

@@ -8,6 +8,7 @@ autograd's buffer stealing), and none holds a weak reference to a parameter (`sw
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -58,7 +59,7 @@ class Capture:
         self._silent: set[int] = set()
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
         owner = weakref.ref(self)  # a strong reference would tie parameter -> mark -> Capture -> parameter
-        self._marks = Marks(self._touched, self._ends.task, lambda: _arm(owner))
+        self._marks = Marks(self._touched, self._ends.task, functools.partial(_arm, owner))
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
@@ -321,14 +322,16 @@ class Capture:
             torch._C._set_grad_enabled(graded)
 
     def _end(self) -> None:
-        touched, count = self._touched[:] + self._unmarked_arrivals(), len(self.params)
+        touched = self._touched[:]
         self._touched.clear()
+        if self._silent:
+            touched += self._unmarked_arrivals(touched)
         if not self._arrival:
             self._arrival = list(dict.fromkeys(touched))
         for optimizer in self._waiting():
             if optimizer not in self.stepped_inside:
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on
-        self._tell_lanes(touched, count)
+        self._tell_lanes(touched)
         self._ended()
         if self.after_backward is not _nothing and not graph_task.nested():
             self.after_backward()
@@ -339,20 +342,18 @@ class Capture:
             self._arm()
         self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
-    def _unmarked_arrivals(self) -> list[int]:
-        """The slots that `hear` told of, and that have a gradient now."""
-        if not self._silent:
-            return []
-        silent = self._silent.difference(self._touched)
+    def _unmarked_arrivals(self, touched: list[int]) -> list[int]:
+        """The slots that `hear` told of, and that have a gradient now; without those whose mark spoke."""
+        silent = self._silent.difference(touched)
         self._silent.clear()
         return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
-    def _tell_lanes(self, touched: list[int], count: int) -> None:
+    def _tell_lanes(self, touched: list[int]) -> None:
         if len(touched) < THIN_FROM:
             for lane in self.lanes:
                 lane.hear(touched)
             return
-        counts = np.bincount(touched, minlength=count).astype(np.int32)
+        counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
         for lane in self.lanes:
             mine = counts[lane.slots]
             if mine.any():

@@ -143,7 +143,8 @@ class Coverage:
     def due(self, lane: Lane, calls: NDArray[np.int32]) -> bool:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
-        replaced = any(self._replaced(lane.params[k]) for k in self._gone(lane.index, calls))
+        gone = self._gone(lane.index, calls)
+        replaced = gone and any(self._replaced(lane.params[k]) for k in gone)
         if not replaced and self._left > 0 and self._counted == self._registrations.count:
             return False
         self._counted = self._registrations.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -75,7 +76,7 @@ class Ends:
             if ends is not None:
                 ends._end(task)
 
-        queue(lambda: queue(end))
+        queue(functools.partial(queue, end))
 
     def _end(self, task: int) -> None:
         self._open.discard(task)

@@ -95,11 +95,12 @@ class HostReading:
             return _divided(np.sqrt(self._rows.squares()), self._scale)
         return self._norms
 
-    def norm_of(self, k: int) -> float:
-        """The norm of one gradient, without taking those of the others first where that can be helped."""
-        if self._norms is None:
-            return self._rows.norm_of(k) / (self._scale or math.nan)
-        return float(self._norms[k])
+    def norms_of(self, chosen: Sequence[int]) -> list[float]:
+        """The norms of a few gradients, without taking those of the others first where that can be helped."""
+        if self._norms is not None:
+            return [float(self._norms[k]) for k in chosen]
+        scale = self._scale or math.nan
+        return [norm / scale for norm in self._rows.norms_of(chosen)]
 
     def completed(self, known: Mapping[int, float]) -> HostReading:
         """The same reading with norms that were taken elsewhere, and were None here."""

@@ -17,8 +17,8 @@ from gradwatch.snapshot import Decision
 class Judge(Protocol):
     """Who owns an optimizer, what is to become of its gradients, and who is told of it; the boundary only asks."""
 
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is watched."""
+    def owns(self, optimizer: Optimizer, lane: Lane | None = None) -> bool:
+        """Whether this optimizer is watched now; `lane` is its own, where that is known."""
 
     def bound(self, lane: Lane) -> None:
         """A lane was made or its parameters changed."""

@@ -137,7 +137,8 @@ class Lane:
 
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
-        return self._habit.may_end(self.step, self.backwards)
+        backwards = self._arrivals.count
+        return backwards > 0 and self._habit.may_end(self.step, backwards)
 
     def read(self) -> None:
         """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
@@ -145,7 +146,7 @@ class Lane:
         # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
         self._assumed = self.thinned and self._left_alone
         self._ids = list(map(id, grads))
-        self._versions = self._usual() if self._assumed else versions_of(grads)
+        self._versions = self._habit.versions(self._arrivals.current) if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
@@ -169,7 +170,8 @@ class Lane:
         for k, (held, grad) in enumerate(zip(self._held, grads, strict=False)):
             if held is not None and grad is not None and held() is not grad:
                 self._ids[k] = GONE  # another gradient, which may have the id of the one that is gone
-        unread = self._norms is None or self.unread
+        backwards, current = self._arrivals.count, self._arrivals.current
+        unread = self._norms is None or self._read_at != backwards
         if unread:
             self._ids, self._versions, self._assumed = ids, versions, False
             self._norms = self._take(grads, scale)
@@ -184,14 +186,14 @@ class Lane:
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
-        calls, trusted = self._presence(grads, ids, versions, raw, None if calm else repeats)
+        calls, trusted = self._presence(grads, (ids, versions, raw), None if calm else repeats)
         window = Window(
             self.sites,
             self.step,
             raw,
             after,
             calls,
-            self._arrivals.current,
+            current,
             self._provisional(unread, trusted, versions),
             trusted,
             scale,
@@ -203,7 +205,7 @@ class Lane:
         self._after = after
         self._kept = None
         self._left_alone = after is raw and not self.announced
-        self.settled = self.backwards
+        self.settled = backwards
         return window
 
     def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
@@ -211,7 +213,8 @@ class Lane:
         # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
         early = unread and not (self._habit.expected == 0 and self.backwards == 0)
         late = self.late and max(versions, default=0) > UNTOUCHED
-        return early or late or self.tainted or not trusted or bool(self.partial())
+        partial = self.distributed and bool(self.partial())
+        return early or late or self.tainted or not trusted or partial
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
@@ -357,12 +360,13 @@ class Lane:
         return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
 
     def _presence(
-        self, grads: Grads, ids: list[int], versions: list[int], raw: Reading, repeats: Repeats | None
+        self, grads: Grads, state: State, repeats: Repeats | None
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
+        _, versions, raw = state
         if self.thinned:
-            told = versions if self._assumed else self._versions
-            trusted = self._arrivals.current > 0 and grown_alike(self._usual(), told, self._assumed)
+            told, current = versions if self._assumed else self._versions, self._arrivals.current
+            trusted = current > 0 and grown_alike(self._habit.versions(current), told, self._assumed)
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())
                 trusted = not self.ambiguous
@@ -372,12 +376,9 @@ class Lane:
             heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
             for k, count in enumerate(heard):
-                if not count and grads[k] is not None and renewed(k, (ids, versions, raw), self._last):
+                if not count and grads[k] is not None and renewed(k, state, self._last):
                     heard[k], self.silent = 1, True
         return self._arrivals.counted(), True
-
-    def _usual(self) -> list[int]:
-        return self._habit.versions(self._arrivals.current)
 
     def _repeats(self, ids: list[int]) -> Repeats | None:
         """What tells whether some gradient is the last step's: its mark could, had it one."""

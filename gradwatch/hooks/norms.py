@@ -145,13 +145,12 @@ class RowNorms:
             self._squares = self._added()
         return self._squares
 
-    def norm_of(self, k: int) -> float:
-        """Root sum of squares of one gradient, without the sums of the others where it is a single row."""
-        if k in self._apart:
-            return math.sqrt(self._apart[k])
-        if self._sheet is not None and not self._missed and k in self._plan.row:
-            return self._sheet.norm(self._plan.row[k])
-        return math.sqrt(self.squares()[k])
+    def norms_of(self, chosen: Sequence[int]) -> list[float]:
+        """Root sums of squares of a few gradients, without those of the others where they are single rows."""
+        row, apart = self._plan.row, self._apart
+        if self._sheet is not None and not self._missed and all(map(row.__contains__, chosen)):
+            return self._sheet.norms([row[k] for k in chosen])
+        return [math.sqrt(apart[k] if k in apart else self.squares()[k]) for k in chosen]
 
     def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
@@ -161,7 +160,10 @@ class RowNorms:
         """
         plan, sheet = self._plan, self._sheet
         if sheet is not None and not self._missed and (sheet.least() > plan.faint or self._lifted(floor)):
-            return any(value < floor[k] and grads[k] is not None for k, value in self._apart.items())
+            apart = self._apart
+            return bool(apart) and any(
+                value < floor[k] and grads[k] is not None for k, value in apart.items()
+            )
         return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
 
     def _lifted(self, floor: Squares) -> bool:

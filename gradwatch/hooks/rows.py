@@ -67,8 +67,8 @@ class Sheet(ABC):
         """The smallest sum of squares of a row; infinite without rows."""
 
     @abstractmethod
-    def norm(self, row: int) -> float:
-        """The norm of one row."""
+    def norms(self, rows: Sequence[int]) -> list[float]:
+        """The norms of a few rows."""
 
     @abstractmethod
     def squares(self) -> NDArray[Any]:
@@ -103,8 +103,8 @@ class NormRows(Sheet):
         least = float(self._scalar)  # sync: CPU tensor
         return least * least
 
-    def norm(self, row: int) -> float:
-        return float(self._host[row])
+    def norms(self, rows: Sequence[int]) -> list[float]:
+        return [float(self._host[row]) for row in rows]
 
     def squares(self) -> NDArray[Any]:
         return np.square(self._host, dtype=np.float64)
@@ -153,8 +153,8 @@ class SquareRows(Sheet):
     def least(self) -> float:
         return float(self._host[self._host.argmin()]) if len(self._host) else math.inf
 
-    def norm(self, row: int) -> float:
-        return math.sqrt(self._host[row])
+    def norms(self, rows: Sequence[int]) -> list[float]:
+        return [math.sqrt(self._host[row]) for row in rows]
 
     def squares(self) -> NDArray[Any]:
         return self._host

@@ -35,6 +35,8 @@ class Seat:
     @property
     def uneven(self) -> bool:
         """Whether DDP takes uneven inputs now (`with ddp.join()`): some ranks take steps that others do not."""
+        if not self.reducers:
+            return False
         return any(ddp is not None and ddp._join_config.enable for ddp in (ref() for ref in self.reducers))
 
     def lose(self, why: str, own: Sites) -> None:

@@ -33,16 +33,16 @@ from gradwatch.hooks.stand_in import RandomNumbers, stand_in_for
 
 
 class Skips:
-    """The steps withheld at present, by lane; `failed(error)` counts a fault of ours."""
+    """The steps `withheld` at present, by lane; `failed(error)` counts a fault of ours."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._open: dict[int, Withheld] = {}
+        self.withheld: dict[int, Withheld] = {}
         self._empty_lists = EmptyLists()
 
     def skip(self, index: int, optimizer: Optimizer, at_once: bool) -> None:
         """Let the step that is under way find nothing to do; `at_once`: its pre-hooks have all run, in its closure."""
-        self._open[index] = withheld = Withheld(
+        self.withheld[index] = withheld = Withheld(
             optimizer, lambda: self._empty_lists.do_for(optimizer, at_once)
         )
         # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
@@ -60,19 +60,15 @@ class Skips:
 
     def unfinished(self, index: int) -> bool:
         """Whether a step was withheld with empty parameter lists and has not come back: it raised."""
-        withheld = self._open.get(index)
+        withheld = self.withheld.get(index)
         return withheld is not None and withheld.emptied
-
-    def lanes(self) -> list[int]:
-        """The lanes whose step is withheld."""
-        return list(self._open)
 
     def give_back(self, index: int, finished: bool = True) -> None:
         """Put back what was set aside, but no gradient where a newer backward has already made one.
 
         `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
         """
-        withheld = self._open.pop(index, None)
+        withheld = self.withheld.pop(index, None)
         if withheld is None:
             return
         if not finished and withheld.emptied:
