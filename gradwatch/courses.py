@@ -40,7 +40,7 @@ class Courses:
         self._ranks = ranks
         self._around = around
         self._publishing = publishing
-        self._by_lane: dict[int, Course] = {}
+        self.by_lane: dict[int, Course] = {}
         self._restored: Mapping[str, Any] = {}
         self._early: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
@@ -49,17 +49,17 @@ class Courses:
         self._hears_scale: list[Callable[[], None]] = []
 
     def __getitem__(self, index: int) -> Course:
-        return self._by_lane[index]
+        return self.by_lane[index]
 
     def __contains__(self, index: int) -> bool:
-        return index in self._by_lane
+        return index in self.by_lane
 
     def __iter__(self) -> Iterator[Course]:
-        return iter(self._by_lane.values())
+        return iter(self.by_lane.values())
 
     def at_boundary(self, lane: Lane) -> None:
         """A step boundary begins: the gradients of a step are about to be measured."""
-        course = self._by_lane.get(lane.index)
+        course = self.by_lane.get(lane.index)
         if course is not None and course.micro is not None:
             course.micro.at_boundary()
 
@@ -85,7 +85,7 @@ class Courses:
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
-        for course in self._by_lane.values():
+        for course in self.by_lane.values():
             if course.limiter is not None:
                 course.limiter.backward_ended()
         if self._early is not None:
@@ -95,7 +95,7 @@ class Courses:
 
     def forget(self, lane: Lane) -> None:
         """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
-        course = self._by_lane.get(lane.index)
+        course = self.by_lane.get(lane.index)
         if course is not None and course.local is not None:
             course.local.forget()
         if course is not None and course.limiter is not None:
@@ -103,7 +103,7 @@ class Courses:
 
     def cleared(self, lane: Lane) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
-        course = self._by_lane.get(lane.index)
+        course = self.by_lane.get(lane.index)
         if course is not None and course.local is not None:
             course.local.cleared()
         if course is not None and course.limiter is not None:
@@ -130,7 +130,7 @@ class Courses:
         sites = with_modules(self._ranks.sites(lane), modules)
         engine = self._at_step if self.moved_to_step(lane) else self._engine
         bound = engine.bind(self._ranks.with_ranks(lane, sites))
-        before = self._by_lane.get(lane.index)
+        before = self.by_lane.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
         sampler = Sampler(bound.needs.columns & sampling.COLUMNS, bound.needs.every)
@@ -139,7 +139,7 @@ class Courses:
         if before is not None:
             self._publishing.release(before)
             vitals.load(before.vitals.to_dict())
-        course = self._by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+        course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
         if self.in_backward:
             self._limit(course, lane, taps, before)
         if self._drops:
@@ -188,7 +188,7 @@ class Courses:
         if course.limiter is not None and course.own is not None:
             own = course.own
             course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
-        if self.module_bounds is not None and course is self._by_lane.get(0):
+        if self.module_bounds is not None and course is self.by_lane.get(0):
             self.module_bounds.publish(course.bound.module_bounds(course.state))
 
     def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
@@ -208,12 +208,12 @@ class Courses:
 
     def moved_to_step(self, lane: Lane) -> bool:
         """Whether hooks that were to clip inside the backward have switched themselves off."""
-        course = self._by_lane.get(lane.index)
+        course = self.by_lane.get(lane.index)
         return course is not None and course.limiter is not None and bool(course.limiter.off)
 
     def move_to_step(self, lane: Lane) -> None:
         """What hooks in the backward do no more is done at the step from this one on."""
-        course = self._by_lane[lane.index]
+        course = self.by_lane[lane.index]
         bound = self._at_step.bind(course.bound.sites)
         course.state = bound.adopt(course.state, course.bound)
         course.bound, course.sites = bound, bound.sites
@@ -225,7 +225,7 @@ class Courses:
         """The state of every lane, JSON-safe, by its index."""
         found = dict(self._restored)  # loaded, and not taken up by a step yet
         for lane in lanes:
-            course = self._by_lane.get(lane.index)
+            course = self.by_lane.get(lane.index)
             if course is not None:
                 found[str(lane.index)] = {
                     "step": lane.step,
@@ -242,7 +242,7 @@ class Courses:
 
     def _restore(self, lane: Lane) -> None:
         saved = self._restored.get(str(lane.index))
-        course = self._by_lane.get(lane.index)
+        course = self.by_lane.get(lane.index)
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)

@@ -94,7 +94,7 @@ class Judging:
 
     def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
-        course = self._courses[lane.index]
+        course = self._courses.by_lane[lane.index]
         if course.limiter is not None:
             course.limiter.settle(window)
             if course.limiter.off and course.bound.asked:
@@ -103,7 +103,7 @@ class Judging:
             course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
-        if course.sampler:
+        if course.sampler.wanted:
             sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
             params += [] if sampled is None else [sampled]
         scale = 1.0 if window.loss_scale is None else window.loss_scale
@@ -124,8 +124,10 @@ class Judging:
                 and course.calm >= CALM
                 and window.loss_scale is None
                 and window.skipped is None
-                and not (params or modules or self._ranks.talks(lane) or course.sampler.expects_move)
-                and _finite(scalars)
+                and not (params or modules or course.sampler.awaiting)
+                and (lane.solitary or not self._ranks.talks(lane))
+                and _FLOAT.issuperset(map(type, scalars.values()))
+                and all(map(math.isfinite, scalars.values()))
             )
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         at = self._clock(course)
@@ -269,7 +271,7 @@ class Judging:
     def _note_move(self, case: Case, decision: Decision) -> None:
         """Which weights this step is going to move, where a sampled column compares them."""
         window, sampler = case.window, case.course.sampler
-        if sampler.expects_move:
+        if sampler.awaiting:
             moved = (window.calls > 0) & (case.found.norm[case.shared.own] > 0)
             moved &= not (decision.skip or case.rejected)
             sampler.moved(moved, window.step)
@@ -351,9 +353,3 @@ class Judging:
                 stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
                 decision = settled(decision | stop)
         return decision
-
-
-def _finite(scalars: Mapping[str, Any]) -> bool:
-    """Whether all of these are known by now, and finite."""
-    values = scalars.values()
-    return _FLOAT.issuperset(map(type, values)) and all(map(math.isfinite, values))

@@ -162,7 +162,7 @@ class Loop:
             sink.open(self.run)
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
-        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self._resting, self.failed)
+        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
         self._whole = True
 
     def _catch_up(self) -> None:
@@ -178,6 +178,7 @@ class Loop:
 
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
+        lane.solitary = False
         self._catch_up()  # what waits was measured on the parameters as they were
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
@@ -212,11 +213,17 @@ class Loop:
         """Have what this step was made of copied where a rule wants a bundle; the Record as it is followed."""
         return record if self._bundles is None else self._bundles.take(lane, record)
 
-    def owns(self, optimizer: Optimizer, lane: Lane | None = None) -> bool:
+    def resting(self) -> bool:
+        """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after faults of ours."""
+        if self._closed or not self._whole or os.getpid() != self.run.pid:
+            return True
+        return self._paused_until > 0 and self._pausing()
+
+    def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
-        if self._resting():
+        if self.resting():
             return False
-        if lane is not None or self._capture.lane_of(optimizer) is not None:
+        if self._capture.lane_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True
@@ -247,6 +254,7 @@ class Loop:
         if self._ranks.enter(lane):
             self._stages.look()
             self.bound(lane)
+        lane.solitary = self._ranks.leave_alone(lane) and self._courses.by_lane[lane.index].micro is None
 
     def skips_nonfinite(self, lane: Lane) -> bool:
         """Whether some rule skips non-finite steps."""
@@ -254,7 +262,7 @@ class Loop:
 
     def max_norm(self, lane: Lane) -> float | None:
         """The standing clip of the rule file; None without one."""
-        return self._courses[lane.index].bound.max_norm
+        return self._courses.by_lane[lane.index].bound.max_norm
 
     def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
         """What the standing clips ask of one more gradient of a step that has been judged."""
@@ -328,7 +336,7 @@ class Loop:
         self.health.mark(component, not self._ranks.alone)
 
     def _backward_ended(self) -> None:
-        if self._resting():
+        if self.resting():
             return
         lanes = self._capture.lanes
         for lane in lanes:
@@ -336,7 +344,7 @@ class Loop:
                 return  # a read of ours would become part of the user's CUDA graph, or break it
         self._courses.backward_ended()
         for lane in lanes:
-            if lane.index not in self._courses:
+            if lane.index not in self._courses.by_lane:
                 self.bound(lane)
             if lane.due():
                 lane.read()
@@ -350,11 +358,6 @@ class Loop:
             for lane in self._capture.lanes:
                 if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
                     lane.read()
-
-    def _resting(self) -> bool:
-        if self._closed or not self._whole or os.getpid() != self.run.pid:
-            return True
-        return self._paused_until > 0 and self._pausing()
 
     def _pausing(self) -> bool:
         """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""

@@ -47,7 +47,10 @@ class Recorder:
         self.capture.close()
         assert self.errors == []
 
-    def owns(self, optimizer: Optimizer, lane: Lane | None = None) -> bool:
+    def resting(self) -> bool:
+        return False
+
+    def owns(self, optimizer: Optimizer) -> bool:
         return self.capture.lane_of(optimizer) is not None or self.capture.holds(optimizer)
 
     def bound(self, lane: Lane) -> None:

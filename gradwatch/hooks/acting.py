@@ -50,13 +50,14 @@ class Acting:
         self._done = done
         self._skips = Skips(lambda error: failed("action", error))
         self._gates: dict[int, list[Gate]] = {}
+        self.held: set[int] = (
+            set()
+        )  # lanes for whose step something may be set aside, or set on their optimizer
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
-        for index in list(self._gates):
-            self.open_gate(index)
-        for index in list(self._skips.withheld):
-            self.give_back(index)
+        for index in list(self.held):
+            self.let_go(index, finished=True)
 
     def carry_out(
         self,
@@ -171,6 +172,7 @@ class Acting:
             turn.skipped, turn.max_norm = decision.skip, decision.max_norm
         if decision.skip:
             if turn is None or not turn.must_finish:
+                self.held.add(lane.index)
                 self._skips.skip(lane.index, optimizer, at_once=turn is not None)
         elif decision.max_norm is not None and only_total(decision):
             coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
@@ -228,6 +230,7 @@ class Acting:
 
     def _set(self, optimizer: Optimizer, lane: Lane, name: str, value: Tensor) -> None:
         gate = Gate(optimizer, name, value, getattr(optimizer, name, None))
+        self.held.add(lane.index)
         self._gates.setdefault(lane.index, []).append(gate)
         setattr(optimizer, name, value)
 
@@ -236,9 +239,11 @@ class Acting:
         for gate in self._gates.pop(index, ()):
             gate.restore()
 
-    def holds(self, index: int) -> bool:
-        """Whether anything of a lane's step is set aside, or set on its optimizer."""
-        return index in self._gates or index in self._skips.withheld
+    def let_go(self, index: int, finished: bool) -> None:
+        """Restore everything as it was before a lane's step, which has `finished` or raised."""
+        self.give_back(index, finished)
+        self.open_gate(index)
+        self.held.discard(index)
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""

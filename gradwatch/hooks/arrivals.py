@@ -75,7 +75,7 @@ class Arrivals:
 
     def by_versions(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that versions of gradients stand for (-1 = none); the same array while nothing changes."""
-        told, backwards = self._by_versions, self.current
+        told, backwards = self._by_versions, self.count - self.cleared
         if told is not None and told[0] is versions and told[1] == backwards:
             return told[2]
         here = np.array(versions) >= 0
@@ -96,22 +96,20 @@ class Arrivals:
 
     def drop(self) -> None:
         """What was heard so far no longer counts."""
-        self.cleared = self.count
-        self._forget()
+        cleared = self.count
+        self.restart()
+        self.count = self.cleared = cleared
 
     def restart(self) -> None:
         """A new step."""
         self.count = self.cleared = 0
-        self._forget()
+        self._bulk = self._witness = None
+        self._heard = [0] * len(self._params)
 
     def shift(self, backwards: int) -> None:
         """The first `backwards` of them, all cleared, belong to a step that is over."""
         self.count -= backwards
         self.cleared -= backwards
-
-    def _forget(self) -> None:
-        self._bulk = self._witness = None
-        self._heard = [0] * len(self._params)
 
     def _note(self, k: int | None) -> None:
         """Remember one gradient that is there now; the last to arrive, which the next backward makes last."""
@@ -119,7 +117,8 @@ class Arrivals:
         if grad is None or k is None:
             self._witness = None
             return
-        grad = local(grad)
+        if type(grad) is not Tensor:
+            grad = local(grad)
         self._witness = k, id(grad), grad._version
 
     def _gone(self, k: int, identity: int, version: int) -> bool:

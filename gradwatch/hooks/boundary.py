@@ -84,8 +84,8 @@ class Boundary:
         if hasattr(closure, "gradwatch_evaluations"):
             return None  # a subclass whose step calls super().step(closure): wrapped already
         lane = self._capture.lane_of(optimizer)
-        nested = self._is_nested(optimizer, lane)
-        if not nested:
+        nested = lane is not None and self._inside.get(lane.index, 0) > 0 and self._is_nested(optimizer, lane)
+        if not nested and self._evaluations:
             self._evaluations.pop(id(optimizer), None)  # of a step that raised
         if not callable(closure):
             self._guarded(self._at_step, optimizer, lane, nested)
@@ -164,13 +164,11 @@ class Boundary:
             decision |= Decision(max_norm=turn.max_norm)
         self._acting.clip_again(lane, decision, total)
 
-    def _is_nested(self, optimizer: Optimizer, lane: Lane | None) -> bool:
+    def _is_nested(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
 
         Told by the stack, and asked only where a step seems to be open: one that raised leaves that behind too.
         """
-        if lane is None or not self._inside.get(lane.index):
-            return False
         under_way = step_hooks.steps_under_way(optimizer)
         if under_way:
             return under_way > 1
@@ -182,17 +180,18 @@ class Boundary:
         After a backward the caches are cold, and every Python call costs microseconds: hence what is passed along
         here and below, and what is asked before it is called.
         """
-        if not self._judge.owns(optimizer, known):
+        if self._judge.resting() if known is not None else not self._judge.owns(optimizer):
             self._among_ranks(known, optimizer, _nothing)
             return
         if known is not None and nested:
             if id(optimizer) in self._evaluations or known.settled == known.backwards:
                 self._inside[known.index] += 1  # the outer call has judged these gradients, or will
                 return
-        elif known is not None and self._acting.holds(known.index) and self._acting.emptied(known.index):
+        elif known is not None and known.index in self._acting.held and self._acting.emptied(known.index):
             # The step that was skipped raised all the same.
             self._acting.give_back(known.index, finished=False)
-        self._capture.drain()
+        if self._capture.touched:
+            self._capture.drain()
         if known is None:
             known = self._capture.lane_of(optimizer)  # the drain may have made it
         elif not known.on_cpu and capturing():
@@ -200,7 +199,11 @@ class Boundary:
             self._judge.captured()
             return
         outer = self._inside.get(known.index, 0) if known is not None and nested else 0
-        self._among_ranks(known, optimizer, self._close_window, known, outer)
+        changed = known is not None and known.solitary and self._changed(optimizer, known)
+        if known is not None and known.solitary and not changed:
+            self._close(optimizer, known, outer)
+        else:
+            self._among_ranks(known, optimizer, self._close_window, known, outer, changed)
 
     def _among_ranks(
         self, known: Lane | None, optimizer: Optimizer, close: Callable[..., None], *args: Any
@@ -214,19 +217,24 @@ class Boundary:
             raise
         self._judge.depart(self._capture.lane_of(optimizer) if known is None else known)
 
-    def _close_window(self, optimizer: Optimizer, known: Lane | None, outer: int) -> None:
-        """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
-        lane = self._lane(optimizer, known)
+    def _close_window(self, optimizer: Optimizer, known: Lane | None, outer: int, changed: bool) -> None:
+        """As `_close`, of a lane that may have to be made (or made anew: `changed`), and that may meet other ranks."""
+        lane = self._lane(optimizer, known, changed)
         if not lane.on_cpu and capturing():
             lane.discard()
             self._judge.captured()
             return
         self._judge.enter(lane)
+        self._close(optimizer, lane, outer)
+
+    def _close(self, optimizer: Optimizer, lane: Lane, outer: int) -> None:
+        """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
         if self._inside.get(lane.index) and not outer:
             lane.resume()  # the step before this one raised
         self._inside[lane.index] = outer + 1
-        self._let_go(lane, finished=False)  # left behind by a step that raised
-        window = self._settle(optimizer, lane, precision.found_inf(optimizer))
+        if lane.index in self._acting.held:  # left behind by a step that raised
+            self._acting.let_go(lane.index, finished=False)
+        window = self._settle(optimizer, lane)
         waiting = self._waiting(lane)
         if not lane.on_cpu and not self._must_wait(lane, optimizer):
             waiting.judge_arrived()
@@ -241,21 +249,22 @@ class Boundary:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
         if window.calm and max_norm is not None:
             window.calm = self._acting.clip_ahead(optimizer, lane, max_norm)
-        if window.calm:
-            waiting.add(measured)
-        if not window.calm or waiting.due():
+        if not window.calm or waiting.add(measured):
             waiting.judge_all(self._judging_failed)
         if not window.calm:
             window.at_hand = True
             self._acting.carry_out(optimizer, lane, measured.judge(), turn, max_norm)
 
-    def _settle(self, optimizer: Optimizer, lane: Lane, skipped: Number | None) -> Window:
-        """Close the window; `skipped` says whether a scaler rejects this step, None = no scaler has said so."""
-        left, divisor = precision.at_step(optimizer)
+    def _settle(self, optimizer: Optimizer, lane: Lane, rejected: bool = False) -> Window:
+        """Close the window; `rejected`: a scaler has found an overflow, and does not call the optimizer."""
+        left, divisor, skipped = precision.at_step(optimizer)
+        if rejected:
+            skipped = 1.0
         window = lane.settle(left)
         if divisor is not None:
             lane.divide_applied(window, divisor)
-        window.loss_scale = self._scales.pop(id(optimizer), None)
+        if self._scales:
+            window.loss_scale = self._scales.pop(id(optimizer), None)
         if skipped is not None:
             window.loss_scale = left if window.loss_scale is None else window.loss_scale
         elif window.loss_scale is not None:
@@ -267,12 +276,6 @@ class Boundary:
             self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks
         return window
 
-    def _let_go(self, lane: Lane, finished: bool) -> None:
-        """Give back what was set aside for a step of a lane, which has `finished` or raised."""
-        if self._acting.holds(lane.index):
-            self._acting.give_back(lane.index, finished)
-            self._acting.open_gate(lane.index)
-
     def _waiting(self, lane: Lane) -> Deferred:
         """The windows of a lane that wait to be judged."""
         waiting = self._deferred.get(lane.index)
@@ -280,9 +283,9 @@ class Boundary:
             waiting = self._deferred[lane.index] = Deferred()
         return waiting
 
-    def _lane(self, optimizer: Optimizer, lane: Lane | None) -> Lane:
+    def _lane(self, optimizer: Optimizer, lane: Lane | None, changed: bool = False) -> Lane:
         """The lane to be judged: the one known, or made (anew) where the optimizer has other parameters."""
-        if lane is None or self._changed(optimizer, lane):
+        if lane is None or changed or self._changed(optimizer, lane):
             if lane is not None and lane.index in self._deferred:
                 self._deferred[lane.index].judge_all(self._judging_failed)  # before rules are bound anew
             lane = self._capture.adopt(optimizer, lane)
@@ -333,7 +336,7 @@ class Boundary:
         if self._inside.pop(lane.index, None):
             lane.resume()
         self._acting.give_back(lane.index, finished=False)
-        window = self._settle(optimizer, lane, 1.0)
+        window = self._settle(optimizer, lane, rejected=True)
         waiting = self._waiting(lane)
         measured = self._judge.measure(lane, window)
         if lane.on_cpu or self._must_wait(lane, optimizer):
@@ -383,23 +386,24 @@ class Boundary:
         if lane is not None and inside and turn is not None and step_hooks.steps_under_way(optimizer) > 1:
             self._inside[lane.index] = max(1, inside - 1)  # its `super().step()` has returned, and no more
             return
-        self._evaluations.pop(id(optimizer), None)
+        if turn is not None:
+            del self._evaluations[id(optimizer)]
+            if turn.count > 1 and lane is not None and inside:
+                self._judge.forget(lane)
         if lane is not None and inside:
-            self._leave(lane, inside - 1, turn)
+            self._inside[lane.index] = inside - 1
+            if inside == 1:
+                self._leave(lane)
         # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
         if turn is not None and turn.skipped and turn.memory is not None:
             turn.memory.restore()
 
-    def _leave(self, lane: Lane, inside: int, turn: Evaluations | None) -> None:
-        """A call of a lane's step has returned; `inside` others are open around it."""
-        self._inside[lane.index] = inside
-        if turn is not None and turn.count > 1:
-            self._judge.forget(lane)
-        if inside:
-            return
-        self._let_go(lane, finished=True)
+    def _leave(self, lane: Lane) -> None:
+        """The outermost call of a lane's step has returned."""
+        if lane.index in self._acting.held:
+            self._acting.let_go(lane.index, finished=True)
         lane.advance()
-        if lane.thinnable():
+        if not lane.thinned and lane.thinnable():
             self._capture.thin(lane)
 
 

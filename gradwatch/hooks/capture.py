@@ -55,11 +55,11 @@ class Capture:
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         self._slot_of: dict[int, int] = {}
-        self._touched: list[int] = []
+        self.touched: list[int] = []  # slots of the marks heard in a backward that has not ended
         self._silent: set[int] = set()
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
         owner = weakref.ref(self)  # a strong reference would tie parameter -> mark -> Capture -> parameter
-        self._marks = Marks(self._touched, self._ends.task, functools.partial(_arm, owner))
+        self._marks = Marks(self.touched, self._ends.task, functools.partial(_arm, owner))
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
@@ -185,7 +185,7 @@ class Capture:
         self._slot_of.clear()
         self.params.clear()
         self.lanes.clear()
-        self._touched.clear()
+        self.touched.clear()
         self.coverage.close()
         self.after_backward = _nothing
 
@@ -306,7 +306,7 @@ class Capture:
 
     def _abandon(self) -> None:
         """A backward before this one raised, so its callback never ran: what it marked counts for nothing."""
-        self._touched.clear()
+        self.touched.clear()
         self.after_backward()  # a step taken inside it has happened all the same
 
     def _backward_end(self) -> None:
@@ -322,8 +322,8 @@ class Capture:
             torch._C._set_grad_enabled(graded)
 
     def _end(self) -> None:
-        touched = self._touched[:]
-        self._touched.clear()
+        touched = self.touched[:]
+        self.touched.clear()
         if self._silent:
             touched += self._unmarked_arrivals(touched)
         if not self._arrival:
@@ -362,7 +362,7 @@ class Capture:
 
     def drain(self) -> None:
         """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
-        if self._touched:
+        if self.touched:
             self._backward_end()
             for lane in self.lanes:
                 lane.late = lane.backwards > 0

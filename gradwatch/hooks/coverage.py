@@ -33,8 +33,8 @@ class Registrations:
 
     def __init__(self) -> None:
         self._owners: set[int] = set()
-        self._count = [0]
-        owners, count = self._owners, self._count  # torch's global dicts must not reach this object
+        self.counted = [0]  # how many there were so far; a list, so that it is looked at without a call
+        owners, count = self._owners, self.counted  # torch's global dicts must not reach this object
 
         def noticed(module: nn.Module, name: str, value: Any) -> None:
             if id(module) in owners:
@@ -44,11 +44,6 @@ class Registrations:
             register_module_parameter_registration_hook(noticed),
             register_module_module_registration_hook(noticed),
         ]
-
-    @property
-    def count(self) -> int:
-        """How many there were so far."""
-        return self._count[0]
 
     def watch(self, models: Iterable[nn.Module]) -> None:
         """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
@@ -145,9 +140,9 @@ class Coverage:
         self._left -= 1
         gone = self._gone(lane.index, calls)
         replaced = gone and any(self._replaced(lane.params[k]) for k in gone)
-        if not replaced and self._left > 0 and self._counted == self._registrations.count:
+        if not replaced and self._left > 0 and self._counted == self._registrations.counted[0]:
             return False
-        self._counted = self._registrations.count
+        self._counted = self._registrations.counted[0]
         return True
 
     def outdated(self) -> None:
@@ -161,13 +156,13 @@ class Coverage:
 
     def disturbed(self, lane: Lane) -> bool:
         """Whether something was put into the models since this was last asked about a lane."""
-        count = self._registrations.count
+        count = self._registrations.counted[0]
         before, self._compared[lane.index] = self._compared.get(lane.index, count), count
         return before != count
 
     def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
         """Whether parameters without a slot are the models' all the same; walks them once per optimizer."""
-        state = len(params), self._registrations.count
+        state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
         self._strangers[optimizer] = state

@@ -43,16 +43,13 @@ class Deferred:
         self._waiting: deque[Measured] = deque()
         self._since = 0.0
 
-    def add(self, measured: Measured) -> None:
-        """Put a window at the end of the queue."""
+    def add(self, measured: Measured) -> bool:
+        """Put a window at the end of the queue; whether enough wait, or the oldest has waited long enough."""
+        now = time.monotonic()
         if not self._waiting:
-            self._since = time.monotonic()
+            self._since = now
         self._waiting.append(measured)
-
-    def due(self) -> bool:
-        """Whether enough calm windows wait, or the oldest has waited long enough."""
-        count = len(self._waiting)
-        return count >= MOST or (count > 0 and time.monotonic() - self._since >= LONGEST)
+        return len(self._waiting) >= MOST or now - self._since >= LONGEST
 
     def judge_arrived(self) -> None:
         """Judge what has arrived, oldest first, and wait only where more than `DEPTH - 1` would be left."""

@@ -23,7 +23,7 @@ class Habit:
         self.expected: int | None = None
         self._equal = 0
         self._varied = -VARIED
-        self._pattern: list[int] = []
+        self.pattern: list[int] = []  # the versions noted last; the same list while they are the same steps
         self._pattern_backwards = 0
         self._steady = 0
         self._blocked_until = 0
@@ -45,21 +45,16 @@ class Habit:
 
     def note(self, versions: list[int], complete: bool, backwards: int) -> None:
         """The versions of K gradients (-1 = none) at a step; `complete`: each arrived in every backward, or in none."""
-        steady = complete and backwards > 0 and versions == self._pattern
+        steady = complete and backwards > 0 and versions == self.pattern
         self._steady = self._steady + 1 if steady else 0
-        self._pattern, self._pattern_backwards = versions, backwards
+        self.pattern, self._pattern_backwards = versions, backwards
 
     def versions(self, backwards: int) -> list[int]:
         """The versions that so many backwards give: each but the first adds into the gradient in place."""
         short = self._pattern_backwards - backwards
         if not short:
-            return self._pattern
-        return [version - short if version >= 0 else -1 for version in self._pattern]
-
-    @property
-    def pattern(self) -> list[int]:
-        """The versions noted last; the same list while they are the same steps."""
-        return self._pattern
+            return self.pattern
+        return [version - short if version >= 0 else -1 for version in self.pattern]
 
     def steady(self, step: int) -> bool:
         """Whether a few sentinels would tell the same as a mark on every parameter."""
@@ -67,7 +62,7 @@ class Habit:
 
     def spread(self, count: int) -> list[int]:
         """About `count` positions, spread over those that received a gradient in the last step."""
-        present = [k for k, version in enumerate(self._pattern) if version >= 0]
+        present = [k for k, version in enumerate(self.pattern) if version >= 0]
         stride = max(1, len(present) // count)
         return sorted({*present[::stride], *present[-1:]})
 

@@ -99,8 +99,8 @@ class HostReading:
         """The norms of a few gradients, without taking those of the others first where that can be helped."""
         if self._norms is not None:
             return [float(self._norms[k]) for k in chosen]
-        scale = self._scale or math.nan
-        return [norm / scale for norm in self._rows.norms_of(chosen)]
+        norms = self._rows.norms_of(chosen)
+        return norms if self._scale == 1.0 else [norm / (self._scale or math.nan) for norm in norms]
 
     def completed(self, known: Mapping[int, float]) -> HostReading:
         """The same reading with norms that were taken elsewhere, and were None here."""

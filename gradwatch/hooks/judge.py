@@ -17,8 +17,11 @@ from gradwatch.snapshot import Decision
 class Judge(Protocol):
     """Who owns an optimizer, what is to become of its gradients, and who is told of it; the boundary only asks."""
 
-    def owns(self, optimizer: Optimizer, lane: Lane | None = None) -> bool:
-        """Whether this optimizer is watched now; `lane` is its own, where that is known."""
+    def resting(self) -> bool:
+        """Whether nothing is watched now: closed, another process, or a pause after faults of ours."""
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is watched now."""
 
     def bound(self, lane: Lane) -> None:
         """A lane was made or its parameters changed."""
@@ -36,7 +39,11 @@ class Judge(Protocol):
         """A step boundary begins, at which other ranks may wait for this one; None where there is no lane yet."""
 
     def enter(self, lane: Lane) -> None:
-        """The lane that stands at this boundary; its ranks meet at the first."""
+        """The lane that stands at this boundary; its ranks meet at the first.
+
+        Where neither they nor anything else wait for its boundaries it is `solitary` from then on, and what comes here
+        and in `arrive` and `depart` is not asked again.
+        """
 
     def depart(self, lane: Lane | None) -> None:
         """The boundary has been left, by a fault of ours or not: see to it that nobody waits any longer."""

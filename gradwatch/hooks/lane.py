@@ -7,6 +7,7 @@ read once, at the end of the last backward.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -27,7 +28,7 @@ from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import UNDERFLOW, CpuReader
 from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
-from gradwatch.hooks.versions import grown_alike, replaced, signature, versions_of
+from gradwatch.hooks.versions import grown_alike, replaced, versions_of
 from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, without
 from gradwatch.snapshot import Sites
 
@@ -36,6 +37,8 @@ Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
 NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 24  # elements of a lane whose gradients may be held until the step, on the host
+# Python calls cost microseconds in the cold caches that a backward leaves; this is none.
+_grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 
 class Lane:
@@ -62,6 +65,9 @@ class Lane:
         self.silent = False  # a gradient arrived that no mark announced, though there should be one
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
+        self.solitary = (
+            False  # known to need nobody at its boundaries: no rank waits, no micro-batches are weighed
+        )
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self.announced: list[Announced] = []  # clips since the read, by the one who clips
@@ -110,7 +116,7 @@ class Lane:
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
-        return parts(self.params) if self.distributed else [param.grad for param in self.params]
+        return parts(self.params) if self.distributed else list(map(_grad, self.params))
 
     def partial(self) -> list[int]:
         """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
@@ -146,11 +152,12 @@ class Lane:
         # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
         self._assumed = self.thinned and self._left_alone
         self._ids = list(map(id, grads))
-        self._versions = self._habit.versions(self._arrivals.current) if self._assumed else versions_of(grads)
+        current = self._arrivals.count - self._arrivals.cleared
+        self._versions = self._habit.versions(current) if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
-        self._read_at = self.backwards
+        self._read_at = self._arrivals.count
         self.announced.clear()
 
     def unscaled(self, scale: Number) -> None:
@@ -166,11 +173,12 @@ class Lane:
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
         """
         grads = self.grads()
-        ids, versions = signature(grads)
-        for k, (held, grad) in enumerate(zip(self._held, grads, strict=False)):
+        ids, versions = list(map(id, grads)), versions_of(grads)
+        for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)) if self._held else ():
             if held is not None and grad is not None and held() is not grad:
                 self._ids[k] = GONE  # another gradient, which may have the id of the one that is gone
-        backwards, current = self._arrivals.count, self._arrivals.current
+        backwards = self._arrivals.count
+        current = backwards - self._arrivals.cleared
         unread = self._norms is None or self._read_at != backwards
         if unread:
             self._ids, self._versions, self._assumed = ids, versions, False
@@ -186,7 +194,9 @@ class Lane:
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         calm = not unread and not self.tainted and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
-        calls, trusted = self._presence(grads, (ids, versions, raw), None if calm else repeats)
+        state = ids, versions, raw
+        calls, trusted = self._presence(grads, state, current, None if calm else repeats)
+        doubtful = unread or self.late or self.tainted or self.distributed or not trusted
         window = Window(
             self.sites,
             self.step,
@@ -194,14 +204,14 @@ class Lane:
             after,
             calls,
             current,
-            self._provisional(unread, trusted, versions),
+            doubtful and self._provisional(unread, trusted, versions),
             trusted,
             scale,
             calm and trusted,
             repeats if calm else None,
         )
-        self._learn(calls)
-        self._last = (ids, versions, raw)
+        self._learn(calls, backwards)
+        self._last = state
         self._after = after
         self._kept = None
         self._left_alone = after is raw and not self.announced
@@ -331,7 +341,8 @@ class Lane:
             return False
         if not isinstance(raw, HostReading):
             return True
-        return self._sentinels.agree(grads, raw, factor * arrived(scale), but)
+        left = scale if isinstance(scale, float) else arrived(scale)
+        return self._sentinels.agree(grads, raw, factor * left, but)
 
     def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
         """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
@@ -360,13 +371,13 @@ class Lane:
         return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
 
     def _presence(
-        self, grads: Grads, state: State, repeats: Repeats | None
+        self, grads: Grads, state: State, current: int, repeats: Repeats | None
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         _, versions, raw = state
         if self.thinned:
-            told, current = versions if self._assumed else self._versions, self._arrivals.current
-            trusted = current > 0 and grown_alike(self._habit.versions(current), told, self._assumed)
+            told, usual = versions if self._assumed else self._versions, self._habit.versions(current)
+            trusted = current > 0 and (told == usual or grown_alike(usual, told, self._assumed))
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())
                 trusted = not self.ambiguous
@@ -386,15 +397,15 @@ class Lane:
             return None
         return Repeats(ids, self._last[0], self._last[2])
 
-    def _learn(self, calls: NDArray[np.int32]) -> None:
+    def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
         if self.born or self.tainted:  # what was heard is not the whole of one step, or that of two
             self.born = False
             return
-        self._habit.count(self.step, self.backwards)
+        self._habit.count(self.step, backwards)
         if not self.thinned:
-            backwards = self._arrivals.current
+            current = self._arrivals.current
             complete = all(
-                count == backwards if version >= 0 else count == 0
+                count == current if version >= 0 else count == 0
                 for count, version in zip(calls.tolist(), self._versions, strict=True)  # sync: numpy
             )
-            self._habit.note(self._versions, complete, backwards)
+            self._habit.note(self._versions, complete, current)

@@ -149,7 +149,7 @@ class RowNorms:
         """Root sums of squares of a few gradients, without those of the others where they are single rows."""
         row, apart = self._plan.row, self._apart
         if self._sheet is not None and not self._missed and all(map(row.__contains__, chosen)):
-            return self._sheet.norms([row[k] for k in chosen])
+            return self._sheet.norms(list(map(row.__getitem__, chosen)))
         return [math.sqrt(apart[k] if k in apart else self.squares()[k]) for k in chosen]
 
     def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:

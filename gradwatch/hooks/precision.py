@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -190,24 +190,31 @@ def supports_scaling(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def at_step(optimizer: Optimizer) -> tuple[Number, Number | None]:
-    """What a fused optimizer will divide its gradients by: the loss scale still in them (1 = none), and the rest.
+class AtStep(NamedTuple):
+    """What a fused optimizer has been told of its gradients; all other optimizers are told nothing.
 
-    The rest is a loop's own clipping by `optimizer.grad_scale`; None where there is none. All other optimizers
-    divide by nothing.
+    It will divide them by the loss scale still in them, `left` (1 = none), and by `divisor`, a loop's own clipping
+    through `optimizer.grad_scale` (None = none). `found_inf` is 1 where a scaler has found an overflow that it
+    will skip by itself, 0 where not; None without a scaler.
     """
-    divisor = getattr(optimizer, "grad_scale", None)
-    if not isinstance(divisor, Tensor):
-        return 1.0, None
-    scale, rest = _carried.get(id(optimizer), (None, divisor))
-    return (1.0 if scale is None else kept(scale)), (kept(rest) if isinstance(rest, Tensor) else None)
+
+    left: Number = 1.0
+    divisor: Number | None = None
+    found_inf: Number | None = None
 
 
-def found_inf(optimizer: Optimizer) -> Number | None:
-    """1 where a scaler has found an overflow that a fused optimizer will skip by itself, 0 where not.
+_TOLD_NOTHING = AtStep()
 
-    None without a scaler, and for optimizers that a scaler does not call when there is an overflow.
-    """
-    found = getattr(optimizer, "found_inf", None)
+
+def at_step(optimizer: Optimizer) -> AtStep:
+    """What this optimizer, about to step, was told of its gradients."""
+    divisor, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if divisor is None and found is None:
+        return _TOLD_NOTHING
     # `sum` over devices: 2 where two of them overflowed.
-    return kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
+    overflow = kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
+    if not isinstance(divisor, Tensor):
+        return AtStep(found_inf=overflow)
+    scale, rest = _carried.get(id(optimizer), (None, divisor))
+    left = 1.0 if scale is None else kept(scale)
+    return AtStep(left, kept(rest) if isinstance(rest, Tensor) else None, overflow)

@@ -116,6 +116,11 @@ class Ranks:
         seat = self._seats.get(lane.index)
         return seat is not None and (seat.layout is not None or bool(seat.alone))
 
+    def leave_alone(self, lane: Lane) -> bool:
+        """Whether no other rank, and no news of them, waits for this one at the boundaries of a lane it has met for."""
+        seat = self._seats.get(lane.index)
+        return seat is not None and seat.layout is None and not (seat.alone or seat.lost)
+
     def pooled(self, lane: Lane) -> bool:
         """Whether a rank alone knows less of a gradient than all together: not where DDP has averaged it for all."""
         seat = self._seats.get(lane.index)

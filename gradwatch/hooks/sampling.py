@@ -86,18 +86,16 @@ class Sampler:
     """Samples the tensors of one lane; `wanted` columns, `every` overrides the period of a column."""
 
     def __init__(self, wanted: frozenset[str], every: Mapping[str, int] | None = None) -> None:
-        self._wanted = wanted & COLUMNS
+        self.wanted = wanted & COLUMNS
         self._every = dict(every or {})
         self._previous: tuple[int, list[Tensor], Moved] | None = None
-        self._awaiting: deque[Moved] = deque(maxlen=AWAITING)
+        # Weights of steps not judged yet, to be compared with those of the next.
+        self.awaiting: deque[Moved] = deque(maxlen=AWAITING)
         self._asked, self._idle_until = 0, 0  # nothing is due from the one step to before the other
-
-    def __bool__(self) -> bool:
-        return bool(self._wanted)
 
     def due(self, column: str, step: int) -> bool:
         """Whether a column is measured at this step."""
-        if column not in self._wanted:
+        if column not in self.wanted:
             return False
         # The update of step s is seen at the boundary of s + 1, so there is none at step 0.
         first = 1 if column == "update_ratio" else 0
@@ -112,7 +110,7 @@ class Sampler:
             (
                 later
                 for later in range(step + 1, step + PERIOD)
-                if self.due("update_ratio", later + 1) or any(self.due(name, later) for name in self._wanted)
+                if self.due("update_ratio", later + 1) or any(self.due(name, later) for name in self.wanted)
             ),
             step + PERIOD,
         )
@@ -130,7 +128,7 @@ class Sampler:
         """
         if self._asked <= step < self._idle_until:
             return None
-        due = [name for name in self._wanted if self.due(name, step)]
+        due = [name for name in self.wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
         if not due and not keep:
             self._previous = None
@@ -143,21 +141,16 @@ class Sampler:
             self._weights(sampled, due, step, params)
         return sampled
 
-    @property
-    def expects_move(self) -> bool:
-        """Whether weights of a step not judged yet are kept, to be compared with those of the next."""
-        return bool(self._awaiting)
-
     def moved(self, present: BoolArray, step: int | None = None) -> None:
         """Which parameters the optimizer was given a non-zero gradient for at `step` (None = the oldest kept).
 
         None of them on a skipped step. Steps are judged in order, but on a device some steps after they were
         sampled.
         """
-        while self._awaiting and step is not None and self._awaiting[0].step < step:
-            self._awaiting.popleft()
-        if self._awaiting and (step is None or self._awaiting[0].step == step):
-            self._awaiting.popleft().present = present
+        while self.awaiting and step is not None and self.awaiting[0].step < step:
+            self.awaiting.popleft()
+        if self.awaiting and (step is None or self.awaiting[0].step == step):
+            self.awaiting.popleft().present = present
 
     def _gradients(
         self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None], scale: Number
@@ -183,14 +176,14 @@ class Sampler:
         numels = np.array([max(1, dense(param).numel()) for param in params], np.float64)
         blown_up = np.sqrt(np.maximum(numels / np.minimum(numels, _taken(numels)), 1)).astype(np.float32)
         # A rule on the ratio asks what it is relative to, also on a burst's last step, which would not be due for it.
-        if "weight_norm" in due or ("weight_norm" in self._wanted and "update_ratio" in due):
+        if "weight_norm" in due or ("weight_norm" in self.wanted and "update_ratio" in due):
             sampled.parts["weight_norm"] = Arriving(scale, positions, sampled.count, blown_up)
             sampled.present["weight_norm"] = np.ones(sampled.count, bool)
         previous = self._previous
         if "update_ratio" in due and previous is not None and previous[0] == step - 1:
             self._ratio(sampled, rows, previous, positions, blown_up)
         self._previous = (step, [row.clone() for row in rows], Moved(step))
-        self._awaiting.append(self._previous[2])
+        self.awaiting.append(self._previous[2])
 
     def _ratio(
         self,

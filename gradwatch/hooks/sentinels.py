@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import UNDERFLOW, sum_of_squares
+from gradwatch.hooks.rows import row_of
 
 MOST = 3
 SMALL = 4096
@@ -71,9 +72,7 @@ class Sentinels:
 
 def _norm_of(grad: Tensor) -> float:
     if grad.dtype is torch.float32 and grad.layout is torch.strided and grad.numel() <= SMALL:
-        values = grad.detach().numpy()  # sync: CPU tensor
-        # A third of what torch's dispatch costs in cold caches; unlike `dot` it warns of no overflow.
-        return math.sqrt(np.vdot(values, values))
+        return math.sqrt(row_of(grad))
     return math.sqrt(sum_of_squares(grad))
 
 

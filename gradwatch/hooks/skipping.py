@@ -33,16 +33,16 @@ from gradwatch.hooks.stand_in import RandomNumbers, stand_in_for
 
 
 class Skips:
-    """The steps `withheld` at present, by lane; `failed(error)` counts a fault of ours."""
+    """The steps withheld at present, by lane; `failed(error)` counts a fault of ours."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self.withheld: dict[int, Withheld] = {}
+        self._open: dict[int, Withheld] = {}
         self._empty_lists = EmptyLists()
 
     def skip(self, index: int, optimizer: Optimizer, at_once: bool) -> None:
         """Let the step that is under way find nothing to do; `at_once`: its pre-hooks have all run, in its closure."""
-        self.withheld[index] = withheld = Withheld(
+        self._open[index] = withheld = Withheld(
             optimizer, lambda: self._empty_lists.do_for(optimizer, at_once)
         )
         # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
@@ -60,7 +60,7 @@ class Skips:
 
     def unfinished(self, index: int) -> bool:
         """Whether a step was withheld with empty parameter lists and has not come back: it raised."""
-        withheld = self.withheld.get(index)
+        withheld = self._open.get(index)
         return withheld is not None and withheld.emptied
 
     def give_back(self, index: int, finished: bool = True) -> None:
@@ -68,7 +68,7 @@ class Skips:
 
         `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
         """
-        withheld = self.withheld.pop(index, None)
+        withheld = self._open.pop(index, None)
         if withheld is None:
             return
         if not finished and withheld.emptied:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 LOOKS = 64
-
-
-def signature(grads: Sequence[Tensor | None]) -> tuple[list[int], list[int]]:
-    """(ids, versions) of gradients, -1 where there is none: equal signatures mean that nobody wrote to them.
-
-    A hint, not a proof: writes through `.data` or numpy do not bump the version.
-    """
-    return list(map(id, grads)), versions_of(grads)
+_version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 
 
 def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
-    """How often each gradient was written to, -1 where there is none."""
+    """How often each gradient was written to, -1 where there is none.
+
+    Equal identities and versions are a hint that nobody wrote to them, and no proof: writes through `.data` or numpy
+    do not bump the version.
+    """
     try:
-        return [grad._version for grad in grads]  # type: ignore[union-attr]
+        return list(map(_version, grads))
     except AttributeError:
         return [-1 if grad is None else grad._version for grad in grads]
 
