@@ -163,17 +163,15 @@ def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatc
 
         return Measured(lambda: False, judge)
 
-    assert not waiting.due()
-    waiting.add(step(0))
+    assert not waiting.add(step(0))
     now[0] += LONGEST * 0.9
-    waiting.add(step(1))
-    assert not waiting.due()
+    assert not waiting.add(step(1))
     now[0] += LONGEST * 0.1 + 1e-6
-    assert waiting.due()
+    assert waiting.add(step(2))
     waiting.judge_all(failed.append)
-    assert judged == [0, 1]
+    assert judged == [0, 1, 2]
     assert len(failed) == 1
-    assert not waiting.due()
+    assert not waiting.add(step(3))
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 100.0])

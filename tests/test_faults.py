@@ -51,7 +51,8 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "read": (lane.Lane, "read", "capture"),
     "backward_clock": (capture.time, "perf_counter", "capture"),
     "settle": (lane.Lane, "settle", "boundary"),
-    "drain": (capture.Capture, "drain", "boundary"),
+    "changed": (boundary.Boundary, "_changed", "boundary"),
+    "look_after": (capture.Capture, "look_after", "boundary"),
     "adopt": (boundary.Boundary, "_lane", "boundary"),
     "measure": (watching.Watch, "measure", "boundary"),
     "sample": (sampling.Sampler, "collect", "boundary"),
@@ -124,6 +125,42 @@ def test_a_fault_of_ours_is_counted_and_harmless(
         assert all(
             torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True)
         )
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_fault_while_counting_what_a_raised_backward_left_is_harmless(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that steps after a backward that raised gets the step it gets without us, whatever fails of ours."""
+
+    def train_on() -> list[torch.Tensor]:
+        for batch in data():
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match="the user's own"):
+                model(batch).pow(2).sum().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ERRORS[error]()
+
+    def raises(grad: torch.Tensor) -> None:
+        raise RuntimeError("the user's own")
+
+    model, optimizer = build()
+    next(model.parameters()).register_hook(raises)
+    want = train_on()
+    model, optimizer = build()
+    next(model.parameters()).register_hook(raises)
+    with gradwatch.watch(
+        model, optimizer, rules="observe-only", run_dir=tmp_path, listen="127.0.0.1:0"
+    ) as gw:
+        monkeypatch.setattr(capture.Capture, "drain", broken)
+        got = train_on()
+        errors = gw.health.errors()
+    assert errors.get("boundary", 0) >= 1, errors
+    for a, b in zip(got, want, strict=True):  # the batch with a NaN is not skipped here
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("passing", [KeyboardInterrupt, SystemExit, TrainingStopped])

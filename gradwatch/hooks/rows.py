@@ -160,9 +160,18 @@ class SquareRows(Sheet):
         return self._host
 
 
-def row_of(grad: Tensor) -> float:
-    """Sum of squares of one dense float32 CPU gradient of no more than a row; at a third of what torch asks for it."""
-    values = (grad.detach() if grad.requires_grad else grad).numpy().reshape(-1)  # sync: CPU tensor
+def row_of(grad: Tensor) -> float | None:
+    """Sum of squares of a dense float32 CPU gradient of no more than a row, at a third of what torch asks for it.
+
+    None of any other; what a gradient is, numpy tells without torch's dispatcher.
+    """
+    try:
+        values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
+    except (TypeError, RuntimeError):
+        return None  # sparse, or of a dtype that numpy does not know
+    if values.dtype is not _FLOAT32 or values.size > ROW:
+        return None
+    values = values.reshape(-1)
     # What the read has just brought into the caches, where it is by BLAS; `vdot` warns of no overflow either.
     return float(np.vdot(values, values) if _vecdot is None else silently(_vecdot, values, values))
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Container, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,6 +37,7 @@ class Sentinels:
         self._floor = np.sqrt(numels * UNDERFLOW)
         self._numels = numels
         self._chosen: list[int] = []
+        self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
 
     def agree(
         self, grads: Sequence[Tensor | None], read: HostReading, factor: float, but: Container[int] = ()
@@ -45,9 +45,9 @@ class Sentinels:
         """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
         told = False
         chosen = self._chosen or self._choose(read.norms())
-        for k, norm in zip(chosen, read.norms_of(chosen), strict=True):
+        for k, norm, floor in zip(chosen, read.norms_of(chosen), self._floors, strict=True):
             grad, expected = grads[k], norm * factor
-            if grad is None or expected < self._floor[k]:
+            if grad is None or expected < floor:
                 continue  # says nothing: zero stays zero whatever it is multiplied by
             told = True
             if k in but:
@@ -67,13 +67,13 @@ class Sentinels:
             small = telling[np.argsort(self._numels[telling], kind="stable")[:1]]
         parts = [part for part in np.array_split(small, MOST) if len(part)]
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
+        self._floors = [float(self._floor[k]) for k in self._chosen]
         return self._chosen
 
 
 def _norm_of(grad: Tensor) -> float:
-    if grad.dtype is torch.float32 and grad.layout is torch.strided and grad.numel() <= SMALL:
-        return math.sqrt(row_of(grad))
-    return math.sqrt(sum_of_squares(grad))
+    square = row_of(grad)
+    return math.sqrt(sum_of_squares(grad) if square is None else square)
 
 
 def _both_infinite(norm: float, expected: float) -> bool:

@@ -216,7 +216,7 @@ class Holding:
 
     def moves(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
         known = self._movers.get(optimizer)
         if known is None or known[0] != count:
             model = self.model()

@@ -149,9 +149,11 @@ class Holdings:
         for family in self._families:
             family.step_taken(optimizer)
         for holding in self:
-            holding.taken(optimizer, before)
+            if holding.calls or holding.indices is not None:
+                holding.taken(optimizer, before)
             holding.steps = number
-        self._former = [holding for holding in self._former if holding.calls]
+        if self._former:
+            self._former = [holding for holding in self._former if holding.calls]
 
     def calls(self) -> list[tuple[nn.Module, Call]]:
         """(module, call) of those that a gradient has reached, in the order they were made."""
@@ -173,13 +175,10 @@ class Holdings:
         return sum(holding.dropped for holding in self)
 
     def __iter__(self) -> Iterator[Holding]:
-        yield from self._of_models()
-        yield from self._criteria
+        return iter(self._of_models() + self._criteria)
 
-    def _of_models(self) -> Iterator[Holding]:
-        for family in self._families:
-            yield from family.holdings
-        yield from self._former
+    def _of_models(self) -> list[Holding]:
+        return [holding for family in self._families for holding in family.holdings] + self._former
 
     def _model(self, module: nn.Module, outermost: Outermost) -> Holding:
         return self._holding(module, outermost=outermost, met=self._met)
