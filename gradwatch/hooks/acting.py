@@ -50,9 +50,8 @@ class Acting:
         self._done = done
         self._skips = Skips(lambda error: failed("action", error))
         self._gates: dict[int, list[Gate]] = {}
-        self.held: set[int] = (
-            set()
-        )  # lanes for whose step something may be set aside, or set on their optimizer
+        # Lanes for whose step something may be set aside, or set on their optimizer.
+        self.held: set[int] = set()
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
