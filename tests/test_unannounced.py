@@ -195,3 +195,42 @@ def test_what_was_overheard_is_not_trusted_where_a_hook_may_replace_the_gradient
     snapshot = sink.records[-1].snapshot
     told = dict(zip(snapshot.sites.names, snapshot.norm.tolist(), strict=True))
     assert told == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("found", [1.0, 2.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("read", [1.0, float("inf"), float("nan")])
+def test_a_sentinel_agrees_with_the_same_norm_and_what_was_not_finite_with_what_is_not(
+    read: float, found: float
+) -> None:
+    """Close to infinity is no agreement: a gradient that overflowed and was clamped since is another one."""
+    sentinels = Sentinels(np.array([4]))
+    assert sentinels.agree([torch.tensor([1.0, 0.0, 0.0, 0.0])], HostReading.of(np.array([1.0]), {}), 1.0)
+    reading = HostReading.of(np.array([read]), {})
+    same = read == found or not (np.isfinite(read) or np.isfinite(found))
+    assert sentinels.agree([torch.tensor([found, 0.0, 0.0, 0.0])], reading, 1.0) == same
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_step_that_overflowed_and_was_clamped_is_clipped_by_what_is_left(bad: float) -> None:
+    """`nan_to_num_` and `clamp_` through `.data` after an overflow: told as it was read, and clipped as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sink, x = Kept(), torch.randn(4, 3)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(CLIPS), sinks=[sink], listen=None, strict=True):
+        for step in range(6):
+            optimizer.zero_grad()
+            overflowing = model.parameters() if step == 4 else ()
+            handles = [param.register_hook(lambda grad: torch.full_like(grad, bad)) for param in overflowing]
+            model(x).pow(2).sum().backward()
+            for handle in handles:
+                handle.remove()
+            for param in model.parameters():
+                param.grad.data.nan_to_num_(1.0).clamp_(-1, 1)  # type: ignore[union-attr]
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.step()
+            moved = [(a - b.detach()).norm() ** 2 for a, b in zip(before, model.parameters(), strict=True)]
+            assert float(sum(moved)) ** 0.5 <= 0.1 * 0.5 * 1.0001
+    record = sink.records[4]
+    assert not np.isfinite(record.snapshot.total_norm)
+    assert record.snapshot.total_norm_applied == pytest.approx(0.5, rel=1e-4)

@@ -55,6 +55,8 @@ class Acting:
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
+        for index in list(self._gates):
+            self.open_gate(index)
         for index in list(self.held):
             self.let_go(index, finished=True)
 
@@ -240,9 +242,11 @@ class Acting:
 
     def let_go(self, index: int, finished: bool) -> None:
         """Restore everything as it was before a lane's step, which has `finished` or raised."""
-        self.give_back(index, finished)
-        self.open_gate(index)
         self.held.discard(index)
+        try:
+            self.give_back(index, finished)
+        finally:
+            self.open_gate(index)
 
     def emptied(self, index: int) -> bool:
         """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""

@@ -257,9 +257,8 @@ class Boundary:
 
     def _settle(self, optimizer: Optimizer, lane: Lane, rejected: bool = False) -> Window:
         """Close the window; `rejected`: a scaler has found an overflow, and does not call the optimizer."""
-        left, divisor, skipped = precision.at_step(optimizer)
-        if rejected:
-            skipped = 1.0
+        told = precision.divisors(optimizer) if rejected else precision.at_step(optimizer)
+        left, divisor, skipped = told.left, told.divisor, 1.0 if rejected else told.found_inf
         window = lane.settle(left)
         if divisor is not None:
             lane.divide_applied(window, divisor)

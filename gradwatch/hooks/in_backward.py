@@ -62,7 +62,7 @@ class InBackward:
             self._join(optimizer)
         self._stepped.add(id(optimizer))
         self._capture.arm()
-        scale = arrived(precision.at_step(optimizer)[0])
+        scale = arrived(precision.divisors(optimizer).left)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

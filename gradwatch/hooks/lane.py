@@ -66,7 +66,7 @@ class Lane:
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.solitary = (
-            False  # known to need nobody at its boundaries: no rank waits, no micro-batches are weighed
+            False  # known to need nobody at its boundaries: no other rank, no micro-batches to weigh
         )
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it

@@ -147,10 +147,17 @@ class RowNorms:
 
     def norms_of(self, chosen: Sequence[int]) -> list[float]:
         """Root sums of squares of a few gradients, without those of the others where they are single rows."""
-        row, apart = self._plan.row, self._apart
-        if self._sheet is not None and not self._missed and all(map(row.__contains__, chosen)):
-            return self._sheet.norms(list(map(row.__getitem__, chosen)))
-        return [math.sqrt(apart[k] if k in apart else self.squares()[k]) for k in chosen]
+        row, sheet = self._plan.row, self._sheet
+        if sheet is not None and not self._missed and all(map(row.__contains__, chosen)):
+            return sheet.norms(list(map(row.__getitem__, chosen)))
+        return list(map(self._norm_of, chosen))
+
+    def _norm_of(self, k: int) -> float:
+        if k in self._apart:
+            return math.sqrt(self._apart[k])
+        if self._sheet is not None and not self._missed and k in self._plan.row:
+            return self._sheet.norms([self._plan.row[k]])[0]
+        return math.sqrt(self.squares()[k])
 
     def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).

@@ -208,13 +208,20 @@ _TOLD_NOTHING = AtStep()
 
 def at_step(optimizer: Optimizer) -> AtStep:
     """What this optimizer, about to step, was told of its gradients."""
-    divisor, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if divisor is None and found is None:
-        return _TOLD_NOTHING
+    found = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return divisors(optimizer)
     # `sum` over devices: 2 where two of them overflowed.
     overflow = kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
+    return divisors(optimizer)._replace(found_inf=overflow)
+
+
+def divisors(optimizer: Optimizer) -> AtStep:
+    """What it will divide its gradients by; `found_inf` is left out, which may be on a device."""
+    divisor = getattr(optimizer, "grad_scale", None)
     if not isinstance(divisor, Tensor):
-        return AtStep(found_inf=overflow)
+        return _TOLD_NOTHING
     scale, rest = _carried.get(id(optimizer), (None, divisor))
-    left = 1.0 if scale is None else kept(scale)
-    return AtStep(left, kept(rest) if isinstance(rest, Tensor) else None, overflow)
+    return AtStep(
+        left=1.0 if scale is None else kept(scale), divisor=kept(rest) if isinstance(rest, Tensor) else None
+    )

@@ -172,6 +172,8 @@ def row_of(grad: Tensor) -> float | None:
     if values.dtype is not _FLOAT32 or values.size > ROW:
         return None
     values = values.reshape(-1)
+    if not values.flags.c_contiguous:
+        return None  # expanded: BLAS does not take it, and other sums lose digits
     # What the read has just brought into the caches, where it is by BLAS; `vdot` warns of no overflow either.
     return float(np.vdot(values, values) if _vecdot is None else silently(_vecdot, values, values))
 
