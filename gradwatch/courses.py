@@ -48,12 +48,6 @@ class Courses:
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._hears_scale: list[Callable[[], None]] = []
 
-    def __getitem__(self, index: int) -> Course:
-        return self.by_lane[index]
-
-    def __contains__(self, index: int) -> bool:
-        return index in self.by_lane
-
     def __iter__(self) -> Iterator[Course]:
         return iter(self.by_lane.values())
 

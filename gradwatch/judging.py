@@ -86,10 +86,6 @@ class Judging:
         """The latest Record of every lane."""
         return [course.record for course in self._courses if course.record is not None]
 
-    def max_norm(self, lane: Lane) -> float | None:
-        """The standing clip of the rule file; None without one."""
-        return self._courses[lane.index].bound.max_norm
-
     # -- a step ------------------------------------------------------------------------------------------
 
     def measure(self, lane: Lane, window: Window, taps: ModuleTaps | None) -> Measured:
@@ -293,7 +289,7 @@ class Judging:
 
     def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
         """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""
-        course = self._courses[lane.index]
+        course = self._courses.by_lane[lane.index]
         own = len(norms)
         norm, calls = np.zeros(len(course.sites), np.float32), np.zeros(len(course.sites), np.int32)
         norm[:own], calls[:own] = as_float32(norms), norms > 0
@@ -303,7 +299,7 @@ class Judging:
 
     def acted(self, lane: Lane, done: Decision, error: Exception | None) -> None:
         """What was decided of a lane's step is done, or was not, because of `error`; its Record is published now."""
-        self._publishing.acted(self._courses[lane.index], done, error)
+        self._publishing.acted(self._courses.by_lane[lane.index], done, error)
 
     def _measured_ahead(
         self, case: Case, decision: Decision, total: float

@@ -356,7 +356,7 @@ class Loop:
         params = set(map(id, stage.parameters()))
         with torch.no_grad():
             for lane in self._capture.lanes:
-                if lane.index in self._courses and not params.isdisjoint(lane.param_ids):
+                if lane.index in self._courses.by_lane and not params.isdisjoint(lane.param_ids):
                     lane.read()
 
     def _pausing(self) -> bool:
