@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from gradwatch.hooks.running_statistics import RunningStatistics
 from gradwatch.hooks.shards import local_taps, torn
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
+from gradwatch.process import here
 from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rules import RuleSet
@@ -167,7 +167,7 @@ class Loop:
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
-        if not self._closed and os.getpid() == self.run.pid and self._boundary.is_here():
+        if not self._closed and here[0] == self.run.pid and self._boundary.is_here():
             self._boundary.settle_deferred()
 
     def models(self) -> list[nn.Module]:
@@ -215,7 +215,7 @@ class Loop:
 
     def resting(self) -> bool:
         """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after faults of ours."""
-        if self._closed or not self._whole or os.getpid() != self.run.pid:
+        if self._closed or not self._whole or here[0] != self.run.pid:
             return True
         return self._paused_until > 0 and self._pausing()
 
@@ -240,13 +240,13 @@ class Loop:
 
     def arrive(self, lane: Lane | None) -> None:
         """A step boundary begins."""
-        if lane is not None and not self._closed and os.getpid() == self.run.pid:
+        if lane is not None and not self._closed and here[0] == self.run.pid:
             self._courses.at_boundary(lane)
             self._ranks.arrive(lane)
 
     def depart(self, lane: Lane | None) -> None:
         """A step boundary ends; no rank is left waiting for this one."""
-        if lane is not None and not self._closed and os.getpid() == self.run.pid:
+        if lane is not None and not self._closed and here[0] == self.run.pid:
             self._ranks.depart(lane)
 
     def enter(self, lane: Lane) -> None:

@@ -49,7 +49,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "hear": (lane.Lane, "hear", "capture"),
     "due": (lane.Lane, "due", "capture"),
     "read": (lane.Lane, "read", "capture"),
-    "backward_clock": (capture.time, "perf_counter", "capture"),
+    "backward_clock": (capture, "perf_counter", "capture"),
     "settle": (lane.Lane, "settle", "boundary"),
     "changed": (boundary.Boundary, "_changed", "boundary"),
     "look_after": (capture.Capture, "look_after", "boundary"),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision
 
+# By name: to walk torch's module from cold caches costs microseconds.
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
 
 
@@ -47,6 +49,7 @@ class Boundary:
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
         self._in_backward = InBackward(capture, judge)
+        self._registrations = capture.coverage.registrations
         self.spent_seconds = 0.0
         self._thread: int | None = None  # that took the last step
         self._removes = [step_hooks.listen(self), precision.listen(self)]
@@ -81,7 +84,7 @@ class Boundary:
             self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-        if hasattr(closure, "gradwatch_evaluations"):
+        if closure is not None and hasattr(closure, "gradwatch_evaluations"):
             return None  # a subclass whose step calls super().step(closure): wrapped already
         lane = self._capture.lane_of(optimizer)
         nested = lane is not None and self._inside.get(lane.index, 0) > 0 and self._is_nested(optimizer, lane)
@@ -108,18 +111,18 @@ class Boundary:
         return (args[0], watched, *args[2:]), kwargs
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
-        graded = torch.is_grad_enabled()
+        graded = _grad_enabled()
         try:
-            started = time.perf_counter()
-            torch._C._set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
+            started = perf_counter()
+            _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
             call(*args)
-            self.spent_seconds += time.perf_counter() - started
+            self.spent_seconds += perf_counter() - started
         except TrainingStopped:
             raise
         except Exception as error:
             self._judge.failed("boundary", error)
         finally:
-            torch._C._set_grad_enabled(graded)
+            _set_grad_enabled(graded)
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer):
@@ -235,7 +238,7 @@ class Boundary:
         if lane.index in self._acting.held:  # left behind by a step that raised
             self._acting.let_go(lane.index, finished=False)
         window = self._settle(optimizer, lane)
-        waiting = self._waiting(lane)
+        waiting = self._deferred.get(lane.index) or self._waiting(lane)
         if not lane.on_cpu and not self._must_wait(lane, optimizer):
             waiting.judge_arrived()
             waiting.add(self._judge.measure(lane, window))
@@ -293,14 +296,20 @@ class Boundary:
 
     def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        if sum(map(len, groups)) != len(lane.watched_ids):
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        if count != len(lane.watched_ids):
             return True
         if lane.frozen and any(param.requires_grad for param in lane.frozen):
             return True
-        if lane.thinned and lane.step % RECHECK and not self._capture.coverage.disturbed(lane):
+        disturbed = lane.compared != self._registrations[0]
+        if lane.thinned and lane.step % RECHECK and not disturbed:
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
-        return [id(param) for params in groups for param in params] != lane.watched_ids
+        lane.compared = self._registrations[0]
+        return [
+            id(param) for group in optimizer.param_groups for param in group["params"]
+        ] != lane.watched_ids
 
     def _must_wait(self, lane: Lane, optimizer: Optimizer) -> bool:
         fused = precision.supports_scaling(optimizer)
@@ -373,9 +382,9 @@ class Boundary:
     def after_step(self, optimizer: Optimizer) -> None:
         """Give back what was set aside and open the next window."""
         try:
-            started = time.perf_counter()
+            started = perf_counter()
             self._after_step(optimizer)
-            self.spent_seconds += time.perf_counter() - started
+            self.spent_seconds += perf_counter() - started
         except Exception as error:
             self._judge.failed("boundary", error)
 

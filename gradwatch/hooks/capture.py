@@ -9,9 +9,9 @@ autograd's buffer stealing), and none holds a weak reference to a parameter (`sw
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable, Iterable
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from gradwatch.hooks.shards import is_shard, offloaded
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
 
+# By name: to walk torch's module from cold caches costs microseconds.
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 _GONE = nn.Parameter(torch.empty(0), requires_grad=False)
 THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
 REMARK = 16  # steps between looks for parameters that want a gradient again
@@ -310,16 +312,16 @@ class Capture:
         self.after_backward()  # a step taken inside it has happened all the same
 
     def _backward_end(self) -> None:
-        graded = torch.is_grad_enabled()  # where the backward makes a graph of its own
+        graded = _grad_enabled()  # where the backward makes a graph of its own
         try:
-            started = time.perf_counter()
-            torch._C._set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
+            started = perf_counter()
+            _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
             self._end()
-            self.spent_seconds += time.perf_counter() - started
+            self.spent_seconds += perf_counter() - started
         except Exception as error:
             self._failed("capture", error)
         finally:
-            torch._C._set_grad_enabled(graded)
+            _set_grad_enabled(graded)
 
     def _end(self) -> None:
         touched = self.touched[:]

@@ -100,7 +100,6 @@ class Coverage:
         self._at_attach: set[int] = set()
         self._registrations = Registrations()
         self._places = Places()
-        self._compared: dict[int, int] = {}  # registrations when a lane was last compared with its optimizer
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
@@ -138,8 +137,8 @@ class Coverage:
     def due(self, lane: Lane, calls: NDArray[np.int32]) -> bool:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
-        gone = self._gone(lane.index, calls)
-        replaced = gone and any(self._replaced(lane.params[k]) for k in gone)
+        gone = () if self._last.get(lane.index) is calls else self._gone(lane.index, calls)
+        replaced = any(self._replaced(lane.params[k]) for k in gone)
         if not replaced and self._left > 0 and self._counted == self._registrations.counted[0]:
             return False
         self._counted = self._registrations.counted[0]
@@ -154,11 +153,10 @@ class Coverage:
         self.ratio *= 1 - share
         self._left = 0
 
-    def disturbed(self, lane: Lane) -> bool:
-        """Whether something was put into the models since this was last asked about a lane."""
-        count = self._registrations.counted[0]
-        before, self._compared[lane.index] = self._compared.get(lane.index, count), count
-        return before != count
+    @property
+    def registrations(self) -> list[int]:
+        """In one place: how often something was put into the models."""
+        return self._registrations.counted
 
     def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
         """Whether parameters without a slot are the models' all the same; walks them once per optimizer."""
@@ -180,7 +178,7 @@ class Coverage:
     def _gone(self, lane: int, calls: NDArray[np.int32]) -> list[int]:
         """Positions with a gradient in the lane's last step and none in this one."""
         before, self._last[lane] = self._last.get(lane), calls
-        if before is None or before is calls or len(before) != len(calls):
+        if before is None or len(before) != len(calls):
             return []
         gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
         return gone

@@ -17,9 +17,8 @@ IDLE = -2
 _FUNCTION = BackwardCFunction.apply.__code__
 
 
-def current() -> int:
-    """The number of the running graph task, `NONE` outside backward (and in compiled autograd)."""
-    return torch._C._current_graph_task_id()
+current: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the running graph task, `NONE` outside backward (and in compiled autograd)."""
 
 
 def nested() -> bool:

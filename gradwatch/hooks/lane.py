@@ -57,6 +57,7 @@ class Lane:
         self.step = 0
         self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
+        self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.distributed = any(hasattr(param, "to_local") for param in params)
         self.by_hand = False  # other code than torch's may average over ranks: read again at the step
         self.on_cpu = all(param.device.type == "cpu" for param in params)
@@ -192,7 +193,7 @@ class Lane:
         if moved or not (unread or self._untouched(grads, raw, scale)):
             clipped = self._clipped(grads, versions, raw, scale)
             after = clipped or self._changed(grads, ids, versions, raw, scale)
-        calm = not unread and not self.tainted and as_usual(raw, after)
+        calm = not (unread or self.tainted) and as_usual(raw, after)
         repeats = self._repeats(ids) if self.thinned else None
         state = ids, versions, raw
         calls, trusted = self._presence(grads, state, current, None if calm else repeats)
@@ -376,7 +377,8 @@ class Lane:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         _, versions, raw = state
         if self.thinned:
-            told, usual = versions if self._assumed else self._versions, self._habit.versions(current)
+            usual = self._versions if self._assumed else self._habit.versions(current)
+            told = versions if self._assumed else self._versions
             trusted = current > 0 and (told == usual or grown_alike(usual, told, self._assumed))
             if trusted and repeats is not None:
                 self.ambiguous = repeats.any(raw.norms())

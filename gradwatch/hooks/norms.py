@@ -115,11 +115,14 @@ class _Plan:
 class RowNorms:
     """One read of K gradients whose sums are still to be taken."""
 
-    __slots__ = ("_apart", "_missed", "_plan", "_sheet", "_squares")
+    __slots__ = ("_apart", "_glance", "_missed", "_plan", "_sheet", "_squares")
 
-    def __init__(self, plan: _Plan, sheet: Sheet, apart: dict[int, float], missed: list[int]) -> None:
+    def __init__(
+        self, plan: _Plan, sheet: Sheet, glance: float, apart: dict[int, float], missed: list[int]
+    ) -> None:
         self._plan = plan
         self._sheet: Sheet | None = sheet
+        self._glance = glance  # the root sum of squares of all rows
         self._apart = apart
         self._missed = missed
         self._squares: Squares | None = None
@@ -128,16 +131,16 @@ class RowNorms:
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
         plan = _Plan([None] * len(squares), NormRows)
-        rows = cls(plan, plan.sheet(), {}, [])
+        rows = cls(plan, plan.sheet(), math.sqrt(silently(squares.sum)), {}, [])
         rows._squares = squares
         return rows
 
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
-        if self._sheet is None or self._missed:
+        if self._missed:
             return math.sqrt(float(self.squares().sum()))
-        rows = self._sheet.total()
-        return math.hypot(rows, *map(math.sqrt, self._apart.values())) if self._apart else rows
+        apart = self._apart
+        return math.hypot(self._glance, *map(math.sqrt, apart.values())) if apart else self._glance
 
     def squares(self) -> Squares:
         """float64[K] sums of squares; 0 where a gradient was None."""
@@ -147,9 +150,12 @@ class RowNorms:
 
     def norms_of(self, chosen: Sequence[int]) -> list[float]:
         """Root sums of squares of a few gradients, without those of the others where they are single rows."""
-        row, sheet = self._plan.row, self._sheet
-        if sheet is not None and not self._missed and all(map(row.__contains__, chosen)):
-            return sheet.norms(list(map(row.__getitem__, chosen)))
+        sheet = self._sheet
+        if sheet is not None and not self._missed:
+            try:
+                return sheet.norms(list(map(self._plan.row.__getitem__, chosen)))
+            except KeyError:
+                pass  # some have more than one row, or none
         return list(map(self._norm_of, chosen))
 
     def _norm_of(self, k: int) -> float:
@@ -212,15 +218,15 @@ class CpuReader:
             plan, self._off = _Plan(grads, self._kind()), 0
             self._plan = plan
         sheet = plan.sheet()
-        missed = silently(_fill, plan, sheet, grads)
+        glance, missed = silently(_fill, plan, sheet, grads)
         if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
             self._off += 1
         apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
-        return RowNorms(plan, sheet, apart, missed)
+        return RowNorms(plan, sheet, glance, apart, missed)
 
 
-def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> list[int]:
-    """Read what is as planned; the positions that were planned for, and are not."""
+def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[float, list[int]]:
+    """Read what is as planned; its root sum of squares at a glance, and the positions planned for that are not so."""
     missed: list[int] = []
     for part, bucket in enumerate(plan.buckets):
         if _stacked(bucket, grads):
@@ -233,7 +239,7 @@ def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> list[int
             sheet.read(part, grad, shape, order)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             missed.append(index)  # absent, or of another size, layout or dtype this time
-    return missed
+    return sheet.total(), missed
 
 
 def _stacked(bucket: _Bucket, grads: Sequence[Tensor | None]) -> bool:

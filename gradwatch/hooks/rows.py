@@ -60,7 +60,7 @@ class Sheet(ABC):
 
     @abstractmethod
     def total(self) -> float:
-        """Root sum of squares of all rows, good to 1e-4: at a glance."""
+        """Root sum of squares of all rows, good to 1e-4: at a glance. To be called `silently`."""
 
     @abstractmethod
     def least(self) -> float:
@@ -113,15 +113,15 @@ class NormRows(Sheet):
 class SquareRows(Sheet):
     """Rows as sums of squares, by BLAS, on this thread."""
 
-    __slots__ = ("_chunks", "_parts")
+    __slots__ = ("_chunks", "_ones", "_parts")
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(shapes)
         # No longer than a row: numpy's BLAS shares longer ones out among threads of its own.
         ones = np.ones(ROW, np.float32)
         starts = range(0, len(self._host), ROW)
-        chunks = [self._host[start : start + ROW] for start in starts]
-        self._chunks = [(chunk, ones[: len(chunk)]) for chunk in chunks]
+        self._chunks = [self._host[start : start + ROW] for start in starts]
+        self._ones = [ones[: len(chunk)] for chunk in self._chunks]
         self._parts = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
 
     def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
@@ -148,7 +148,7 @@ class SquareRows(Sheet):
 
     # By the operation whose code is in the caches by now; what numpy's reductions pass through costs ten times as much.
     def total(self) -> float:
-        return math.sqrt(math.fsum(silently(_vecdot, chunk, ones) for chunk, ones in self._chunks))
+        return math.sqrt(math.fsum(map(_vecdot, self._chunks, self._ones)))
 
     def least(self) -> float:
         return float(self._host[self._host.argmin()]) if len(self._host) else math.inf
@@ -160,11 +160,15 @@ class SquareRows(Sheet):
         return self._host
 
 
-def row_of(grad: Tensor) -> float | None:
-    """Sum of squares of a dense float32 CPU gradient of no more than a row, at a third of what torch asks for it.
+def norms_of_rows(grads: Sequence[Tensor | None]) -> list[float | None]:
+    """Norms of dense float32 CPU gradients of no more than a row each, at a third of what torch asks for them.
 
-    None of any other; what a gradient is, numpy tells without torch's dispatcher.
+    None of any other; what a gradient is, numpy tells without torch's dispatcher. To be called `silently`.
     """
+    return [None if grad is None else _norm_of_row(grad) for grad in grads]
+
+
+def _norm_of_row(grad: Tensor) -> float | None:
     try:
         values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
     except (TypeError, RuntimeError):
@@ -174,8 +178,8 @@ def row_of(grad: Tensor) -> float | None:
     values = values.reshape(-1)
     if not values.flags.c_contiguous:
         return None  # expanded: BLAS does not take it, and other sums lose digits
-    # What the read has just brought into the caches, where it is by BLAS; `vdot` warns of no overflow either.
-    return float(np.vdot(values, values) if _vecdot is None else silently(_vecdot, values, values))
+    # What the read has just brought into the caches, where it is by BLAS.
+    return math.sqrt(np.vdot(values, values) if _vecdot is None else _vecdot(values, values))
 
 
 def silently(call: Callable[..., Result], *args: Any) -> Result:

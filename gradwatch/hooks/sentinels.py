@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import UNDERFLOW, sum_of_squares
-from gradwatch.hooks.rows import row_of
+from gradwatch.hooks.rows import norms_of_rows, silently
 
 MOST = 3
 SMALL = 4096
@@ -45,14 +45,16 @@ class Sentinels:
         """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
         told = False
         chosen = self._chosen or self._choose(read.norms())
-        for k, norm, floor in zip(chosen, read.norms_of(chosen), self._floors, strict=True):
+        now = silently(norms_of_rows, [grads[k] for k in chosen])
+        for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
             grad, expected = grads[k], norm * factor
             if grad is None or expected < floor:
                 continue  # says nothing: zero stays zero whatever it is multiplied by
             told = True
             if k in but:
                 continue
-            found = _norm_of(grad)
+            if found is None:
+                found = math.sqrt(sum_of_squares(grad))
             # Not a call for the ordinary case; NaN compares as false, and everything is close to infinity.
             close = abs(found - expected) <= RELATIVE * expected < math.inf
             if not close and (math.isfinite(expected) or math.isfinite(found)):
@@ -70,8 +72,3 @@ class Sentinels:
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]
         return self._chosen
-
-
-def _norm_of(grad: Tensor) -> float:
-    square = row_of(grad)
-    return math.sqrt(sum_of_squares(grad) if square is None else square)
