@@ -138,7 +138,7 @@ class Coverage:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
         gone = () if self._last.get(lane.index) is calls else self._gone(lane.index, calls)
-        replaced = any(self._replaced(lane.params[k]) for k in gone)
+        replaced = gone and any(self._replaced(lane.params[k]) for k in gone)
         if not replaced and self._left > 0 and self._counted == self._registrations.counted[0]:
             return False
         self._counted = self._registrations.counted[0]

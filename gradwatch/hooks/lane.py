@@ -184,7 +184,7 @@ class Lane:
         if unread:
             self._ids, self._versions, self._assumed = ids, versions, False
             self._norms = self._take(grads, scale)
-        elif not isinstance(scale, float) or scale != 1.0:
+        elif type(scale) is not float or scale != 1.0:
             self.unscaled(scale)
         raw = self._norms
         assert raw is not None
@@ -329,7 +329,8 @@ class Lane:
         if not self.on_cpu:
             return device.read(grads, scale)
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
-        reading = HostReading(self._reader.read(rest), self._floor, arrived(scale))
+        left = scale if type(scale) is float else arrived(scale)
+        reading = HostReading(self._reader.read(rest), self._floor, left)
         if known or self.usual is None or not reading.as_usual(self.usual, rest):
             reading.look(rest)
         return reading.completed(known) if known else reading
@@ -342,7 +343,7 @@ class Lane:
             return False
         if not isinstance(raw, HostReading):
             return True
-        left = scale if isinstance(scale, float) else arrived(scale)
+        left = scale if type(scale) is float else arrived(scale)
         return self._sentinels.agree(grads, raw, factor * left, but)
 
     def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:

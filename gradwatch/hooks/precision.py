@@ -203,14 +203,14 @@ class AtStep(NamedTuple):
     found_inf: Number | None = None
 
 
-TOLD_NOTHING = AtStep()
+_TOLD_NOTHING = AtStep()
 
 
 def at_step(optimizer: Optimizer) -> AtStep:
     """What this optimizer, about to step, was told of its gradients."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
-        return TOLD_NOTHING if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
+        return _TOLD_NOTHING if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
     # `sum` over devices: 2 where two of them overflowed.
     overflow = kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
     return divisors(optimizer)._replace(found_inf=overflow)
@@ -220,7 +220,7 @@ def divisors(optimizer: Optimizer) -> AtStep:
     """What it will divide its gradients by; `found_inf` is left out, which may be on a device."""
     divisor = getattr(optimizer, "grad_scale", None)
     if not isinstance(divisor, Tensor):
-        return TOLD_NOTHING
+        return _TOLD_NOTHING
     scale, rest = _carried.get(id(optimizer), (None, divisor))
     return AtStep(
         left=1.0 if scale is None else kept(scale), divisor=kept(rest) if isinstance(rest, Tensor) else None

@@ -65,9 +65,10 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     except ImportError:
         return hook if disable is None else disable(hook)
     shielded = hook if disable is None else disable(hook)
+    compiling = torch.compiler.is_compiling
 
     def run(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or listening() is not None:
+        if compiling() or listening() is not None:
             return shielded(optimizer, args, kwargs)
         return hook(optimizer, args, kwargs)
 
@@ -129,20 +130,18 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     global _begun
-    if _IGNORED in vars(optimizer):
+    if _IGNORED in optimizer.__dict__:
         return None
     _begun += 1
     changed = None
-    position = 0
-    # By index: a launcher's listener may add the watch that must see this very step.
-    while position < len(_listeners):
-        result = _listeners[position].before_step(optimizer, args, kwargs)
+    # Not over a copy: a launcher's listener may add the watch that must see this very step.
+    for listener in _listeners:
+        result = listener.before_step(optimizer, args, kwargs)
         if result is not None:
             args, kwargs = changed = result
-        position += 1
     return changed if _listeners else (_Leaving(args), kwargs)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in () if _IGNORED in vars(optimizer) else tuple(_listeners):
+    for listener in () if _IGNORED in optimizer.__dict__ else tuple(_listeners):
         listener.after_step(optimizer)

@@ -146,9 +146,11 @@ class Holdings:
 
     def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
         """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
+        held = self._former + self._criteria
         for family in self._families:
             family.step_taken(optimizer)
-        for holding in self:
+            held = held + family.holdings  # `self`, without its Python calls in cold caches
+        for holding in held:
             if holding.calls or holding.indices is not None:
                 holding.taken(optimizer, before)
             holding.steps = number
