@@ -38,7 +38,6 @@ UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""
 NOTHING = Extras()
 """Of a step on which nothing was measured but norms."""
-_FLOAT = frozenset({float})
 
 
 class Case(NamedTuple):
@@ -115,15 +114,17 @@ class Judging:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.calm:
+            finite = True
+            for value in scalars.values():
+                finite = finite and type(value) is float and math.isfinite(value)
             window.calm = (
-                self._may_wait
+                finite
+                and self._may_wait
                 and course.calm >= CALM
                 and window.loss_scale is None
                 and window.skipped is None
                 and not (params or modules or course.sampler.awaiting)
                 and (lane.solitary or not self._ranks.talks(lane))
-                and _FLOAT.issuperset(map(type, scalars.values()))
-                and all(map(math.isfinite, scalars.values()))
             )
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         at = self._clock(course)

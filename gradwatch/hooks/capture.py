@@ -60,8 +60,9 @@ class Capture:
         self.touched: list[int] = []  # slots of the marks heard in a backward that has not ended
         self._silent: set[int] = set()
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
-        owner = weakref.ref(self)  # a strong reference would tie parameter -> mark -> Capture -> parameter
-        self._marks = Marks(self.touched, self._ends.task, functools.partial(_arm, owner))
+        # A strong reference would tie parameter -> mark -> Capture -> parameter.
+        self._itself = weakref.ref(self)
+        self._marks = Marks(self.touched, self._ends.task, functools.partial(_arm, self._itself))
         self._arrival: list[int] = []
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
@@ -293,12 +294,6 @@ class Capture:
 
     # -- backwards ---------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        try:
-            self.arm()
-        except Exception as error:
-            self._failed("capture", error)
-
     def arm(self) -> None:
         """Have the end of the running backward heard, whether or not a mark speaks in it."""
         for lane in self.lanes:
@@ -341,7 +336,7 @@ class Capture:
     def hear(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
         if self._ends.task[0] != graph_task.current():
-            self._arm()
+            _arm(self._itself)
         self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
     def _unmarked_arrivals(self, touched: list[int]) -> list[int]:
@@ -390,8 +385,12 @@ class Capture:
 
 def _arm(owner: weakref.ref[Capture]) -> None:
     capture = owner()
-    if capture is not None:
-        capture._arm()
+    if capture is None:
+        return
+    try:
+        capture.arm()
+    except Exception as error:
+        capture._failed("capture", error)
 
 
 def _nothing(*_: object) -> None:

@@ -90,12 +90,16 @@ def panels(found: list[Contender], rounds: int) -> list[Panel]:
 def measure(
     workload: Workload, contenders: list[Contender], loop: Loop, turns: Turns, warmup: int
 ) -> tuple[Timings, dict[str, str]]:
-    """Attach every contender to a twin of its own and let them take turns; timings, and complaints."""
+    """Attach every contender to a twin of its own and let them take turns; timings, and complaints.
+
+    All are handed gradients of the same carrier, so that none can be faster for where its gradients happen to lie.
+    """
     original = workload.task()
+    carrier = workload.carrier(original)
     by_name = {contender.name: contender for contender in contenders}
     with ExitStack() as attached:
         samples = {
-            name: _attach(workload, original, contender, loop, attached)
+            name: _attach(workload, original, carrier, contender, loop, attached)
             for name, contender in by_name.items()
         }
         # In turns here too: twins share weights, and one that slept while they moved would see its norms jump.
@@ -119,7 +123,12 @@ def measure(
 
 
 def _attach(
-    workload: Workload, original: Task, contender: Contender, loop: Loop, attached: ExitStack
+    workload: Workload,
+    original: Task,
+    carrier: Task,
+    contender: Contender,
+    loop: Loop,
+    attached: ExitStack,
 ) -> Callable[[], Sample]:
     task = workload.twin(original)
     contender.attach(task)
@@ -128,7 +137,7 @@ def _attach(
     attached.callback(contender.resume)
     if loop == "steps":
         return in_turn(contender, timed(lambda: training_step(task, contender)))
-    handover = Handover(workload.carrier(original), task, contender)
+    handover = Handover(carrier, task, contender)
     attached.callback(handover.close)
     return in_turn(contender, handover)
 
