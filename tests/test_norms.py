@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.hooks.norms import PATIENCE, SMALL, UNDERFLOW, CpuReader, inspect, sum_of_squares, suspicious
+from gradwatch.hooks.norms import (
+    PATIENCE,
+    SMALL,
+    UNDERFLOW,
+    CpuReader,
+    RowNorms,
+    inspect,
+    sum_of_squares,
+    suspicious,
+)
 from gradwatch.hooks.rows import ROW, NormRows, Sheet, SquareRows, divided, fastest
 
 KINDS = pytest.mark.parametrize(
@@ -247,6 +256,28 @@ def test_one_gradient_alone_keeps_its_digits_too(numel: int, value: float) -> No
     assert square is not None
     assert math.sqrt(square) == pytest.approx(exact, rel=1e-5)
     assert SquareRows.of(torch.ones(1_299_709)) is None  # a prime
+
+
+@pytest.mark.parametrize(
+    ("squares", "total"),
+    [([9.0, 0.0, 16.0], 5.0), ([1.0, math.inf], math.inf), ([math.nan, 1.0], math.nan), ([], 0.0)],
+)
+def test_sums_taken_elsewhere_have_a_total_too(squares: list[float], total: float) -> None:
+    """Norms that ranks or hooks have put together are glanced at like those of a read."""
+    assert RowNorms.of(np.array(squares)).total() == pytest.approx(total, nan_ok=True)
+
+
+@KINDS
+def test_a_glance_stays_what_it_was_when_the_sums_are_taken(kind: type[Sheet]) -> None:
+    """The total belongs to the read: neither taking the sums nor the next read into the same buffer moves it."""
+    reader = reader_of(kind)
+    first = reader.read([torch.full((3, 4), 2.0), torch.ones(1 << 14)])
+    glance = first.total()
+    assert glance == pytest.approx(math.sqrt(48 + (1 << 14)), rel=1e-4)
+    first.squares()
+    second = reader.read([torch.full((3, 4), 3.0), torch.zeros(1 << 14)])
+    assert first.total() == glance
+    assert second.total() == pytest.approx(math.sqrt(108), rel=1e-4)
 
 
 @KINDS
