@@ -30,7 +30,9 @@ def launch(module: str, chosen: str = "", world: int = WORLD) -> dict[str, list[
     """
     with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
         command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen, str(world)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # A rank that dies of a signal says where it was.
+        ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
+        environ = {**os.environ, **ours}
         ranks = [
             subprocess.Popen(
                 [*command, str(rank)],
