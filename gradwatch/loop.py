@@ -95,7 +95,6 @@ class Loop:
         self._causes: Causes | None = None
         self._bundles: Bundles | None = None
         self._paused_until = 0.0
-        self._awake = 0  # the process that watches now; 0 while none does: `resting` asks this first
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._engine = Engine(ruleset, self.run.rank)
@@ -165,7 +164,6 @@ class Loop:
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
         self._whole = True
-        self._awake = self.run.pid
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
@@ -217,9 +215,9 @@ class Loop:
 
     def resting(self) -> bool:
         """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after faults of ours."""
-        if self._awake == here[0]:
-            return False
-        return self._closed or not self._whole or here[0] != self.run.pid or self._pausing()
+        if self._closed or not self._whole or here[0] != self.run.pid:
+            return True
+        return self._paused_until > 0 and self._pausing()
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
@@ -285,7 +283,7 @@ class Loop:
         if component in STEP_PATH:
             self._failures += 1
         if self._failures >= FAILURES:
-            self._paused_until, self._awake = time.monotonic() + PAUSE_SECONDS, 0
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
             self._failures = 0
             self.health.mark(component, False)
         if self._strict:
@@ -367,7 +365,7 @@ class Loop:
             return False
         if time.monotonic() < self._paused_until:
             return True
-        self._paused_until, self._awake = 0.0, self.run.pid
+        self._paused_until = 0.0
         for lane in self._capture.lanes:
             lane.discard()
             lane.tainted = True
