@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from gradwatch.hooks.norms import (
     PATIENCE,
-    SMALL,
-    UNDERFLOW,
     CpuReader,
     RowNorms,
     inspect,
     sum_of_squares,
     suspicious,
 )
-from gradwatch.hooks.rows import ROW, NormRows, Sheet, SquareRows, divided, fastest
+from gradwatch.hooks.plan import SMALL
+from gradwatch.hooks.rows import ROW, UNDERFLOW, NormRows, Sheet, SquareRows, divided, fastest
 
 KINDS = pytest.mark.parametrize(
     "kind", [NormRows, SquareRows]
@@ -111,12 +110,65 @@ def test_batched_read_equals_one_by_one(
 
 
 @KINDS
-def test_whole_bucket_changing_shape(kind: type[Sheet]) -> None:
-    """All gradients of a bucket changing shape alike must not silently be read through the old buffer."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([(8,)] * 6, [(5,)] * 6),  # all alike
+        ([(8,)] * 6, [(8, 2)] * 6),
+        ([(8, 3, 3)] * 4, [(8,)] * 4),
+        ([(4, 2)] * 3 + [(6, 2)], [(4, 3)] * 3 + [(6, 3)]),
+        ([(3,), (5,), (3,), (5,)], [(5,), (3,), (5,), (3,)]),  # as many elements as before
+        ([(2,), (3,), (4,), (5,)], [(5,), (4,), (3,), (2,)]),
+        ([(7,)] * 4, [()] * 4),
+        ([(7,)] * 4, [(0,)] * 4),
+    ],
+)
+def test_a_strip_of_other_shapes_than_planned(
+    kind: type[Sheet], before: list[tuple[int, ...]], after: list[tuple[int, ...]]
+) -> None:
+    """Small gradients that change their shapes together are not read through the old buffer, nor as each other."""
     reader = reader_of(kind)
-    reader.read([torch.ones(8) for _ in range(6)])
-    got = reader.read([torch.ones(5) for _ in range(6)]).squares()
-    assert np.sqrt(got).tolist() == pytest.approx([5**0.5] * 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it resizes an `out`
+        for shapes in (before, after, before):
+            grads = [torch.full(shape, k + 1.0) for k, shape in enumerate(shapes)]
+            got = np.sqrt(reader.read(grads).squares()).tolist()
+            assert got == pytest.approx(
+                [math.sqrt(grad.numel()) * float(k + 1) for k, grad in enumerate(grads)]
+            )
+
+
+@KINDS
+def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[Sheet]) -> None:
+    """What differs in its first dimension alone shares a strip, also where its memory is not contiguous."""
+    shapes = [(5,), (300,), (), (5,), (SMALL,), (17,), (6, 1, 3, 3), (2, 1, 3, 3), (6, 1, 3, 3), (9, 1, 3, 3)]
+    shapes += [(SMALL + 1,), (3, 4), (4, 3)]
+    grads = [torch.randn(shape, generator=torch.Generator().manual_seed(k)) for k, shape in enumerate(shapes)]
+    grads[6] = grads[6].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels_last
+    grads[1] = torch.randn(600)[::2]
+    reader = reader_of(kind)
+    for _ in range(2):
+        read = reader.read(grads)
+        assert np.sqrt(read.squares()).tolist() == pytest.approx(list(map(reference, grads)), rel=1e-5)
+        assert not read._missed
+        assert not read._apart
+    assert [sorted(strip.indices) for strip in reader._plan.strips] == [[0, 1, 3, 4, 5], [6, 7, 8, 9]]
+
+
+@KINDS
+def test_a_small_gradient_that_is_missing_costs_no_other_its_norm(kind: type[Sheet]) -> None:
+    """One absent, a sparse one, a float64 one too small for float32: the others are as they were."""
+    reader = reader_of(kind)
+    grads: list[torch.Tensor | None] = [torch.full((k + 2,), 2.0) for k in range(6)]
+    usual = reader.read(grads).squares().tolist()
+    for odd, square in [
+        (None, 0.0),
+        (torch.full((4,), 2.0).to_sparse(), usual[2]),
+        (torch.full((4,), 1e-60, dtype=torch.float64), 0.0),
+    ]:
+        found = reader.read([*grads[:2], odd, *grads[3:]]).squares()
+        assert found.tolist() == pytest.approx([*usual[:2], square, *usual[3:]])
+    assert reader.read(grads).squares().tolist() == usual
 
 
 @settings(max_examples=200)

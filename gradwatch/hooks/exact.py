@@ -6,7 +6,8 @@ import math
 
 from torch import Tensor
 
-from gradwatch.hooks.norms import UNDERFLOW, Detail, inspect, sum_of_squares
+from gradwatch.hooks.norms import Detail, inspect, sum_of_squares
+from gradwatch.hooks.rows import UNDERFLOW
 
 
 def exact_norm(grad: Tensor) -> tuple[float, Detail | None]:

@@ -25,7 +25,8 @@ from gradwatch.hooks.exact import norm_of
 from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.multiplied import Announced, factor_since
-from gradwatch.hooks.norms import UNDERFLOW, CpuReader
+from gradwatch.hooks.norms import CpuReader
+from gradwatch.hooks.rows import UNDERFLOW
 from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, replaced, versions_of

@@ -31,8 +31,8 @@ from gradwatch.hooks import marks
 from gradwatch.hooks.elementwise import Elementwise
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.norms import SMALL
 from gradwatch.hooks.overheard import before_acting
+from gradwatch.hooks.plan import SMALL
 from gradwatch.hooks.rows import ROW
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.hooks.turn import Turn

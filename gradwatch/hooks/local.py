@@ -14,8 +14,7 @@ from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing, widest
 from gradwatch.hooks.exact import exact_norm
-from gradwatch.hooks.norms import UNDERFLOW
-from gradwatch.hooks.rows import ROW
+from gradwatch.hooks.rows import ROW, UNDERFLOW
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
 

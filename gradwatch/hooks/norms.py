@@ -3,7 +3,7 @@
 What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to 2^20 squares in one float32
 accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
 loss gets). Rows of at most 2^13 elements cost the same bandwidth or less (`rows`), and are off by 7e-6 at the
-very worst. Many small tensors cost one dispatch each, so equal shapes are stacked first. All rows land in
+very worst. Many small tensors cost one dispatch each, so they are laid end to end first (`plan`). All rows land in
 one buffer, which is added up in float64 when somebody asks: numpy finds cold caches after a backward, and
 costs less for many steps at once.
 """
@@ -11,10 +11,9 @@ costs less for many steps at once.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.dense import REDUCED, dense, flat
-from gradwatch.hooks.rows import HERE, ROW, NormRows, Sheet, SquareRows, divided, fastest, silently
+from gradwatch.hooks.plan import Plan
+from gradwatch.hooks.rows import ROW, NormRows, Sheet, SquareRows, fastest, silently
 
 FEW = 2048  # row norms whose squares float32 may add up
-SMALL = 2048  # elements; above this a stack costs more than the dispatch it saves
-BUCKET = 4  # equal shapes needed before stacking pays
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
-# Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
-UNDERFLOW = 2.0**-126 * 1e5
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Squares = NDArray[np.float64]
@@ -61,64 +57,13 @@ def _dot(vector: Tensor) -> float:
     return torch.dot(vector, vector).item()  # sync: CPU tensor
 
 
-class _Bucket(NamedTuple):
-    """Small float32 gradients of one shape, stacked before they are read as a matrix of `shape`."""
-
-    indices: list[int]
-    pick: operator.itemgetter[Any]
-    stacked: Tensor
-    shape: tuple[int, int]
-
-
-class _Single(NamedTuple):
-    """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
-
-    place: int
-    shape: tuple[int, int]
-    order: tuple[int, ...] | None
-
-
-class _Plan:
-    """How a list of gradients is read: in buckets, as matrices, and whatever is neither one by one."""
-
-    def __init__(self, grads: Sequence[Tensor | None], kind: type[Sheet]) -> None:
-        self._kind = kind
-        self.count = len(grads)
-        self.buckets, alone = _buckets(grads)
-        self.singles = [one for k in alone if (one := _single(k, grads[k])) is not None]
-        planned = {single.place for single in self.singles}
-        self.others = [k for k in alone if k not in planned]
-        self.absent = [k for k in self.others if grads[k] is None]  # nothing could be planned for them
-        self.shapes = [bucket.shape for bucket in self.buckets]
-        self.shapes += [single.shape for single in self.singles]
-        # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
-        self.faint = max((columns for _, columns in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
-        order = [k for bucket in self.buckets for k in bucket.indices]
-        lengths = [1] * len(order) + [single.shape[0] for single in self.singles]
-        self.order = np.array(order + [single.place for single in self.singles], np.intp)
-        self.starts = (
-            np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.intp) if lengths else self.order
-        )
-        # Where the only row of a gradient lies that has no more than one.
-        self.row = {
-            int(k): int(start)
-            for k, start, length in zip(self.order, self.starts, lengths, strict=True)
-            if length == 1
-        }
-        self.spare: list[Sheet] = []
-
-    def sheet(self) -> Sheet:
-        """One that nobody uses."""
-        return self.spare.pop() if self.spare else self._kind(self.shapes)
-
-
 class RowNorms:
     """One read of K gradients whose sums are still to be taken."""
 
     __slots__ = ("_apart", "_glance", "_missed", "_plan", "_sheet", "_squares")
 
     def __init__(
-        self, plan: _Plan, sheet: Sheet, glance: float, apart: dict[int, float], missed: list[int]
+        self, plan: Plan, sheet: Sheet, glance: float, apart: dict[int, float], missed: list[int]
     ) -> None:
         self._plan = plan
         self._sheet: Sheet | None = sheet
@@ -130,7 +75,7 @@ class RowNorms:
     @classmethod
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
-        plan = _Plan([None] * len(squares), NormRows)
+        plan = Plan([None] * len(squares), NormRows)
         rows = cls(plan, plan.sheet(), math.sqrt(silently(squares.sum)), {}, [])
         rows._squares = squares
         return rows
@@ -206,7 +151,7 @@ class CpuReader:
 
     def __init__(self, kind: Callable[[], type[Sheet]] = fastest) -> None:
         self._kind = kind
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._off = 0
         self._patience = PATIENCE
 
@@ -215,7 +160,7 @@ class CpuReader:
         plan = self._plan
         if plan is None or plan.count != len(grads) or self._off >= self._patience:
             self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
-            plan, self._off = _Plan(grads, self._kind()), 0
+            plan, self._off = Plan(grads, self._kind()), 0
             self._plan = plan
         sheet = plan.sheet()
         glance, missed = silently(_fill, plan, sheet, grads)
@@ -225,15 +170,15 @@ class CpuReader:
         return RowNorms(plan, sheet, glance, apart, missed)
 
 
-def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[float, list[int]]:
+def _fill(plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[float, list[int]]:
     """Read what is as planned; its root sum of squares at a glance, and the positions planned for that are not so."""
     missed: list[int] = []
-    for part, bucket in enumerate(plan.buckets):
-        if _stacked(bucket, grads):
-            sheet.read(part, bucket.stacked, bucket.shape, None)
+    for strip in plan.strips:
+        if strip.laid(grads):
+            sheet.again(strip.part, strip.matrices)
         else:
-            missed += bucket.indices
-    for part, (index, shape, order) in enumerate(plan.singles, len(plan.buckets)):
+            missed += strip.indices
+    for part, (index, shape, order) in enumerate(plan.singles, plan.first_single):
         grad: Any = grads[index]
         try:
             sheet.read(part, grad, shape, order)
@@ -242,55 +187,8 @@ def _fill(plan: _Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[fl
     return sheet.total(), missed
 
 
-def _stacked(bucket: _Bucket, grads: Sequence[Tensor | None]) -> bool:
-    """Whether all members could be put together."""
-    members = bucket.pick(grads)
-    try:
-        # `stack` refuses unequal shapes itself, but would resize `out` if all had changed alike.
-        if members[0].shape != bucket.stacked.shape[1:]:
-            return False
-        torch.stack(members, out=bucket.stacked)
-    except (AttributeError, TypeError, RuntimeError):
-        return False  # some are missing, sparse or of another shape this time
-    return True
-
-
 def _alone(grad: Tensor | None) -> float:
     return 0.0 if grad is None else sum_of_squares(grad)
-
-
-def _buckets(grads: Sequence[Tensor | None]) -> tuple[list[_Bucket], list[int]]:
-    """The buckets worth making, and the positions that are in none."""
-    shapes: dict[torch.Size, list[int]] = {}
-    for index, grad in enumerate(grads):
-        if grad is not None and _plain(grad) and grad.numel() <= SMALL:
-            shapes.setdefault(grad.shape, []).append(index)
-    buckets = [_bucket(shape, members) for shape, members in shapes.items() if len(members) >= BUCKET]
-    bucketed = {k for bucket in buckets for k in bucket.indices}
-    return buckets, [k for k in range(len(grads)) if k not in bucketed]
-
-
-def _bucket(shape: torch.Size, members: list[int]) -> _Bucket:
-    stacked = torch.empty((len(members), *shape), **HERE)
-    return _Bucket(members, operator.itemgetter(*members), stacked, (len(members), shape.numel()))
-
-
-def _plain(grad: Tensor) -> bool:
-    usual = grad.layout is torch.strided and grad.dtype is torch.float32 and type(grad) is Tensor
-    return usual and grad.numel() > 0 and grad.device.type == "cpu"
-
-
-def _single(index: int, grad: Tensor | None) -> _Single | None:
-    """How to read one gradient as a matrix; None when it has to be read by itself."""
-    if grad is None or not _plain(grad):
-        return None
-    shape = divided(grad.numel())
-    if shape is None:
-        return None
-    if grad.is_contiguous():
-        return _Single(index, shape, None)
-    order = tuple(sorted(range(grad.dim()), key=grad.stride, reverse=True))  # channels_last
-    return _Single(index, shape, order) if grad.permute(order).is_contiguous() else None
 
 
 @dataclass(frozen=True, slots=True)

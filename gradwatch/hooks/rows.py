@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ROW = 1 << 13
+# Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
+UNDERFLOW = 2.0**-126 * 1e5
 UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
 
 # Not what `torch.set_default_dtype` and `set_default_device` say.
@@ -50,13 +52,22 @@ class Sheet(ABC):
         """`shapes` are (rows, columns) of each part."""
         self._host: NDArray[np.float32] = np.zeros(sum(rows for rows, _ in shapes), np.float32)
 
+    @staticmethod
     @abstractmethod
-    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
-        """Take every row of a gradient, as a matrix of `shape` once its dimensions are in `order` (None = as they are).
+    def matrix(grad: Tensor, shape: Shape, order: Order) -> Any:
+        """The memory of a gradient as a matrix of `shape`, once its dimensions are in `order` (None = as they are).
 
         TypeError, ValueError or RuntimeError where there are other elements, they cannot be reached so, or are not
         float32.
         """
+
+    @abstractmethod
+    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+        """Take every row of the `matrix` of a gradient; raises what that raises."""
+
+    @abstractmethod
+    def again(self, part: int, matrices: Sequence[Any]) -> None:
+        """Take every row of matrices made before, into the parts from this one on."""
 
     @abstractmethod
     def total(self) -> float:
@@ -86,11 +97,18 @@ class NormRows(Sheet):
         self._parts = rows.split([count for count, _ in shapes])
         self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **HERE)
 
-    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+    @staticmethod
+    def matrix(grad: Tensor, shape: Shape, order: Order) -> Tensor:
         if grad.dtype is not torch.float32:  # complex numbers would be taken, and lose digits
             raise TypeError(f"not float32 but {grad.dtype}")
-        matrix = (grad if order is None else grad.permute(order)).view(shape)
-        torch.linalg.vector_norm(matrix, 2, 1, out=self._parts[part])
+        return (grad if order is None else grad.permute(order)).view(shape)
+
+    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+        torch.linalg.vector_norm(self.matrix(grad, shape, order), 2, 1, out=self._parts[part])
+
+    def again(self, part: int, matrices: Sequence[Tensor]) -> None:
+        for rows, out in zip(matrices, self._parts[part : part + len(matrices)], strict=True):
+            torch.linalg.vector_norm(rows, 2, 1, out=out)
 
     # By the very operation whose code is in the caches by now.
     def total(self) -> float:
@@ -113,7 +131,7 @@ class NormRows(Sheet):
 class SquareRows(Sheet):
     """Rows as sums of squares, by BLAS, on this thread."""
 
-    __slots__ = ("_chunks", "_ones", "_parts")
+    __slots__ = ("_chunks", "_ones", "_parts", "_scalar")
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(shapes)
@@ -122,9 +140,11 @@ class SquareRows(Sheet):
         starts = range(0, len(self._host), ROW)
         self._chunks = [self._host[start : start + ROW] for start in starts]
         self._ones = [ones[: len(chunk)] for chunk in self._chunks]
+        self._scalar = np.zeros((), np.float32)
         self._parts = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
 
-    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+    @staticmethod
+    def matrix(grad: Tensor, shape: Shape, order: Order) -> NDArray[np.float32]:
         # numpy takes shapes at a third of what torch's dispatcher asks in cold caches.
         values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
         if order is not None:
@@ -132,8 +152,15 @@ class SquareRows(Sheet):
         # What is otherwise would be converted or copied in silence.
         if values.dtype is not _FLOAT32 or not values.flags.c_contiguous:
             raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
-        rows = values.reshape(shape)
+        return values.reshape(shape)
+
+    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
+        rows = self.matrix(grad, shape, order)
         _vecdot(rows, rows, out=self._parts[part])
+
+    def again(self, part: int, matrices: Sequence[NDArray[np.float32]]) -> None:
+        for rows, out in zip(matrices, self._parts[part : part + len(matrices)], strict=True):
+            _vecdot(rows, rows, out=out)
 
     @classmethod
     def of(cls, vector: Tensor) -> float | None:
@@ -149,11 +176,12 @@ class SquareRows(Sheet):
     # By the operation whose code is in the caches by now; what numpy's reductions pass through costs ten times as much.
     def total(self) -> float:
         if len(self._chunks) == 1:
-            return math.sqrt(_vecdot(self._chunks[0], self._ones[0]))
+            _vecdot(self._chunks[0], self._ones[0], out=self._scalar)
+            return math.sqrt(self._scalar.item())  # sync: numpy
         return math.sqrt(math.fsum(map(_vecdot, self._chunks, self._ones)))
 
     def least(self) -> float:
-        return float(self._host[self._host.argmin()]) if len(self._host) else math.inf
+        return self._host.item(self._host.argmin()) if len(self._host) else math.inf  # sync: numpy
 
     def norms(self, rows: Sequence[int]) -> list[float]:
         return list(map(math.sqrt, map(self._host.item, rows)))  # sync: numpy

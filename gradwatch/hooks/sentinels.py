@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.hooks.host import HostReading
-from gradwatch.hooks.norms import UNDERFLOW, sum_of_squares
-from gradwatch.hooks.rows import norms_of_rows, silently
+from gradwatch.hooks.norms import sum_of_squares
+from gradwatch.hooks.rows import UNDERFLOW, norms_of_rows, silently
 
 MOST = 3
 SMALL = 4096

@@ -23,8 +23,9 @@ from gradwatch.hooks.device import capturing, widest
 from gradwatch.hooks.elementwise import Elementwise, shaped
 from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.norms import SMALL, UNDERFLOW
 from gradwatch.hooks.overheard import Acted
+from gradwatch.hooks.plan import SMALL
+from gradwatch.hooks.rows import UNDERFLOW
 
 WHY = (
     "clipping inside the backward is switched off: {reason}, so that a bound on what a hook sees would not be "
