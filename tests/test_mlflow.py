@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import subprocess
+import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import mlflow
 import pytest
 from mlflow import MlflowClient
+from mlflow.utils.name_utils import _generate_unique_integer_id
 
 from gradwatch.health import Health
 from gradwatch.sinks.mlflow import MLflowSink
@@ -40,6 +46,58 @@ def runs(uri: str) -> list[Any]:
 
 def history(uri: str, run: Any, key: str) -> dict[int, float]:
     return {each.step: each.value for each in MlflowClient(uri).get_metric_history(run.info.run_id, key)}
+
+
+def test_a_new_experiment_leaves_the_generator_alone(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow draws digits for the id of an experiment in files where it would begin with zeros: one in ten does."""
+    drawn = uuid.UUID(int=10**30 + 7)
+    monkeypatch.setattr("mlflow.utils.name_utils.uuid.uuid4", lambda: drawn)
+    before, health = random.getstate(), Health()
+    _generate_unique_integer_id()
+    assert random.getstate() != before  # else there is nothing to see to
+    before = random.getstate()
+    sink = MLflowSink(store, experiment="new")
+    sink.open(make_run(tmp_path), health)
+    sink.write(make_record(SITES, 1.0))
+    sink.close()
+    assert random.getstate() == before
+    assert health.errors() == {}
+    assert len(runs(store)) == 1
+
+
+TELEMETRY = """
+import os, sys
+from gradwatch.health import Health
+from gradwatch.sinks import make_sink
+from gradwatch.snapshot import RunInfo
+before = os.environ.get("MLFLOW_DISABLE_TELEMETRY")
+if "ours" in sys.argv:
+    sink = make_sink("mlflow", {"tracking_uri": sys.argv[-1]})
+    sink.open(RunInfo("run-1", "."), Health())
+import mlflow.telemetry
+print(mlflow.telemetry.get_telemetry_client() is not None, os.environ.get("MLFLOW_DISABLE_TELEMETRY") == before)
+if "ours" in sys.argv:
+    sink.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "said", "sends"),
+    [("script", None, True), ("ours", None, False), ("ours", "false", True)],
+)
+def test_mlflow_imported_for_us_alone_tells_nobody(
+    store: str, who: str, said: str | None, sends: bool
+) -> None:
+    """MLflow's telemetry draws from Python's generator: off where only the sink wants MLflow, and nothing was said."""
+    testing = ("CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY")
+    surroundings = {key: value for key, value in os.environ.items() if key not in testing}
+    if said is not None:
+        surroundings["MLFLOW_DISABLE_TELEMETRY"] = said
+    command = [sys.executable, "-c", TELEMETRY, who, store]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [str(sends), "True"], done.stderr
 
 
 def test_a_run_of_our_own_is_read_back(store: str, tmp_path: Path) -> None:

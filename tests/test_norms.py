@@ -156,6 +156,31 @@ def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[Sheet]) -> No
 
 
 @KINDS
+def test_scalars_share_a_strip(kind: type[Sheet]) -> None:
+    """Gates and scales of no dimension are read together too, and not with vectors of one element."""
+    grads = [torch.tensor(float(k)) for k in range(5)] + [torch.tensor([float(k)]) for k in range(5, 9)]
+    reader = reader_of(kind)
+    for _ in range(2):
+        assert np.sqrt(reader.read(grads).squares()).tolist() == pytest.approx(list(range(9)))
+    assert [strip.indices for strip in reader._plan.strips] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+@KINDS
+def test_gradients_that_come_and_go_cost_only_their_own_kind_a_strip(kind: type[Sheet]) -> None:
+    """Where another one is missing each time, the gradients of other shapes are soon read together again."""
+    whole: list[torch.Tensor | None] = [torch.full((3 + k // 8,), 2.0) for k in range(16)]
+    reader = reader_of(kind)
+    for turn in range(PATIENCE + 3):
+        grads = whole.copy()
+        grads[turn % 8] = None
+        read = reader.read(grads)
+        squares = [0.0 if grad is None else 4.0 * len(grad) for grad in grads]
+        assert read.squares().tolist() == pytest.approx(squares)
+    assert [strip.indices for strip in reader._plan.strips if 8 in strip.indices] == [list(range(8, 16))]
+    assert not set(read._missed) & set(range(8, 16))
+
+
+@KINDS
 def test_a_small_gradient_that_is_missing_costs_no_other_its_norm(kind: type[Sheet]) -> None:
     """One absent, a sparse one, a float64 one too small for float32: the others are as they were."""
     reader = reader_of(kind)

@@ -160,7 +160,8 @@ class CpuReader:
         plan = self._plan
         if plan is None or plan.count != len(grads) or self._off >= self._patience:
             self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
-            plan, self._off = Plan(grads, self._kind()), 0
+            varying = plan is not None and plan.count == len(grads)
+            plan, self._off = Plan(grads, self._kind(), varying), 0
             self._plan = plan
         sheet = plan.sheet()
         glance, missed = silently(_fill, plan, sheet, grads)

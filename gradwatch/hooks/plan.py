@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.hooks.rows import UNDERFLOW, Order, Shape, Sheet, divided
+from gradwatch.hooks.rows import HERE, UNDERFLOW, Order, Shape, Sheet, divided
 
 SMALL = 2048  # elements; above this a copy costs more than the dispatch it saves
 FEWEST = 4  # gradients that can be laid end to end before that pays
@@ -25,7 +25,7 @@ _numel: Callable[[Tensor], int] = Tensor.numel
 
 
 class Strip(NamedTuple):
-    """Small gradients alike but for their first dimension, laid end to end; those of equal size make a matrix.
+    """Small gradients alike but perhaps for their first dimension, end to end; those of equal size make a matrix.
 
     `part` is the first of the parts of a Sheet that they are read into, one for each of `matrices`; `sizes` are their
     elements, None where all are of one shape.
@@ -34,7 +34,7 @@ class Strip(NamedTuple):
     part: int
     indices: list[int]
     pick: Callable[[Sequence[Tensor | None]], tuple[Any, ...]]
-    first: torch.Size
+    first_shape: torch.Size
     sizes: list[int] | None
     laid_out: Tensor
     matrices: list[Any]
@@ -43,8 +43,9 @@ class Strip(NamedTuple):
         """Whether all of them could be laid end to end."""
         members = self.pick(grads)
         try:
-            # Both refuse what does not fit together, but would resize `out` if all had changed alike.
-            if members[0].shape != self.first:
+            # Both refuse what does not fit together, but would resize `out`, and leave the matrices without their
+            # memory, if all had changed alike: so what they would make is known before they are called.
+            if members[0].shape != self.first_shape:
                 return False
             if self.sizes is None:
                 torch.stack(members, out=self.laid_out)
@@ -68,10 +69,11 @@ class Single(NamedTuple):
 class Plan:
     """Strips and singles of K gradients, for Sheets of one `kind`; `others` are read one by one."""
 
-    def __init__(self, grads: Sequence[Tensor | None], kind: type[Sheet]) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], kind: type[Sheet], varying: bool = False) -> None:
+        """Where gradients are `varying`, one that is missing costs a strip: then each strip is of one shape."""
         self._kind = kind
         self.count = len(grads)
-        self.strips, self.shapes = _strips(grads, kind)
+        self.strips, self.shapes = _strips(grads, kind, varying)
         self.first_single = len(self.shapes)  # the part of a Sheet
         strung = [k for strip in self.strips for k in strip.indices]
         alone = sorted(set(range(self.count)).difference(strung))
@@ -96,37 +98,39 @@ class Plan:
         return self.spare.pop() if self.spare else self._kind(self.shapes)
 
 
-def _strips(grads: Sequence[Tensor | None], kind: type[Sheet]) -> tuple[list[Strip], list[Shape]]:
+def _strips(
+    grads: Sequence[Tensor | None], kind: type[Sheet], varying: bool
+) -> tuple[list[Strip], list[Shape]]:
     """The strips worth making, and the shapes of all their matrices."""
-    alike: dict[torch.Size, list[tuple[int, int]]] = {}
+    alike: dict[Any, list[tuple[torch.Size, int]]] = {}
     for k, grad in enumerate(grads):
-        if grad is not None and _plain(grad) and grad.dim() and grad.numel() <= SMALL:
-            alike.setdefault(grad.shape[1:], []).append((len(grad), k))
+        if grad is not None and _plain(grad) and grad.numel() <= SMALL:
+            joined = grad.dim() and not varying
+            alike.setdefault((joined, grad.shape[1:] if joined else grad.shape), []).append((grad.shape, k))
     strips: list[Strip] = []
     shapes: list[Shape] = []
-    for rest, members in alike.items():
+    for members in alike.values():
         if len(members) >= FEWEST:
-            strip, made = _strip(rest, sorted(members), len(shapes), kind)
+            strip, made = _strip(sorted(members), len(shapes), kind)
             strips.append(strip)
             shapes += made
     return strips, shapes
 
 
-def _strip(
-    rest: torch.Size, members: list[tuple[int, int]], part: int, kind: type[Sheet]
-) -> tuple[Strip, list[Shape]]:
-    """A strip of (first dimension, position) pairs in order, and the shapes of its matrices."""
-    lengths, indices = [length for length, _ in members], [k for _, k in members]
-    sizes = [length * rest.numel() for length in lengths]
+def _strip(members: list[tuple[torch.Size, int]], part: int, kind: type[Sheet]) -> tuple[Strip, list[Shape]]:
+    """A strip of gradients, given as (shape, position) in order, and the shapes of its matrices."""
+    first, indices = members[0][0], [k for _, k in members]
+    sizes = [shape.numel() for shape, _ in members]
     shapes = [(len(list(equal)), size) for size, equal in itertools.groupby(sizes)]
-    first = torch.Size((lengths[0], *rest))
-    # Numpy's memory, which no operation of torch's can resize under the matrices.
-    whole = (len(lengths), *first) if len(shapes) == 1 else (sum(lengths), *rest)
-    laid_out = torch.from_numpy(np.zeros(whole, np.float32))
+    equal = len(shapes) == 1
+    whole = (len(members), *first) if equal else (sum(shape[0] for shape, _ in members), *first[1:])
+    laid_out = torch.empty(whole, **HERE)
     pieces = laid_out.view(-1).split([rows * columns for rows, columns in shapes])
     matrices = [kind.matrix(piece, shape, None) for piece, shape in zip(pieces, shapes, strict=True)]
-    told = None if len(shapes) == 1 else sizes
-    return Strip(part, indices, operator.itemgetter(*indices), first, told, laid_out, matrices), shapes
+    strip = Strip(
+        part, indices, operator.itemgetter(*indices), first, None if equal else sizes, laid_out, matrices
+    )
+    return strip, shapes
 
 
 def _plain(grad: Tensor) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from gradwatch.sinks.courier import Courier
@@ -18,6 +19,7 @@ from gradwatch.snapshot import RunInfo
 MOST_METRICS = 1000
 """What one request may hold (https://mlflow.org/docs/latest/rest-api.html#log-batch)."""
 
+_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 _LONGEST_KEY = 250
 _LONGEST_TAG = 5000
 
@@ -34,7 +36,8 @@ class MLflowSink(Tracker):
     metric `gradwatch/nonfinite/KEY`: 1 on steps where it is NaN or Inf, 0 on the others from then on.
 
     Closing waits at most 10 s. MLflow's HTTP client draws a jitter from Python's generator when it repeats a failed
-    request. Needs the extra `mlflow`.
+    request, and so does its telemetry, which is switched off where the script has not imported MLflow before the watch
+    begins (MLFLOW_DISABLE_TELEMETRY decides where it is set). Needs the extra `mlflow`.
     """
 
     name = "mlflow"
@@ -55,12 +58,18 @@ class MLflowSink(Tracker):
         self._flagged: set[str] = set()
 
     def load(self, run: RunInfo) -> None:
-        """Import MLflow; see which run is active, which only this thread can."""
+        """Import MLflow; see which run is active, and make the experiment in a folder, which only this thread can."""
         used = "mlflow" in sys.modules
-        import mlflow
+        with nullcontext() if used else _without_telemetry():
+            import mlflow
+        from mlflow.utils.uri import is_local_uri
 
         active = mlflow.active_run() if used and self._uri is None else None
         self._run_id = active.info.run_id if active else os.environ.get("MLFLOW_RUN_ID", "")
+        uri = self._uri or mlflow.get_tracking_uri()
+        if not self._run_id and is_local_uri(uri):
+            # For every tenth new experiment a store of files draws from Python's generator.
+            self._home(mlflow.MlflowClient(uri))
 
     def start(self, run: RunInfo) -> None:
         """Get a client, and a run."""
@@ -69,9 +78,7 @@ class MLflowSink(Tracker):
         self._client = MlflowClient(self._uri)
         self._owns = self._owns or not self._run_id
         if not self._run_id:
-            experiment = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gradwatch"
-            found = self._client.get_experiment_by_name(experiment)
-            home = found.experiment_id if found else self._client.create_experiment(experiment)
+            home = self._home(self._client)
             # A name of ours: MLflow would draw one from Python's generator.
             name = f"gradwatch-{run.run_id}"
             self._run_id = self._client.create_run(home, run_name=name).info.run_id
@@ -100,6 +107,12 @@ class MLflowSink(Tracker):
         if self._owns:
             self._client.set_terminated(self._run_id, "FAILED" if stopped else "FINISHED")
 
+    def _home(self, client: Any) -> str:
+        """The id of the experiment, made where there is none."""
+        experiment = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gradwatch"
+        found = client.get_experiment_by_name(experiment)
+        return str(found.experiment_id if found else client.create_experiment(experiment))
+
     def _metrics(self, point: Point) -> Iterator[tuple[str, float]]:
         for name, value in point.values.items():
             key, finite = _key(name), math.isfinite(value)
@@ -108,6 +121,22 @@ class MLflowSink(Tracker):
                 self._flagged.add(name)
             if name in self._flagged:
                 yield _key(f"{point.prefix}nonfinite/{name.removeprefix(point.prefix)}"), float(not finite)
+
+
+@contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """Import MLflow in here, where the script has not: its telemetry would draw from Python's generator in a thread.
+
+    And nobody asked for it. Where the environment says something of it, that holds.
+    """
+    unsaid = _TELEMETRY not in os.environ
+    if unsaid:
+        os.environ[_TELEMETRY] = "true"
+    try:
+        yield
+    finally:
+        if unsaid:
+            os.environ.pop(_TELEMETRY, None)
 
 
 def _key(name: str) -> str:
