@@ -174,17 +174,23 @@ class CpuReader:
 def _fill(plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[float, list[int]]:
     """Read what is as planned; its root sum of squares at a glance, and the positions planned for that are not so."""
     missed: list[int] = []
+    parts: list[int] = []
+    matrices: list[Any] = []
     for strip in plan.strips:
         if strip.laid(grads):
-            sheet.again(strip.part, strip.matrices)
+            parts += strip.parts
+            matrices += strip.matrices
         else:
             missed += strip.indices
+    matrix = sheet.matrix
     for part, (index, shape, order) in enumerate(plan.singles, plan.first_single):
         grad: Any = grads[index]
         try:
-            sheet.read(part, grad, shape, order)
+            matrices.append(matrix(grad, shape, order))
+            parts.append(part)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             missed.append(index)  # absent, or of another size, layout or dtype this time
+    sheet.read(parts, matrices)
     return sheet.total(), missed
 
 

@@ -27,11 +27,11 @@ _numel: Callable[[Tensor], int] = Tensor.numel
 class Strip(NamedTuple):
     """Small gradients alike but perhaps for their first dimension, end to end; those of equal size make a matrix.
 
-    `part` is the first of the parts of a Sheet that they are read into, one for each of `matrices`; `sizes` are their
-    elements, None where all are of one shape.
+    `parts` are those of a Sheet that they are read into, one for each of `matrices`; `sizes` are their elements, None
+    where all are of one shape.
     """
 
-    part: int
+    parts: range
     indices: list[int]
     pick: Callable[[Sequence[Tensor | None]], tuple[Any, ...]]
     first_shape: torch.Size
@@ -118,7 +118,7 @@ def _strips(
 
 
 def _strip(members: list[tuple[torch.Size, int]], part: int, kind: type[Sheet]) -> tuple[Strip, list[Shape]]:
-    """A strip of gradients, given as (shape, position) in order, and the shapes of its matrices."""
+    """A strip of gradients, given as (shape, position) in order, and the shapes of its matrices, from `part` on."""
     first, indices = members[0][0], [k for _, k in members]
     sizes = [shape.numel() for shape, _ in members]
     shapes = [(len(list(equal)), size) for size, equal in itertools.groupby(sizes)]
@@ -127,8 +127,9 @@ def _strip(members: list[tuple[torch.Size, int]], part: int, kind: type[Sheet]) 
     laid_out = torch.empty(whole, **HERE)
     pieces = laid_out.view(-1).split([rows * columns for rows, columns in shapes])
     matrices = [kind.matrix(piece, shape, None) for piece, shape in zip(pieces, shapes, strict=True)]
+    parts = range(part, part + len(shapes))
     strip = Strip(
-        part, indices, operator.itemgetter(*indices), first, None if equal else sizes, laid_out, matrices
+        parts, indices, operator.itemgetter(*indices), first, None if equal else sizes, laid_out, matrices
     )
     return strip, shapes
 

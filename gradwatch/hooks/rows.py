@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextvars
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class Sheet(ABC):
-    """Where the rows of one read land: `read` fills a part of it from a float32 gradient on the CPU."""
+    """Where the rows of one read land: `read` fills parts of it from float32 gradients on the CPU."""
 
     __slots__ = ("_host",)
 
@@ -62,12 +63,12 @@ class Sheet(ABC):
         """
 
     @abstractmethod
-    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
-        """Take every row of the `matrix` of a gradient; raises what that raises."""
+    def read(self, parts: Iterable[int], matrices: Sequence[Any]) -> None:
+        """Take every row of each `matrix` into its part.
 
-    @abstractmethod
-    def again(self, part: int, matrices: Sequence[Any]) -> None:
-        """Take every row of matrices made before, into the parts from this one on."""
+        All are made before any is read: a large gradient drives everything else out of the caches, and what comes
+        between it and the next then costs ten times what it should.
+        """
 
     @abstractmethod
     def total(self) -> float:
@@ -103,12 +104,10 @@ class NormRows(Sheet):
             raise TypeError(f"not float32 but {grad.dtype}")
         return (grad if order is None else grad.permute(order)).view(shape)
 
-    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
-        torch.linalg.vector_norm(self.matrix(grad, shape, order), 2, 1, out=self._parts[part])
-
-    def again(self, part: int, matrices: Sequence[Tensor]) -> None:
-        for rows, out in zip(matrices, self._parts[part : part + len(matrices)], strict=True):
-            torch.linalg.vector_norm(rows, 2, 1, out=out)
+    def read(self, parts: Iterable[int], matrices: Sequence[Tensor]) -> None:
+        take = torch.linalg.vector_norm
+        for rows, out in zip(matrices, map(self._parts.__getitem__, parts), strict=True):
+            take(rows, 2, 1, out=out)
 
     # By the very operation whose code is in the caches by now.
     def total(self) -> float:
@@ -154,13 +153,9 @@ class SquareRows(Sheet):
             raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
         return values.reshape(shape)
 
-    def read(self, part: int, grad: Tensor, shape: Shape, order: Order) -> None:
-        rows = self.matrix(grad, shape, order)
-        _vecdot(rows, rows, out=self._parts[part])
-
-    def again(self, part: int, matrices: Sequence[NDArray[np.float32]]) -> None:
-        for rows, out in zip(matrices, self._parts[part : part + len(matrices)], strict=True):
-            _vecdot(rows, rows, out=out)
+    def read(self, parts: Iterable[int], matrices: Sequence[NDArray[np.float32]]) -> None:
+        # Without a line of Python in between, for the same reason.
+        deque(map(_vecdot, matrices, matrices, map(self._parts.__getitem__, parts)), maxlen=0)
 
     @classmethod
     def of(cls, vector: Tensor) -> float | None:

@@ -24,7 +24,7 @@ def _sheet(kind: type[Sheet], grad: Tensor) -> Callable[[], object]:
     shape = divided(grad.numel())
     assert shape is not None
     sheet = kind([shape])
-    return lambda: sheet.read(0, grad, shape, None)
+    return lambda: sheet.read([0], [sheet.matrix(grad, shape, None)])
 
 
 def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
