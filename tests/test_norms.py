@@ -323,6 +323,32 @@ def test_a_read_reaches_every_element_once(kind: type[Sheet], numel: int) -> Non
     assert sheet.least() == pytest.approx(4.0 * shape[-1], rel=1e-6)
 
 
+@KINDS
+def test_large_gradients_keep_apart_from_their_neighbours(kind: type[Sheet]) -> None:
+    """Whatever the shapes they are read in, the rows of each are added up for it alone; one that is gone is 0."""
+    shapes = [
+        (3, 5),
+        (1 << 19,),
+        (1 << 10, 1 << 10),
+        (384, 384, 3, 3),
+        (700_001,),
+        (2 * ROW,),
+        (512, 1153),
+        (8,),
+    ]
+    grads: list[torch.Tensor | None] = [torch.randn(shape) * (k + 1) for k, shape in enumerate(shapes)]
+    channels = grads[3]
+    assert channels is not None
+    grads[3] = channels.to(memory_format=torch.channels_last)
+    reader = reader_of(kind)
+    for gone in (None, 2, 5):
+        if gone is not None:
+            grads[gone] = None
+        expected = [0.0 if grad is None else reference(grad) for grad in grads]
+        assert np.sqrt(reader.read(grads).squares()) == pytest.approx(expected, rel=1e-5)
+        grads = [None if grad is None else grad * 3 for grad in grads]
+
+
 @pytest.mark.parametrize("numel", [2 * ROW, 8 * ROW, 3 * 8 * ROW + 8, 1 << 20, 250_000 * 64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, 1.7])
 def test_one_gradient_alone_keeps_its_digits_too(numel: int, value: float) -> None:

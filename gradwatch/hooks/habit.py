@@ -61,10 +61,11 @@ class Habit:
         return self._steady >= STEADY and step >= self._blocked_until
 
     def spread(self, count: int) -> list[int]:
-        """About `count` positions, spread over those that received a gradient in the last step."""
+        """`count` positions, or all, spread evenly over those that received a gradient in the last step."""
         present = [k for k, version in enumerate(self.pattern) if version >= 0]
-        stride = max(1, len(present) // count)
-        return sorted({*present[::stride], *present[-1:]})
+        if len(present) <= count:
+            return present
+        return [present[round(i * (len(present) - 1) / (count - 1))] for i in range(count)]
 
     def block(self, step: int, for_good: bool) -> None:
         """Sentinels did not do: leave the marks alone for a while, or for good."""
