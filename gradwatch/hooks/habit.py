@@ -61,7 +61,7 @@ class Habit:
         return self._steady >= STEADY and step >= self._blocked_until
 
     def spread(self, count: int) -> list[int]:
-        """`count` positions, or all, spread evenly over those that received a gradient in the last step."""
+        """`count` positions (2 or more), or all, spread evenly over those that received a gradient in the last step."""
         present = [k for k, version in enumerate(self.pattern) if version >= 0]
         if len(present) <= count:
             return present

@@ -1,0 +1,25 @@
+"""Laws of what a lane learns of its loop: where the few marks stand that are left of it."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwatch.hooks.habit import Habit
+
+
+@given(versions=st.lists(st.integers(-1, 3), max_size=300), count=st.integers(2, 9))
+def test_the_marks_left_stand_at_both_ends_and_evenly_between(versions: list[int], count: int) -> None:
+    """Only where a gradient arrived, `count` of them if there are so many, the gaps equal but for one."""
+    habit = Habit()
+    habit.note(versions, complete=True, backwards=1)
+    present = [k for k, version in enumerate(versions) if version >= 0]
+    places = [present.index(k) for k in habit.spread(count)]
+    assert len(places) == len(set(places)) == min(count, len(present))
+    assert places == sorted(places)
+    if places:
+        assert (places[0], places[-1]) == (0, len(present) - 1)
+        gaps = [after - before for before, after in itertools.pairwise(places)]
+        assert max(gaps, default=0) - min(gaps, default=0) <= 1
