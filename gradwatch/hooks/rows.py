@@ -67,7 +67,7 @@ class Sheet(ABC):
         """Take every row of each `matrix` into its part.
 
         All are made before any is read: a large gradient drives everything else out of the caches, and what comes
-        between it and the next then costs ten times what it should.
+        between it and the next then costs several times what it should.
         """
 
     @abstractmethod
