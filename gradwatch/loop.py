@@ -91,7 +91,8 @@ class Loop:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
         self._captured = False
-        self._whole = False  # every part is there: another thread may train while this one attaches
+        # The process served: none before every part is there (another thread may train while this one attaches).
+        self._serving = 0
         self._causes: Causes | None = None
         self._bundles: Bundles | None = None
         self._paused_until = 0.0
@@ -163,7 +164,7 @@ class Loop:
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
-        self._whole = True
+        self._serving = self.run.pid
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
@@ -215,9 +216,7 @@ class Loop:
 
     def resting(self) -> bool:
         """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after faults of ours."""
-        if self._closed or not self._whole or here[0] != self.run.pid:
-            return True
-        return self._paused_until > 0 and self._pausing()
+        return here[0] != self._serving or (self._paused_until > 0 and self._pausing())
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""

@@ -245,7 +245,7 @@ class Watch(Loop):
                     part.close()
             except Exception as error:  # the others must be given back all the same
                 self.health.report("close", error)
-        self._closed = True
+        self._closed, self._serving = True, 0
         self._containers.clear()
         self._finalizer()
         _live[:] = [ref for ref in _live if ref() is not None and ref() is not self]

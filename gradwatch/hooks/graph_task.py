@@ -15,6 +15,8 @@ NONE = -1
 IDLE = -2
 """No graph task has this number."""
 _FUNCTION = BackwardCFunction.apply.__code__
+# By name: to walk torch's module from cold caches costs microseconds.
+_queue = torch.autograd.Variable._execution_engine.queue_callback
 
 
 current: Callable[[], int] = torch._C._current_graph_task_id
@@ -55,29 +57,25 @@ class Ends:
         self._open: set[int] = set()  # armed, and not ended yet
         self._ended = ended
         self._abandoned = abandoned
+        # Weak: autograd keeps what it will never call after a backward that raised.
+        self._itself = weakref.ref(self)
 
     def arm(self) -> None:
         """Have the end of the running backward heard; outside one this does nothing."""
         task = current()
-        if self._open - {task} and not nested():
+        if self._open and self._open != {task} and not nested():
             self._open.clear()
             self._abandoned()
         self.task[0] = task
         if task == NONE:
             return
         self._open.add(task)
-        # Weak: autograd keeps what it will never call after a backward that raised.
-        owner = weakref.ref(self)
-        queue = torch.autograd.Variable._execution_engine.queue_callback
+        _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
 
-        def end() -> None:
-            ends = owner()
-            if ends is not None:
-                ends._end(task)
 
-        queue(functools.partial(queue, end))
-
-    def _end(self, task: int) -> None:
-        self._open.discard(task)
-        self.task[0] = IDLE
-        self._ended()
+def _end(owner: weakref.ref[Ends], task: int) -> None:
+    ends = owner()
+    if ends is not None:
+        ends._open.discard(task)
+        ends.task[0] = IDLE
+        ends._ended()

@@ -137,6 +137,7 @@ class Lane:
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self._kept = None
+        self._sentinels.let_go()
         return self._arrivals.begins()
 
     def apart(self) -> None:
@@ -158,6 +159,8 @@ class Lane:
         self._versions = self._habit.versions(current) if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
+        if self.on_cpu and not self.distributed:
+            self._sentinels.hold(grads)
         self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
         self._read_at = self._arrivals.count
         self.announced.clear()
@@ -322,6 +325,7 @@ class Lane:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
+        self._sentinels.let_go()
 
     # -- inside ------------------------------------------------------------------------------------------
 

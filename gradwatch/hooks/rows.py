@@ -185,15 +185,11 @@ class SquareRows(Sheet):
         return self._host
 
 
-def norms_of_rows(grads: Sequence[Tensor | None]) -> list[float | None]:
-    """Norms of dense float32 CPU gradients of no more than a row each, at a third of what torch asks for them.
+def row_of(grad: Tensor) -> NDArray[np.float32] | None:
+    """The memory of a dense float32 CPU gradient of no more than a row; None of any other.
 
-    None of any other; what a gradient is, numpy tells without torch's dispatcher. To be called `silently`.
+    What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
     """
-    return [None if grad is None else _norm_of_row(grad) for grad in grads]
-
-
-def _norm_of_row(grad: Tensor) -> float | None:
     try:
         values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
     except (TypeError, RuntimeError):
@@ -201,9 +197,13 @@ def _norm_of_row(grad: Tensor) -> float | None:
     if values.dtype is not _FLOAT32 or values.size > ROW:
         return None
     values = values.reshape(-1)
-    if not values.flags.c_contiguous:
-        return None  # expanded: BLAS does not take it, and other sums lose digits
-    # What the read has just brought into the caches, where it is by BLAS.
+    return (
+        values if values.flags.c_contiguous else None
+    )  # expanded: BLAS does not take it, and other sums lose digits
+
+
+def norm_of_row(values: NDArray[np.float32]) -> float:
+    """The norm of one row, by what the read has just brought into the caches. To be called `silently`."""
     return math.sqrt(np.vdot(values, values) if _vecdot is None else _vecdot(values, values))
 
 

@@ -11,7 +11,7 @@ Axes: K parameters of a lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import sum_of_squares
-from gradwatch.hooks.rows import UNDERFLOW, norms_of_rows, silently
+from gradwatch.hooks.rows import UNDERFLOW, norm_of_row, row_of, silently
 
 MOST = 3
 SMALL = 4096
 """Elements of a gradient that costs next to nothing to measure again."""
 RELATIVE = 1e-5
 """What two reads of the same gradient may differ by: the accuracy of the batched read."""
+
+Held = tuple[int, NDArray[np.float32]]
+"""Where the memory of a gradient begins, and that memory."""
 
 
 class Sentinels:
@@ -38,6 +41,15 @@ class Sentinels:
         self._numels = numels
         self._chosen: list[int] = []
         self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
+        self._held: Sequence[Held | None] = ()  # of those chosen
+
+    def hold(self, grads: Sequence[Tensor | None]) -> None:
+        """Make ready in warm caches, before a read, what `agree` looks at; after it that costs ten times as much."""
+        self._held = [None if (grad := grads[k]) is None else _held(grad) for k in self._chosen]
+
+    def let_go(self) -> None:
+        """Nobody will be asked about what is held."""
+        self._held = ()
 
     def agree(
         self, grads: Sequence[Tensor | None], read: HostReading, factor: float, but: Container[int] = ()
@@ -45,7 +57,8 @@ class Sentinels:
         """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
         told = False
         chosen = self._chosen or self._choose(read.norms())
-        now = silently(norms_of_rows, [grads[k] for k in chosen])
+        held, self._held = self._held or [None] * len(chosen), ()
+        now = silently(_norms, map(grads.__getitem__, chosen), held)
         for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
             grad, expected = grads[k], norm * factor
             if grad is None or expected < floor:
@@ -71,4 +84,21 @@ class Sentinels:
         parts = [part for part in np.array_split(small, MOST) if len(part)]
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]
+        self._held = ()
         return self._chosen
+
+
+def _held(grad: Tensor) -> Held | None:
+    row = row_of(grad)
+    return None if row is None else (grad.data_ptr(), row)
+
+
+def _norms(grads: Iterable[Tensor | None], held: Sequence[Held | None]) -> list[float | None]:
+    """The norms of these gradients, None where BLAS cannot tell; `held` is what some of them were."""
+    return [None if grad is None else _norm(grad, known) for grad, known in zip(grads, held, strict=True)]
+
+
+def _norm(grad: Tensor, held: Held | None) -> float | None:
+    # Other memory may have been put under the same gradient (`.data =`), and what is held may be gone then.
+    row = held[1] if held is not None and held[0] == grad.data_ptr() else row_of(grad)
+    return None if row is None else norm_of_row(row)

@@ -65,7 +65,7 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     except ImportError:
         return hook if disable is None else disable(hook)
     shielded = hook if disable is None else disable(hook)
-    compiling = torch.compiler.is_compiling
+    compiling = torch.compiler.is_dynamo_compiling
 
     def run(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if compiling() or listening() is not None:

@@ -109,6 +109,7 @@ class Holding:
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
     `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
+    `steps[0]` is how many optimizers have taken, and set by whoever owns it.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Holding:
         outermost: Outermost | None = None,
         met: Callable[[FrameType | None], None] | None = None,
         light: bool = False,
+        steps: list[int] | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
         self.dropped = 0
-        self.steps = 0  # that optimizers have taken; whoever owns this sets it
         self.parts: Sequence[Holding] = ()  # held beside it until it is called itself
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
@@ -131,6 +132,7 @@ class Holding:
         self._outermost = outermost or Outermost()
         self._met = met
         self._light = light
+        self._steps = [0] if steps is None else steps
         self._generators = Held(self.model)
         self._buffers = Buffers(inner(model))
         self._losses = Losses()
@@ -166,11 +168,13 @@ class Holding:
         self._handles.clear()
         self._open = None
 
-    def belongs_to(self, failed: Callable[[str, BaseException], None], max_bytes: int, steps: int) -> None:
-        """From now on this is who counts its faults, caps what is held and has seen so many steps."""
-        self._failed, self._max_bytes, self.steps = failed, max_bytes, steps
+    def belongs_to(
+        self, failed: Callable[[str, BaseException], None], max_bytes: int, steps: list[int]
+    ) -> None:
+        """From now on this is who counts its faults, caps what is held and counts the steps."""
+        self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
         for call in self.calls:
-            call.step = steps
+            call.step = steps[0]
         self._make_room()
 
     def drop(self) -> None:
@@ -214,6 +218,11 @@ class Holding:
         """Whether the model has ever been called, wanting gradients."""
         return self._seen > 0
 
+    @property
+    def deaf(self) -> bool:
+        """Whether it hears no further call, and holds none."""
+        return not (self._handles or self.calls or self.refused)
+
     def moves(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
         count = sum([len(group["params"]) for group in optimizer.param_groups])
@@ -246,7 +255,7 @@ class Holding:
             return
         self._open = Call(
             next(_orders),
-            self.steps,
+            self._steps[0],
             *held,
             versions=[tensor._version for tensor in given],
             generators=self._generators.before(),

@@ -51,6 +51,7 @@ class Family:
             return
         if any(holding.heard for holding in self.holdings):
             self._waited = UNCALLED + 1  # it is known what is called
+            self.holdings = [holding for holding in self.holdings if not holding.deaf]
             return
         self._waited += 1
         if self._waited == UNCALLED:
@@ -111,6 +112,7 @@ class Holdings:
         self._families: list[Family] = []
         self._criteria: list[Holding] = []
         self._former: list[Holding] = []  # that hear no further call
+        self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model."""
@@ -118,8 +120,9 @@ class Holdings:
 
     def inherit(self, former: Sequence[Holding], steps: int) -> None:
         """Count what was held of these models before this began; `steps` have been taken so far."""
+        self._steps[0] = steps
         for holding in former:
-            holding.belongs_to(self._failed, self._max_bytes, steps)
+            holding.belongs_to(self._failed, self._max_bytes, self._steps)
         self._former += former
 
     def close(self) -> None:
@@ -146,14 +149,15 @@ class Holdings:
 
     def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
         """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
+        self._steps[0] = number
         held = self._former + self._criteria
         for family in self._families:
-            family.step_taken(optimizer)
-            held = held + family.holdings  # `self`, without its Python calls in cold caches
+            held += family.holdings  # `self`, without its Python calls in cold caches
         for holding in held:
             if holding.calls or holding.indices is not None:
                 holding.taken(optimizer, before)
-            holding.steps = number
+        for family in self._families:
+            family.step_taken(optimizer)
         if self._former:
             self._former = [holding for holding in self._former if holding.calls]
 
@@ -186,7 +190,7 @@ class Holdings:
         return self._holding(module, outermost=outermost, met=self._met)
 
     def _holding(self, module: nn.Module, **options: Any) -> Holding:
-        return Holding(module, self._failed, self._max_bytes, **options)
+        return Holding(module, self._failed, self._max_bytes, steps=self._steps, **options)
 
     def _met(self, frame: FrameType | None) -> None:
         """A model is called from there."""
