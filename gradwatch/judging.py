@@ -98,7 +98,7 @@ class Judging:
             course.micro.settle(window)
         optimizer = lane.optimizer() if lane.optimizer is not None else None
         params: list[Sampled] = []
-        if course.sampler.wanted:
+        if course.sampler.wanted and window.step not in course.sampler.idle:
             sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
             params += [] if sampled is None else [sampled]
         scale = 1.0 if window.loss_scale is None else window.loss_scale

@@ -30,7 +30,7 @@ from gradwatch.hooks.rows import UNDERFLOW
 from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.hooks.versions import grown_alike, replaced, versions_of
-from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, without
+from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, repeated, without
 from gradwatch.snapshot import Sites
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
@@ -198,7 +198,10 @@ class Lane:
             clipped = self._clipped(grads, versions, raw, scale)
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         calm = not (unread or self.tainted) and as_usual(raw, after)
-        repeats = self._repeats(ids) if self.thinned else None
+        last = self._last
+        # What tells whether some gradient is the last step's: its mark could, had it one.
+        known = self.thinned and last is not None and isinstance(last[2], HostReading)
+        repeats = (ids, last[0], last[2]) if known and last is not None else None
         state = ids, versions, raw
         calls, trusted = self._presence(grads, state, current, None if calm else repeats)
         doubtful = unread or self.late or self.tainted or self.distributed or not trusted
@@ -387,7 +390,7 @@ class Lane:
             told = versions if self._assumed else self._versions
             trusted = current > 0 and (told == usual or grown_alike(usual, told, self._assumed))
             if trusted and repeats is not None:
-                self.ambiguous = repeats.any(raw.norms())
+                self.ambiguous = repeated(repeats, raw.norms())
                 trusted = not self.ambiguous
             return self._arrivals.by_versions(self._habit.pattern if trusted else told), trusted
         heard = self._arrivals.heard()
@@ -398,12 +401,6 @@ class Lane:
                 if not count and grads[k] is not None and renewed(k, state, self._last):
                     heard[k], self.silent = 1, True
         return self._arrivals.counted(), True
-
-    def _repeats(self, ids: list[int]) -> Repeats | None:
-        """What tells whether some gradient is the last step's: its mark could, had it one."""
-        if self._last is None or not isinstance(self._last[2], HostReading):
-            return None
-        return Repeats(ids, self._last[0], self._last[2])
 
     def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
         if self.born or self.tainted:  # what was heard is not the whole of one step, or that of two

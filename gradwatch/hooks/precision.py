@@ -210,7 +210,7 @@ def at_step(optimizer: Optimizer) -> AtStep:
     """What this optimizer, about to step, was told of its gradients."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
-        return divisors(optimizer)
+        return _TOLD_NOTHING if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
     # `sum` over devices: 2 where two of them overflowed.
     overflow = kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
     return divisors(optimizer)._replace(found_inf=overflow)

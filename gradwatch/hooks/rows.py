@@ -34,6 +34,8 @@ Shape = tuple[int, int]
 Order = tuple[int, ...] | None
 _FLOAT32 = np.dtype(np.float32)
 _vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
+dot: Any = np.vdot if _vecdot is None else _vecdot
+"""Of two rows, by what a read brings into the caches. To be called `silently`."""
 
 # Sums beyond float32 are found out, and looked at twice: nobody needs numpy's warning. Since 2.0 it keeps that
 # setting in a context variable, so a context made once does what `np.errstate` does, at a tenth of its cost.
@@ -200,11 +202,6 @@ def row_of(grad: Tensor) -> NDArray[np.float32] | None:
     return (
         values if values.flags.c_contiguous else None
     )  # expanded: BLAS does not take it, and other sums lose digits
-
-
-def norm_of_row(values: NDArray[np.float32]) -> float:
-    """The norm of one row, by what the read has just brought into the caches. To be called `silently`."""
-    return math.sqrt(np.vdot(values, values) if _vecdot is None else _vecdot(values, values))
 
 
 def silently(call: Callable[..., Result], *args: Any) -> Result:

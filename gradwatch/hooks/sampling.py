@@ -91,7 +91,7 @@ class Sampler:
         self._previous: tuple[int, list[Tensor], Moved] | None = None
         # Weights of steps not judged yet, to be compared with those of the next.
         self.awaiting: deque[Moved] = deque(maxlen=AWAITING)
-        self._asked, self._idle_until = 0, 0  # nothing is due from the one step to before the other
+        self.idle = range(0)  # steps at which nothing is due
 
     def due(self, column: str, step: int) -> bool:
         """Whether a column is measured at this step."""
@@ -126,13 +126,11 @@ class Sampler:
 
         `scale` is the loss scale still in the gradients here.
         """
-        if self._asked <= step < self._idle_until:
-            return None
         due = [name for name in self.wanted if self.due(name, step)]
         keep = self.due("update_ratio", step + 1)
         if not due and not keep:
             self._previous = None
-            self._asked, self._idle_until = step, self._next(step)
+            self.idle = range(step, self._next(step))
             return None
         sampled = Sampled(len(params))
         if GRADIENT_COLUMNS.intersection(due):

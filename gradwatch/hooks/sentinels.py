@@ -11,7 +11,7 @@ Axes: K parameters of a lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import sum_of_squares
-from gradwatch.hooks.rows import UNDERFLOW, norm_of_row, row_of, silently
+from gradwatch.hooks.rows import UNDERFLOW, dot, row_of, silently
 
 MOST = 3
 SMALL = 4096
@@ -58,7 +58,7 @@ class Sentinels:
         told = False
         chosen = self._chosen or self._choose(read.norms())
         held, self._held = self._held or [None] * len(chosen), ()
-        now = silently(_norms, map(grads.__getitem__, chosen), held)
+        now = silently(_norms, grads, chosen, held)
         for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
             grad, expected = grads[k], norm * factor
             if grad is None or expected < floor:
@@ -93,12 +93,15 @@ def _held(grad: Tensor) -> Held | None:
     return None if row is None else (grad.data_ptr(), row)
 
 
-def _norms(grads: Iterable[Tensor | None], held: Sequence[Held | None]) -> list[float | None]:
-    """The norms of these gradients, None where BLAS cannot tell; `held` is what some of them were."""
-    return [None if grad is None else _norm(grad, known) for grad, known in zip(grads, held, strict=True)]
-
-
-def _norm(grad: Tensor, held: Held | None) -> float | None:
-    # Other memory may have been put under the same gradient (`.data =`), and what is held may be gone then.
-    row = held[1] if held is not None and held[0] == grad.data_ptr() else row_of(grad)
-    return None if row is None else norm_of_row(row)
+def _norms(
+    grads: Sequence[Tensor | None], chosen: list[int], held: Sequence[Held | None]
+) -> list[float | None]:
+    """The norms of those chosen, None where BLAS cannot tell; `held` is what was made ready of them."""
+    found: list[float | None] = []
+    for k, ready in zip(chosen, held, strict=True):
+        row, grad = None, grads[k]
+        if grad is not None:
+            # Other memory may have been put under the same gradient (`.data =`), and what is held may be gone then.
+            row = ready[1] if ready is not None and ready[0] == grad.data_ptr() else row_of(grad)
+        found.append(None if row is None else math.sqrt(dot(row, row)))
+    return found

@@ -32,14 +32,22 @@ _listeners: list[StepListener] = []
 _IGNORED = "_gradwatch_ignores"  # an attribute of optimizers that we have made
 _handles: list[RemovableHandle] = []
 _begun = 0
+_tracing = torch.compiler.is_dynamo_compiling
+_listening: Callable[[], object]
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    _listening = get_eval_frame_callback
+except ImportError:  # then nobody can tell, and the shield is always up
+    _listening = object
 
 
 def listen(listener: StepListener) -> Callable[[], None]:
     """Add a listener; the returned call removes it (and the last one out removes torch's hooks)."""
     _listeners.append(listener)
     if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_untraced(_before)))
-        _handles.append(register_optimizer_step_post_hook(_untraced(_after)))
+        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_post_hook(_after))
 
     def remove() -> None:
         if listener in _listeners:
@@ -52,27 +60,6 @@ def listen(listener: StepListener) -> Callable[[], None]:
 def ignore(optimizer: Optimizer) -> None:
     """No listener hears of this optimizer: one that stands in for another."""
     vars(optimizer)[_IGNORED] = True
-
-
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, run and not traced under a compiled `optimizer.step`; called directly where nothing compiles.
-
-    torch's own wrapper costs more than a cold hook can afford, so it is used only while dynamo is listening.
-    """
-    disable = getattr(torch, "_disable_dynamo", None)
-    try:
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback as listening
-    except ImportError:
-        return hook if disable is None else disable(hook)
-    shielded = hook if disable is None else disable(hook)
-    compiling = torch.compiler.is_dynamo_compiling
-
-    def run(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if compiling() or listening() is not None:
-            return shielded(optimizer, args, kwargs)
-        return hook(optimizer, args, kwargs)
-
-    return run
 
 
 def installed() -> int:
@@ -128,8 +115,10 @@ class _Leaving(tuple):  # type: ignore[type-arg]
         _tidy()
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> Any:
     global _begun
+    if not shielded and (_tracing() or _listening() is not None):
+        return _shielded_before(optimizer, args, kwargs, True)
     if _IGNORED in optimizer.__dict__:
         return None
     _begun += 1
@@ -142,6 +131,15 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return changed if _listeners else (_Leaving(args), kwargs)
 
 
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> None:
+    if not shielded and (_tracing() or _listening() is not None):
+        _shielded_after(optimizer, args, kwargs, True)
+        return
     for listener in () if _IGNORED in optimizer.__dict__ else tuple(_listeners):
         listener.after_step(optimizer)
+
+
+# Under a compiled `optimizer.step` the hooks are run and not traced. torch's own wrapper costs more than a cold hook
+# can afford, and so would one of ours: it is used only while dynamo traces, or listens.
+_shield: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+_shielded_before, _shielded_after = _shield(_before), _shield(_after)

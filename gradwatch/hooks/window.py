@@ -17,6 +17,8 @@ Norms = NDArray[np.float64]
 Reading = HostReading | DeviceReading
 State = tuple[list[int], list[int], Reading]
 """Of K gradients: identities, versions, norms."""
+Repeats = tuple[list[int], list[int], Reading]
+"""Of K gradients: identities now, identities at the last step and norms there."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
@@ -74,23 +76,19 @@ class Window:
         Only then `provisional` and `trusted` are final, where the window was calm.
         """
         raw = self.raw.norms()
-        if self.repeats is not None and self.repeats.any(raw):
+        if self.repeats is not None and repeated(self.repeats, raw):
             self.trusted, self.provisional = False, True
         return raw, raw if self.after is self.raw else self.after.norms()
 
 
-@dataclass(slots=True, eq=False)
-class Repeats:
-    """Gradients that may be the last step's, not cleared and not renewed: same identity, same norm."""
+def repeated(repeats: Repeats, raw: Norms) -> bool:
+    """Whether some gradient may be the last step's, not cleared and not renewed: same identity, same norm.
 
-    ids: list[int]
-    last_ids: list[int]
-    last: Reading
-
-    def any(self, raw: Norms) -> bool:
-        """Whether there is one; `raw[K]` are the norms of this step."""
-        equal = np.flatnonzero((raw == self.last.norms()) & (raw > 0))
-        return any(self.ids[k] == self.last_ids[k] for k in equal)
+    `raw[K]` are the norms of this step.
+    """
+    ids, last_ids, last = repeats
+    equal = np.flatnonzero((raw == last.norms()) & (raw > 0))
+    return any(ids[k] == last_ids[k] for k in equal)
 
 
 def renewed(k: int, now: State, before: State | None) -> bool:

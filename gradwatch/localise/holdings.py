@@ -32,25 +32,21 @@ class Family:
 
     def __init__(self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding]) -> None:
         self._hold = hold
-        self._outermost = Outermost()
+        self.outermost = Outermost()
+        self.sought = True  # which of these the loop calls
         self._level = 0
         self._waited = 0
-        self._whole = hold(model, self._outermost)
+        self._whole = hold(model, self.outermost)
         if not self._whole.refused and not anything_compiled():
-            self._whole.parts = [hold(part, self._outermost) for part in _within(model)]
+            self._whole.parts = [hold(part, self.outermost) for part in _within(model)]
         self.holdings = [self._whole, *self._whole.parts]
 
     def step_taken(self, optimizer: Optimizer) -> None:
-        """A step has been taken: was any of these called before it?"""
-        self._outermost.now = None  # a forward that raised has left it set
-        if (
-            self._level >= LEVELS
-            or self._waited > UNCALLED
-            or not any(h.moves(optimizer) for h in self.holdings)
-        ):
+        """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
+        if not any(holding.moves(optimizer) for holding in self.holdings):
             return
         if any(holding.heard for holding in self.holdings):
-            self._waited = UNCALLED + 1  # it is known what is called
+            self.sought = False
             self.holdings = [holding for holding in self.holdings if not holding.deaf]
             return
         self._waited += 1
@@ -63,13 +59,14 @@ class Family:
             part for holding in level if (model := holding.model()) is not None for part in _parts(model)
         ]
         self._level += 1
+        self.sought = self._level < LEVELS
         refused = any(holding.refused for holding in self.holdings)
         if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook hears
-            self._level = LEVELS
+            self.sought = False
             return
         for holding in self.holdings:
             holding.close()
-        self.holdings = [self._hold(part, self._outermost) for part in parts]
+        self.holdings = [self._hold(part, self.outermost) for part in parts]
         self._waited = 0
 
 
@@ -157,7 +154,9 @@ class Holdings:
             if holding.calls or holding.indices is not None:
                 holding.taken(optimizer, before)
         for family in self._families:
-            family.step_taken(optimizer)
+            family.outermost.now = None  # a forward that raised has left it set
+            if family.sought:
+                family.step_taken(optimizer)
         if self._former:
             self._former = [holding for holding in self._former if holding.calls]
 
