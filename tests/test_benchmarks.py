@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from tests.benchmarks import memory, overhead
-from tests.benchmarks.interleave import Sample, Turns, added_ratio, compare, interleave
+from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
     CONTENDERS,
@@ -360,6 +360,26 @@ def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONTENDERS["wandb"], "package", "no_such_library")
     result = overhead.run_workload(SMALL, ["bare", "floor", "wandb"], rounds=3, clock="wall")
     assert "no_such_library not installed" in report([result], "here", markdown=True)
+
+
+def test_rounds_are_divided_among_processes() -> None:
+    """What several processes measured is put together round by round, and nobody's rounds are lost."""
+    panel = overhead.Panel("handover", Turns(rounds=3, settle=0, steps=2), 1, ["bare", "floor"])
+    timings, complaints = overhead.measure_apart("tiny", panel, 2)
+    assert {name: seconds.shape for name, seconds in timings.wall.items()} == {
+        "bare": (4, 2),
+        "floor": (4, 2),
+    }
+    assert not complaints
+    halves = [
+        Timings(*({name: each[k : k + 2] for name, each in clock.items()} for clock in timings))
+        for k in (0, 2)
+    ]
+    whole = pooled(halves)
+    for clock, before in zip(whole, timings, strict=True):
+        assert {name: each.tolist() for name, each in clock.items()} == {
+            name: each.tolist() for name, each in before.items()
+        }
 
 
 def test_growth_is_between_medians() -> None:

@@ -60,8 +60,8 @@ class HostReading:
 
         A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
         """
-        near = usual / NEAR <= self._rows.total() / (self._scale or math.nan) <= usual * NEAR
-        return near and not self._rows.faint(grads, self._floor)
+        middle = usual * (self._scale or math.nan)
+        return self._rows.as_usual(middle / NEAR, middle * NEAR, grads, self._floor)
 
     def surely_within(self, max_norm: float) -> bool:
         """Whether a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""

@@ -62,23 +62,31 @@ class RowNorms:
 
     __slots__ = ("_apart", "_glance", "_missed", "_plan", "_sheet", "_squares")
 
-    def __init__(
-        self, plan: Plan, sheet: Sheet, glance: float, apart: dict[int, float], missed: list[int]
-    ) -> None:
+    def __init__(self, plan: Plan, sheet: Sheet) -> None:
         self._plan = plan
         self._sheet: Sheet | None = sheet
-        self._glance = glance  # the root sum of squares of all rows
-        self._apart = apart
-        self._missed = missed
+        self._glance = 0.0  # the root sum of squares of all rows
+        self._apart: dict[int, float] = {}
+        self._missed: list[int] = []
         self._squares: Squares | None = None
 
     @classmethod
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
         plan = Plan([None] * len(squares), NormRows)
-        rows = cls(plan, plan.sheet(), math.sqrt(silently(squares.sum)), {}, [])
-        rows._squares = squares
+        rows = cls(plan, plan.sheet())
+        rows._glance, rows._squares = math.sqrt(silently(squares.sum)), squares
         return rows
+
+    def read(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Read what is as planned, then the rest one by one; positions that were planned for and are not so."""
+        plan, sheet = self._plan, self._sheet
+        assert sheet is not None
+        parts, matrices, missed = _matrices(plan, sheet, grads)
+        self._glance = silently(sheet.read, parts, matrices)
+        if missed or plan.others:
+            self._missed, self._apart = missed, {k: _alone(grads[k]) for k in (*missed, *plan.others)}
+        return missed
 
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
@@ -109,6 +117,15 @@ class RowNorms:
         if self._sheet is not None and not self._missed and k in self._plan.row:
             return self._sheet.norms([self._plan.row[k]])[0]
         return math.sqrt(self.squares()[k])
+
+    def as_usual(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+        """Whether the total is from `low` to `high`, and no gradient `faint`."""
+        sheet = self._sheet
+        if sheet is None or self._missed or self._apart:
+            return low <= self.total() <= high and not self.faint(grads, floor)
+        return low <= self._glance <= high and (
+            sheet.least() > self._plan.faint or not self.faint(grads, floor)
+        )
 
     def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
@@ -163,16 +180,17 @@ class CpuReader:
             varying = plan is not None and plan.count == len(grads)
             plan, self._off = Plan(grads, self._kind(), varying), 0
             self._plan = plan
-        sheet = plan.sheet()
-        glance, missed = silently(_fill, plan, sheet, grads)
+        rows = RowNorms(plan, plan.sheet())  # made in warm caches
+        missed = rows.read(grads)
         if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
             self._off += 1
-        apart = {k: _alone(grads[k]) for k in (*missed, *plan.others)} if missed or plan.others else {}
-        return RowNorms(plan, sheet, glance, apart, missed)
+        return rows
 
 
-def _fill(plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[float, list[int]]:
-    """Read what is as planned; its root sum of squares at a glance, and the positions planned for that are not so."""
+def _matrices(
+    plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]
+) -> tuple[list[int], list[Any], list[int]]:
+    """Parts of the sheet, the matrices to be read into them, and the positions planned for that are not so."""
     missed: list[int] = []
     parts: list[int] = []
     matrices: list[Any] = []
@@ -190,8 +208,7 @@ def _fill(plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]) -> tuple[flo
             parts.append(part)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             missed.append(index)  # absent, or of another size, layout or dtype this time
-    sheet.read(parts, matrices)
-    return sheet.total(), missed
+    return parts, matrices, missed
 
 
 def _alone(grad: Tensor | None) -> float:

@@ -14,7 +14,7 @@ import contextvars
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,8 +34,6 @@ Shape = tuple[int, int]
 Order = tuple[int, ...] | None
 _FLOAT32 = np.dtype(np.float32)
 _vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
-dot: Any = np.vdot if _vecdot is None else _vecdot
-"""Of two rows, by what a read brings into the caches. To be called `silently`."""
 
 # Sums beyond float32 are found out, and looked at twice: nobody needs numpy's warning. Since 2.0 it keeps that
 # setting in a context variable, so a context made once does what `np.errstate` does, at a tenth of its cost.
@@ -65,16 +63,12 @@ class Sheet(ABC):
         """
 
     @abstractmethod
-    def read(self, parts: Iterable[int], matrices: Sequence[Any]) -> None:
-        """Take every row of each `matrix` into its part.
+    def read(self, parts: Sequence[int], matrices: Sequence[Any]) -> float:
+        """Take every row of each `matrix` into its part. The root sum of squares of all rows, good to 1e-4: a glance.
 
         All are made before any is read: a large gradient drives everything else out of the caches, and what comes
-        between it and the next then costs several times what it should.
+        between it and the next then costs several times what it should. To be called `silently`.
         """
-
-    @abstractmethod
-    def total(self) -> float:
-        """Root sum of squares of all rows, good to 1e-4: at a glance. To be called `silently`."""
 
     @abstractmethod
     def least(self) -> float:
@@ -106,14 +100,12 @@ class NormRows(Sheet):
             raise TypeError(f"not float32 but {grad.dtype}")
         return (grad if order is None else grad.permute(order)).view(shape)
 
-    def read(self, parts: Iterable[int], matrices: Sequence[Tensor]) -> None:
+    def read(self, parts: Sequence[int], matrices: Sequence[Tensor]) -> float:
         take = torch.linalg.vector_norm
         for rows, out in zip(matrices, map(self._parts.__getitem__, parts), strict=True):
             take(rows, 2, 1, out=out)
-
-    # By the very operation whose code is in the caches by now.
-    def total(self) -> float:
-        return float(torch.linalg.vector_norm(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
+        # By the very operation whose code is in the caches by now.
+        return float(take(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
 
     def least(self) -> float:
         if not self._rows.numel():
@@ -132,7 +124,7 @@ class NormRows(Sheet):
 class SquareRows(Sheet):
     """Rows as sums of squares, by BLAS, on this thread."""
 
-    __slots__ = ("_chunks", "_ones", "_parts", "_scalar")
+    __slots__ = ("_chunks", "_ones", "_parts", "_sums", "_totals")
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         super().__init__(shapes)
@@ -141,7 +133,8 @@ class SquareRows(Sheet):
         starts = range(0, len(self._host), ROW)
         self._chunks = [self._host[start : start + ROW] for start in starts]
         self._ones = [ones[: len(chunk)] for chunk in self._chunks]
-        self._scalar = np.zeros((), np.float32)
+        self._sums = np.zeros(len(starts), np.float32)
+        self._totals = [self._sums[k, ...] for k in range(len(starts))]
         self._parts = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
 
     @staticmethod
@@ -155,9 +148,12 @@ class SquareRows(Sheet):
             raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
         return values.reshape(shape)
 
-    def read(self, parts: Iterable[int], matrices: Sequence[NDArray[np.float32]]) -> None:
-        # Without a line of Python in between, for the same reason.
-        deque(map(_vecdot, matrices, matrices, map(self._parts.__getitem__, parts)), maxlen=0)
+    def read(self, parts: Sequence[int], matrices: Sequence[NDArray[np.float32]]) -> float:
+        # Without a line of Python in between, for the same reason. The total is taken by the same operation: what
+        # numpy's reductions pass through costs ten times as much.
+        outs = [*map(self._parts.__getitem__, parts), *self._totals]
+        deque(map(_vecdot, [*matrices, *self._chunks], [*matrices, *self._ones], outs), maxlen=0)
+        return math.sqrt(math.fsum(self._sums.tolist()))  # sync: numpy
 
     @classmethod
     def of(cls, vector: Tensor) -> float | None:
@@ -170,13 +166,6 @@ class SquareRows(Sheet):
         with np.errstate(all="ignore"):
             return float(np.add.reduce(squares, axis=None, dtype=np.float64))
 
-    # By the operation whose code is in the caches by now; what numpy's reductions pass through costs ten times as much.
-    def total(self) -> float:
-        if len(self._chunks) == 1:
-            _vecdot(self._chunks[0], self._ones[0], out=self._scalar)
-            return math.sqrt(self._scalar.item())  # sync: numpy
-        return math.sqrt(math.fsum(map(_vecdot, self._chunks, self._ones)))
-
     def least(self) -> float:
         return self._host.item(self._host.argmin()) if len(self._host) else math.inf  # sync: numpy
 
@@ -185,6 +174,13 @@ class SquareRows(Sheet):
 
     def squares(self) -> NDArray[Any]:
         return self._host
+
+
+def norms_of_rows(grads: Sequence[Tensor | None]) -> list[float | None]:
+    """Norms of dense float32 CPU gradients of no more than a row each, None of any other. To be called `silently`."""
+    rows = [None if grad is None else row_of(grad) for grad in grads]
+    dot = np.vdot if _vecdot is None else _vecdot  # what a read brings into the caches
+    return [None if row is None else math.sqrt(dot(row, row)) for row in rows]
 
 
 def row_of(grad: Tensor) -> NDArray[np.float32] | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import sum_of_squares
-from gradwatch.hooks.rows import UNDERFLOW, dot, row_of, silently
+from gradwatch.hooks.rows import UNDERFLOW, norms_of_rows, row_of, silently
 
 MOST = 3
 SMALL = 4096
@@ -27,8 +27,8 @@ SMALL = 4096
 RELATIVE = 1e-5
 """What two reads of the same gradient may differ by: the accuracy of the batched read."""
 
-Held = tuple[int, NDArray[np.float32]]
-"""Where the memory of a gradient begins, and that memory."""
+Held = tuple[int, int, NDArray[np.float32], bytes]
+"""Position of a gradient, where its memory begins, that memory, and what was in it."""
 
 
 class Sentinels:
@@ -41,24 +41,42 @@ class Sentinels:
         self._numels = numels
         self._chosen: list[int] = []
         self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
-        self._held: Sequence[Held | None] = ()  # of those chosen
+        self._held: list[Held] = []  # of those chosen, if there is no other way for any of them
 
     def hold(self, grads: Sequence[Tensor | None]) -> None:
-        """Make ready in warm caches, before a read, what `agree` looks at; after it that costs ten times as much."""
-        self._held = [None if (grad := grads[k]) is None else _held(grad) for k in self._chosen]
+        """Keep what is in those chosen, for `agree`: in the warm caches before a read that is cheaper than their norms
+        after it, and tells of every bit.
+        """
+        self._held = []
+        for k in self._chosen:
+            grad = grads[k]
+            row = None if grad is None else row_of(grad)
+            if grad is None or row is None or not row.size:
+                self._held = []
+                return
+            content = row.tobytes()
+            if content.strip(b"\0"):  # zero stays zero whatever it is multiplied by, and says nothing
+                self._held.append((k, grad.data_ptr(), row, content))
 
     def let_go(self) -> None:
         """Nobody will be asked about what is held."""
-        self._held = ()
+        self._held = []
 
     def agree(
         self, grads: Sequence[Tensor | None], read: HostReading, factor: float, but: Container[int] = ()
     ) -> bool:
         """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
+        held, self._held = self._held, []
+        if held and factor == 1.0 and not but:
+            for k, begin, row, content in held:
+                grad = grads[k]
+                # Other memory may have been put under the same gradient (`.data =`), and this may be gone then.
+                if grad is None or grad.data_ptr() != begin or row.tobytes() != content:
+                    return False
+            return True
         told = False
         chosen = self._chosen or self._choose(read.norms())
-        held, self._held = self._held or [None] * len(chosen), ()
-        now = silently(_norms, grads, chosen, held)
+        now = silently(norms_of_rows, [grads[k] for k in chosen])
         for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
             grad, expected = grads[k], norm * factor
             if grad is None or expected < floor:
@@ -84,24 +102,4 @@ class Sentinels:
         parts = [part for part in np.array_split(small, MOST) if len(part)]
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]
-        self._held = ()
         return self._chosen
-
-
-def _held(grad: Tensor) -> Held | None:
-    row = row_of(grad)
-    return None if row is None else (grad.data_ptr(), row)
-
-
-def _norms(
-    grads: Sequence[Tensor | None], chosen: list[int], held: Sequence[Held | None]
-) -> list[float | None]:
-    """The norms of those chosen, None where BLAS cannot tell; `held` is what was made ready of them."""
-    found: list[float | None] = []
-    for k, ready in zip(chosen, held, strict=True):
-        row, grad = None, grads[k]
-        if grad is not None:
-            # Other memory may have been put under the same gradient (`.data =`), and what is held may be gone then.
-            row = ready[1] if ready is not None and ready[0] == grad.data_ptr() else row_of(grad)
-        found.append(None if row is None else math.sqrt(dot(row, row)))
-    return found

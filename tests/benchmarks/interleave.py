@@ -104,6 +104,16 @@ def interleave(
     return timings
 
 
+def pooled(found: Sequence[Timings]) -> Timings:
+    """The rounds of several measurements of the same contenders, as if they were one's."""
+    first = found[0]
+    wall, cpu = (
+        {name: np.concatenate([timings[clock][name] for timings in found]) for name in first[clock]}
+        for clock in range(len(first))
+    )
+    return Timings(wall, cpu)
+
+
 def compare(seconds: Mapping[str, Seconds], baseline: str = "bare") -> dict[str, Comparison]:
     """Each contender against the baseline, round by round."""
     reference = seconds[baseline]

@@ -3,6 +3,9 @@
 Two measurements, both interleaved (interleave.py). Handover: µs added a step, precise enough for the targets.
 Whole steps: the ratio to bare of everything, forward and backward included, as a check on the first, and the
 only one that is fair to contenders that work inside the backward.
+
+`--processes N` divides the rounds of the handover among N processes, one after the other: where memory happens to lie
+makes a contender some per cent faster or slower in one process than in the next, which more rounds do not tell.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -29,6 +33,7 @@ from tests.benchmarks.interleave import (
     Turns,
     compare,
     interleave,
+    pooled,
     timed,
 )
 from tests.benchmarks.loops import Handover, in_turn, training_step
@@ -122,6 +127,30 @@ def measure(
     return timings, complaints
 
 
+def measure_apart(workload: str, panel: Panel, processes: int) -> tuple[Timings, dict[str, str]]:
+    """As `measure`, of the workload of this name, the rounds of a panel divided among processes of their own."""
+    rounds = -(-panel.turns.rounds // processes)
+    found: list[Timings] = []
+    said: dict[str, str] = {}
+    for process in range(processes):
+        part = replace(panel, turns=replace(panel.turns, rounds=rounds, seed=process))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            timings, complaints = pool.apply(_measure_named, (workload, part, torch.get_num_threads()))
+        found.append(timings)
+        said |= complaints
+    return pooled(found), said
+
+
+def _measure_named(workload: str, panel: Panel, threads: int) -> tuple[Timings, dict[str, str]]:
+    torch.set_num_threads(threads)
+    return _measure_panel(WORKLOADS[workload], panel)
+
+
+def _measure_panel(workload: Workload, panel: Panel) -> tuple[Timings, dict[str, str]]:
+    contenders = [CONTENDERS[name]() for name in panel.members]
+    return measure(workload, contenders, panel.loop, panel.turns, panel.warmup)
+
+
 def _attach(
     workload: Workload,
     original: Task,
@@ -148,14 +177,16 @@ def _progress(what: str, rounds: int, done: int) -> None:
         print(f"\r{what}: round {done}/{rounds}", end=end, file=sys.stderr, flush=True)
 
 
-def run_workload(workload: Workload, names: list[str], rounds: int, clock: str) -> Result:
+def run_workload(workload: Workload, names: list[str], rounds: int, clock: str, processes: int = 1) -> Result:
     """Both measurements of one workload."""
     result = Result(workload.name)
     found, result.absent = present(names)
     handed: Mapping[str, Seconds] = {}
     for panel in panels(found, rounds):
-        contenders = [CONTENDERS[name]() for name in panel.members]
-        timings, complaints = measure(workload, contenders, panel.loop, panel.turns, panel.warmup)
+        if processes == 1 or panel.loop == "steps":
+            timings, complaints = _measure_panel(workload, panel)
+        else:
+            timings, complaints = measure_apart(workload.name, panel, processes)
         seconds = timings.wall if clock == "wall" else timings.cpu
         into = result.handover if panel.loop == "handover" else result.steps
         into.update({name: c for name, c in compare(seconds).items() if name not in into})
@@ -174,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=25, help="of the handover; whole steps take a quarter")
+    parser.add_argument("--processes", type=int, default=1, help="to divide the rounds of the handover among")
     parser.add_argument("--threads", type=int, default=1, help="torch's intra-op threads")
     parser.add_argument(
         "--clock",
@@ -187,10 +219,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     names = list(dict.fromkeys(["bare", *args.contenders]))
-    circumstances = f"{machine(args.threads)}, {args.clock} clock"
+    circumstances = f"{machine(args.threads)}, {args.clock} clock, processes: {args.processes}"
     results: list[Result] = []
     for name in args.workloads:
-        results.append(run_workload(WORKLOADS[name], names, args.rounds, args.clock))
+        results.append(run_workload(WORKLOADS[name], names, args.rounds, args.clock, args.processes))
         if args.json:  # after each workload: a long run that is interrupted has something to show
             payload = {"machine": circumstances, "results": [asdict(result) for result in results]}
             args.json.write_text(json.dumps(payload, indent=1), encoding="utf-8")
