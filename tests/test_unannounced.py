@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,52 @@ def test_sentinels_agree_exactly_with_what_was_read(sizes: tuple[int, ...], dtyp
         broken: list[torch.Tensor | None] = [torch.full((n,), float("nan"), dtype=dtype) for n in sizes]
         assert not sentinels.agree([*broken, None], read, 0.5)
         assert sentinels.agree([*broken, None], read_of([*broken, None]), 1.0)
+
+
+@pytest.mark.parametrize("change", ["signs", "one bit", "other memory", "nothing"])
+def test_what_sentinels_hold_tells_of_every_bit(change: str) -> None:
+    """Kept before the read, compared after it: also what leaves every norm as it was, or puts other memory there."""
+    grads: list[torch.Tensor | None] = [torch.randn(n) for n in (5, 9, 300)]
+    sentinels, read = Sentinels(np.array([5, 9, 300])), read_of(grads)
+    assert sentinels.agree(grads, read, 1.0)  # chooses
+    sentinels.hold(grads)
+    grad = grads[2]
+    assert grad is not None
+    if change == "signs":
+        grad.data.neg_()
+    elif change == "one bit":
+        grad.numpy().view(np.int32)[7] ^= 1
+    elif change == "other memory":
+        grad.data = grad.data.clone()
+    assert sentinels.agree(grads, read, 1.0) == (change == "nothing")
+
+
+def test_sentinels_that_are_zero_say_nothing_and_others_are_chosen() -> None:
+    """Zero stays zero whatever it is multiplied by: what held nothing else asks the norms, which then choose anew."""
+    grads: list[torch.Tensor | None] = [torch.ones(4), torch.ones(4)]
+    sentinels, sizes = Sentinels(np.array([4, 4])), [4, 4]
+    assert sentinels.agree(grads, read_of(grads), 1.0)
+    zeros: list[torch.Tensor | None] = [torch.zeros(n) for n in sizes]
+    sentinels.hold(zeros)
+    assert sentinels.agree(zeros, read_of(zeros), 1.0)
+    sentinels.hold(grads)
+    read = read_of(grads)
+    for grad in grads:
+        grad.data.mul_(0.5)  # type: ignore[union-attr]
+    assert not sentinels.agree(grads, read, 1.0)
+
+
+def test_sentinels_hold_no_gradient_beyond_the_step() -> None:
+    """What was kept for the comparison is gone with it, and where no step came, with the next backward."""
+    for over in (lambda s, g, r: s.agree(g, r, 1.0), lambda s, g, r: s.let_go()):
+        grads: list[torch.Tensor | None] = [torch.ones(4)]
+        sentinels, read = Sentinels(np.array([4])), read_of(grads)
+        assert sentinels.agree(grads, read, 1.0)
+        sentinels.hold(grads)
+        over(sentinels, grads, read)
+        gone = weakref.ref(grads[0])  # type: ignore[arg-type]
+        grads.clear()
+        assert gone() is None
 
 
 def test_sentinels_are_few_small_and_spread() -> None:

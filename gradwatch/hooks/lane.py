@@ -198,10 +198,10 @@ class Lane:
             clipped = self._clipped(grads, versions, raw, scale)
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         calm = not (unread or self.tainted) and as_usual(raw, after)
-        last = self._last
+        repeats, last = None, self._last
         # What tells whether some gradient is the last step's: its mark could, had it one.
-        known = self.thinned and last is not None and isinstance(last[2], HostReading)
-        repeats = (ids, last[0], last[2]) if known and last is not None else None
+        if self.thinned and last is not None and isinstance(last[2], HostReading):
+            repeats = ids, last[0], last[2]
         state = ids, versions, raw
         calls, trusted = self._presence(grads, state, current, None if calm else repeats)
         doubtful = unread or self.late or self.tainted or self.distributed or not trusted

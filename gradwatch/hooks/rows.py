@@ -195,9 +195,8 @@ def row_of(grad: Tensor) -> NDArray[np.float32] | None:
     if values.dtype is not _FLOAT32 or values.size > ROW:
         return None
     values = values.reshape(-1)
-    return (
-        values if values.flags.c_contiguous else None
-    )  # expanded: BLAS does not take it, and other sums lose digits
+    # Not where it is expanded: BLAS does not take it, and other sums lose digits.
+    return values if values.flags.c_contiguous else None
 
 
 def silently(call: Callable[..., Result], *args: Any) -> Result:

@@ -1,9 +1,10 @@
-"""Writes that move no version: a few small gradients are measured again at the step boundary.
+"""Writes that move no version: a few small gradients are looked at again at the step boundary.
 
 `p.grad.data.clamp_()`, `p.grad.data /= n` and numpy write to a gradient without raising its version, so that
 signatures call it untouched. Reading everything twice would cost a step's whole read again; a few small gradients
-cost microseconds, and code that writes to gradients rarely spares all of them. What changes only others, or
-leaves these norms as they were (a change of signs), stays unseen.
+cost microseconds, and code that writes to gradients rarely spares all of them. They are compared bit by bit, and by
+their norms where a factor lies between (a clip that was announced, a loss scale). What changes only others stays
+unseen, and so does, where norms are compared, what leaves these as they were (a change of signs).
 
 Axes: K parameters of a lane.
 """

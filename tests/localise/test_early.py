@@ -127,6 +127,19 @@ def test_parts_are_let_go_when_the_whole_is_called(early: Early) -> None:
     assert hooks(model) == 2
 
 
+def test_a_step_walks_only_what_can_still_hear_a_call() -> None:
+    """Once it is known that the loop calls the model itself, its parts cost a step nothing any more."""
+    model = nn.Sequential(SqrtAtZero(), nn.Tanh())
+    optimizer = sgd(model)
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[], strict=True) as gw:
+        assert gw._causes is not None
+        held = gw._causes._localiser._holdings
+        assert len(list(held)) > 1
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        assert [holding.model() for holding in held] == [model]
+
+
 def test_a_model_of_many_parts_is_held_as_a_whole(early: Early) -> None:
     """Two hooks on it, and none on a hundred parts."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
