@@ -42,7 +42,7 @@ class Sentinels:
         self._numels = numels
         self._chosen: list[int] = []
         self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
-        self._held: list[Held] = []  # of those chosen, if there is no other way for any of them
+        self._held: list[Held] = []  # of those chosen; none where some cannot be kept so
 
     def hold(self, grads: Sequence[Tensor | None]) -> None:
         """Keep what is in those chosen, for `agree`: in the warm caches before a read that is cheaper than their norms
@@ -51,8 +51,10 @@ class Sentinels:
         self._held = []
         for k in self._chosen:
             grad = grads[k]
-            row = None if grad is None else row_of(grad)
-            if grad is None or row is None or not row.size:
+            if grad is None:
+                continue
+            row = row_of(grad)
+            if row is None:
                 self._held = []
                 return
             content = row.tobytes()
