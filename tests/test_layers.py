@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("audit", "bundle", "incident_page"),
     ("stack",),
     ("serve",),
+    ("taps",),
     ("hooks",),
     ("localise",),
     ("course", "rank_rules", "backward_rules", "causes"),
@@ -43,6 +44,7 @@ TORCH_FREE = [
     for name in LEVEL
     if name
     not in (
+        "taps",
         "hooks",
         "localise",
         "causes",

@@ -1,0 +1,88 @@
+"""Every call of autograd's engine from Python, noticed just before it runs: `Tensor.backward`, `torch.autograd.grad`.
+
+torch has hooks inside a backward and none at its entry. Both entry points look `run_backward` up on one engine
+object (`Variable._execution_engine`) and call what they get. The object is replaced by one of a subclass on which that
+lookup is a property: listeners run during the lookup, and the call itself goes to torch's own method, so that no frame
+of gradwatch stands in the traceback of a backward that raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _ImperativeEngine as ImperativeEngine
+from torch.autograd import Variable
+
+_OUTSIDE = -1  # torch's number of "no graph task"
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class BackwardCall(NamedTuple):
+    """One call of the autograd engine.
+
+    `roots` are the tensors (or gradient edges) it starts from and `grad_roots` the gradients handed in for them, None
+    where torch takes ones. `accumulates` is True for `backward`, which adds to `.grad`, and False for
+    `torch.autograd.grad`. `nested` is True inside another backward, as reentrant checkpointing does. `inputs` are the
+    tensors that `backward(inputs=…)` was limited to, empty for all leaves.
+    """
+
+    roots: Sequence[Any]
+    grad_roots: Sequence[Any]
+    inputs: Sequence[Any]
+    accumulates: bool
+    nested: bool
+
+
+Listener = Callable[[BackwardCall], None]
+
+_listeners: list[Listener] = []
+_original: list[Any] = []  # torch's engine while a listener is there
+
+
+class _Engine(ImperativeEngine):
+    """torch's engine with a `run_backward` that is noticed when it is looked up."""
+
+    @property
+    def run_backward(self) -> Any:
+        """torch's own method, after the listeners were called."""
+        if _listeners:
+            call = _call_of(sys._getframe(1))
+            for listener in tuple(_listeners):
+                listener(call)
+        return super().run_backward
+
+
+def listen(about_to_run: Listener) -> Callable[[], None]:
+    """Call `about_to_run` before every call of the engine; the returned call ends that. It must not raise.
+
+    Not noticed: engines started from C++ (TorchScript's, an extension's). The last listener out gives torch its engine
+    back, unless another library has replaced it since.
+    """
+    _listeners.append(about_to_run)
+    if not _original:
+        _original.append(Variable._execution_engine)
+        Variable._execution_engine = _Engine()
+
+    def remove() -> None:
+        if about_to_run in _listeners:
+            _listeners.remove(about_to_run)
+        if not _listeners and _original and type(Variable._execution_engine) is _Engine:
+            Variable._execution_engine = _original.pop()
+
+    return remove
+
+
+def _call_of(frame: Any) -> BackwardCall:
+    """The call that torch's `_engine_run_backward` is about to make, by its arguments."""
+    found = frame.f_locals
+    args, named = found.get("args", ()), found.get("kwargs", {})
+    return BackwardCall(
+        roots=found.get("t_outputs", ()),
+        grad_roots=args[0] if args else (),
+        inputs=args[3] if len(args) > 3 else (),
+        accumulates=bool(named.get("accumulate_grad", False)),
+        nested=_graph_task() != _OUTSIDE,
+    )
