@@ -27,6 +27,7 @@ def watch(
     listen: str | None = None,
     run_id: str | None = None,
     strict: bool = False,
+    strict_rules: bool = False,
     origin: str = "user",
     on_escalate: Callable[[Event], object] | None = None,
 ) -> Watch:
@@ -38,14 +39,16 @@ def watch(
     `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
     `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the
     folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
+    A rule or group that matches nothing of the model is off by itself, which the log, `inactive()` and the metric
+    `gradwatch_rule_inactive` say; `strict_rules` raises `UnmatchedRulesError` instead.
     `on_escalate(event)` is called when a rung of a rule's ladder (`escalate:`) is reached, on the training thread, just
     before the optimizer steps: the place to lower the learning rate or to go back to a checkpoint. What it raises is
     counted and kept out of training, but for `TrainingStopped`, which stops it.
     With `GRADWATCH=0` nothing is attached at all.
 
     Raises:
-        AttachError: not a module, no parameters that want a gradient, watched already, a rule that matches
-            nothing, an action that is not available; the message says what to do.
+        AttachError: not a module, no parameters that want a gradient, watched already, an action
+            that is not available, with `strict_rules` a rule that matches nothing; the message says what to do.
         RuleFileError: the rule file was refused; all problems at once.
     """
     models = _models(model)
@@ -56,6 +59,7 @@ def watch(
         run_dir=None if run_dir is None else os.fspath(run_dir),
         run_id=run_id,
         strict=strict,
+        strict_rules=strict_rules,
     )
     if not enabled():
         return Watch(models, optimizers, RuleSet(), settings, (), origin, active=False)

@@ -26,7 +26,7 @@ from gradwatch.hooks.shards import is_shard
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import torn_rows
-from gradwatch.snapshot import RANK_COLUMNS
+from gradwatch.snapshot import RANK_COLUMNS, Sites
 from gradwatch.surroundings import Surroundings
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
@@ -212,6 +212,22 @@ class Courses:
         course.state = bound.adopt(course.state, course.bound)
         course.bound, course.sites = bound, bound.sites
         lane.standing = self._standing(lane, bound) if bound.clipping else None
+
+    def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
+        """Why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.
+
+        `everything` gives the sites of the whole model. Rules about ranks are known once a lane is bound.
+        """
+        if not self._engine.may_miss:
+            return {}
+        found = self._engine.unmatched(everything())
+        lanes = [course.bound.inactive for course in self]
+        for rule in self._engine.ruleset.rules:
+            if rule.enabled and not rule.optional and RANK_COLUMNS.intersection(rule.detect.columns):
+                reasons = [inactive.get(rule.id, "") for inactive in lanes]
+                if reasons and all(reasons):
+                    found[rule.id] = reasons[0]
+        return found
 
     # -- states ------------------------------------------------------------------------------------------
 

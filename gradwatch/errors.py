@@ -17,6 +17,10 @@ class AttachError(GradwatchError):
     """
 
 
+class UnmatchedRulesError(AttachError):
+    """Rules or groups match nothing of the model, and `strict_rules` was asked for; the message names each."""
+
+
 class MissingDependencyError(GradwatchError, ImportError):
     """An integration was imported whose framework is not installed; the message names what to install."""
 

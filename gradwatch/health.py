@@ -1,9 +1,9 @@
-"""gradwatch's own health: every fault of ours is counted here and never reaches training."""
+"""gradwatch's own health: its internal errors, counted and kept out of training, and the rules that judge nothing."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gradwatch.interruption import by_signal_handler
 
@@ -21,6 +21,7 @@ class Health:
         self._lock = threading.Lock()
         self._errors: dict[str, int] = {}
         self._up: dict[str, bool] = {}
+        self._inactive: dict[str, str] = {}
 
     def report(self, component: str, error: BaseException) -> None:
         """Count one internal error of `component`; raise it again if the script's own signal handler raised it."""
@@ -50,3 +51,16 @@ class Health:
         """Which components are up; a copy."""
         with self._lock:
             return dict(self._up)
+
+    def set_inactive(self, reasons: Mapping[str, str]) -> None:
+        """Replace what `inactive` returns."""
+        with self._lock:
+            self._inactive = dict(reasons)
+
+    def inactive(self) -> dict[str, str]:
+        """Why a rule (by id) or a group (`group:NAME`) judges nothing at present; a copy.
+
+        Rules and groups with `optional: true` are not listed.
+        """
+        with self._lock:
+            return dict(self._inactive)

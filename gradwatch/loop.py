@@ -19,6 +19,7 @@ from gradwatch.bundles import Bundles
 from gradwatch.causes import Causes, localising
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
+from gradwatch.engine.admission import described
 from gradwatch.engine.backward import asks_backward, drops_micro
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.finding import Finding
@@ -57,6 +58,10 @@ IN_GRAPH = (
 BLIND = (
     "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
     "give them to the optimizer (add_param_group, or a new one)"
+)
+OFF = (
+    "{}: off, since there is nothing for them to judge, while all other rules protect; `optional: true` in the rule "
+    "file silences this, --strict-rules (strict_rules=True) refuses it"
 )
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
@@ -133,7 +138,7 @@ class Loop:
             if asked is not None and columns:
                 self._taps = taps_on(models, asked.names, asked.tap, columns, self.failed)
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
-            self._engine.check(self._all_sites())
+            self._engine.check(self._all_sites(), settings.strict_rules)
             check_ranks(self._engine, self.run.world_size)
             wanted = [param for param in self._capture.params if param.requires_grad]
             check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
@@ -161,6 +166,7 @@ class Loop:
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
         for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
             sink.open(self.run)
+        self._note_inactive()
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
@@ -184,6 +190,7 @@ class Loop:
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
         self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
+        self._note_inactive()
 
     def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""
@@ -396,6 +403,16 @@ class Loop:
             self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
         self._said_blind = bool(missing)
         return ratio
+
+    def _note_inactive(self) -> None:
+        """Which rules judge nothing of the model as it is now: to the health, and to the log where one is new."""
+        before, now = self.health.inactive(), self._courses.inactive(self._all_sites)
+        if now == before:
+            return
+        self.health.set_inactive(now)
+        new = {key: reason for key, reason in now.items() if key not in before}
+        if new:
+            self._say_once("rules", AttachError(OFF.format("; ".join(described(new, self.ruleset)))))
 
     def _all_sites(self) -> Sites:
         return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)

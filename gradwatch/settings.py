@@ -34,6 +34,7 @@ class Settings:
     run_id: str | None
     strict: bool
     file_sd: str | None = None
+    strict_rules: bool = False
 
     @classmethod
     def resolve(
@@ -43,6 +44,7 @@ class Settings:
         run_dir: str | None = None,
         run_id: str | None = None,
         strict: bool = False,
+        strict_rules: bool = False,
         env: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Explicit argument over environment; what neither says is left to the rule file."""
@@ -51,9 +53,14 @@ class Settings:
             listen=listen or env.get("GRADWATCH_LISTEN") or None,
             run_dir=run_dir or env.get("GRADWATCH_DIR") or None,
             run_id=run_id or env.get("GRADWATCH_RUN_ID") or None,
-            strict=strict or env.get("GRADWATCH_STRICT", "0") not in ("", "0"),
+            strict=strict or _switched_on(env, "GRADWATCH_STRICT"),
             file_sd=env.get("GRADWATCH_FILE_SD") or None,
+            strict_rules=strict_rules or _switched_on(env, "GRADWATCH_STRICT_RULES"),
         )
+
+
+def _switched_on(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "0") not in ("", "0")
 
 
 def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpec, ...]:

@@ -165,6 +165,13 @@ class Watch(Loop):
         self._catch_up()
         return self._judging.checkpoint().last_healthy_step
 
+    def inactive(self) -> dict[str, str]:
+        """Why a rule (by id) or a group (`group:NAME`) of the rule file judges nothing of the model as it is now.
+
+        Those with `optional: true` are not listed.
+        """
+        return self.health.inactive()
+
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
         self._catch_up()
@@ -176,6 +183,7 @@ class Watch(Loop):
             "active": not self._closed,
             "steps": sum(record.snapshot.step + 1 for record in records),
             "total_norm": [json_safe(record.snapshot.total_norm) for record in records],
+            "inactive": self.inactive(),
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
             "healthy": self.healthy,

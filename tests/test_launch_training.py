@@ -231,26 +231,20 @@ dist.destroy_process_group()
 
 
 def test_a_fault_of_ours_at_attach_costs_one_line(tmp_path: Path) -> None:
-    """A rule that matches nothing leaves the script alone and says on stderr why nothing is watched."""
+    """A policy that cannot be carried out leaves the script alone, and stderr says why it is not watched."""
     rules = tmp_path / "none.gradwatch.yaml"
-    rules.write_text(
-        "version: 1\ngroups: {none: {params: ['no.such.*']}}\nrules:\n"
-        "  gone: {detect: {kind: nonfinite}, groups: [none]}\n"
-    )
+    rules.write_text("version: 1\nclip: {total: {method: autoclip, scope: param, history: 100000000}}\n")
     done = run(tmp_path, TRAIN + "import sys; sys.exit(6)", options=("--rules", str(rules)))
     assert done.returncode == 6
     assert "gradwatch: not watching this run" in done.stderr
-    assert "none" in done.stderr
+    assert "autoclip would remember" in done.stderr
 
 
 @pytest.mark.soak
 def test_strict_lets_that_fault_through(tmp_path: Path) -> None:
     """With --strict the same fault is an exception in the script's first step."""
     rules = tmp_path / "none.gradwatch.yaml"
-    rules.write_text(
-        "version: 1\ngroups: {none: {params: ['no.such.*']}}\nrules:\n"
-        "  gone: {detect: {kind: nonfinite}, groups: [none]}\n"
-    )
+    rules.write_text("version: 1\nclip: {total: {method: autoclip, scope: param, history: 100000000}}\n")
     done = run(tmp_path, TRAIN, options=("--rules", str(rules), "--strict"))
     assert done.returncode == 1
     assert "AttachError" in done.stderr

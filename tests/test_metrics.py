@@ -94,6 +94,7 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink = PrometheusSink(None)
     sink.open(make_run(tmp_path), sink._health)
     sink._health.mark("engine", True)
+    sink._health.set_inactive({"rule": "matches no parameter"})
     record = make_record(SITES, loss_scale=1024.0)
     sink.write(replace(record, checkpoint=CheckpointHealth(True, 0)))
     view = replace(sink.view(), end=RunEnd("finished", 1_700_000_000.0))

@@ -188,8 +188,8 @@ def test_attaching_twice_is_an_error_but_the_launcher_gives_way() -> None:
     again.close()
 
 
-def test_rule_that_matches_nothing_is_refused_at_attach() -> None:
-    """A group or rule that selects no parameter is an error before training, unless optional; no hook remains."""
+def test_rule_that_matches_nothing_is_refused_where_that_is_asked() -> None:
+    """With strict_rules a group or rule that selects no parameter is an error before training, unless optional."""
     model, optimizer = build()
     source = """
 version: 1
@@ -197,10 +197,11 @@ groups: {{heads: {{params: ["*.head.*"]{optional}}}}}
 rules: {{big: {{detect: {{kind: above, of: norm, threshold: 5}}, groups: [heads]{optional}}}}}
 """
     with pytest.raises(AttachError, match="heads"):
-        watch(model, optimizer, rules=parse_rules(source.format(optional="")))
+        watch(model, optimizer, rules=parse_rules(source.format(optional="")), strict_rules=True)
     assert step_hooks.installed() == 0
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    gw, _ = watch(model, optimizer, rules=parse_rules(source.format(optional=", optional: true")))
+    rules = parse_rules(source.format(optional=", optional: true"))
+    gw, _ = watch(model, optimizer, rules=rules, strict_rules=True)
     gw.close()
 
 
@@ -308,7 +309,7 @@ rules:
   big: {detect: {kind: above, of: norm, threshold: 5}, groups: [heads]}
 """
     with pytest.raises(AttachError, match="heads"):
-        watch(model, optimizer, rules=parse_rules(source))
+        watch(model, optimizer, rules=parse_rules(source), strict_rules=True)
     assert not any(module._backward_hooks or module._forward_hooks for module in model.modules())
 
 

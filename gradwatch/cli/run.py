@@ -48,6 +48,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="let gradwatch's own faults stop the script (for CI)",
     )
+    parser.add_argument(
+        "--strict-rules",
+        action="store_true",
+        help="exit 2 before the first step where a rule or group matches nothing of the model (default: that rule is "
+        "off, which is said, and the others protect)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
     parser.set_defaults(handler=handle)
 
@@ -119,6 +125,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
         given["GRADWATCH_RUN_ID"] = arguments.run_id
     if arguments.strict:
         given["GRADWATCH_STRICT"] = "1"
+    if arguments.strict_rules:
+        given["GRADWATCH_STRICT_RULES"] = "1"
     return given
 
 

@@ -1,14 +1,14 @@
-"""What a rule file may not ask of this model or this version: said before training starts, all at once."""
+"""What a rule file may not ask of this model or this version, and which of its rules judge nothing here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gradwatch.engine.backward import misplaced
 from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
 from gradwatch.engine.series import MODULE_COLUMNS, group_masks, labels, series_of
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, UnmatchedRulesError
 from gradwatch.policies import POLICIES, find_policy
 from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, Sites
@@ -17,19 +17,33 @@ BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
 """Columns of which a baseline is something that a gradient's norm can be brought down to."""
 
 
-def admit(ruleset: RuleSet, sites: Sites) -> None:
-    """Raise one `AttachError` that lists all rules and groups without a match, and all not built yet."""
+GROUP = "group:"
+"""Before the name of a group, where rules and groups that judge nothing are listed: no rule id holds a colon."""
+
+
+def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
+    """Raise one `AttachError` that lists everything the rules ask for that cannot be carried out on these sites.
+
+    A rule or a group that matches nothing is no reason: it is off by itself (`unmatched`). With `strict` it is one,
+    as `UnmatchedRulesError`.
+    """
     labelled = sites.labelled(labels(ruleset.groups, sites))
     problems = [
         *unbuilt(ruleset),
         *impossible(ruleset),
         *misplaced(ruleset),
-        *_unmatched(ruleset, labelled),
     ]
     if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
         problems += misfits(ruleset, labelled)
     if problems:
         raise AttachError("the rules do not fit this model:\n" + "\n".join(f"  - {one}" for one in problems))
+    off = unmatched(ruleset, labelled) if strict else {}
+    if off:
+        listed = "\n".join(f"  - {one}" for one in described(off, ruleset))
+        raise UnmatchedRulesError(
+            f"the rules do not fit this model, and strict_rules refuses what matches nothing:\n{listed}\n"
+            "fix their globs, or silence them with `optional: true`"
+        )
 
 
 def unbuilt(ruleset: RuleSet) -> list[str]:
@@ -95,24 +109,41 @@ def _known() -> str:
     return ", ".join(sorted(POLICIES))
 
 
-def _unmatched(ruleset: RuleSet, sites: Sites) -> list[str]:
+def may_miss(ruleset: RuleSet) -> bool:
+    """Whether `unmatched` could ever list anything: some rule or group is not `optional`."""
+    return any(not group.optional for group in ruleset.groups) or any(
+        rule.enabled and not rule.optional for rule in ruleset.rules
+    )
+
+
+def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
+    """Why a rule (by id) or a group (`GROUP` + name) matches nothing of these sites; `optional` ones are left out.
+
+    `sites` must carry their labels. Rules about ranks are left out too: how many ranks there are shows at the first
+    step, when the rules are bound.
+    """
     masks = group_masks(ruleset.groups, sites)
     empty = {group.name for group in ruleset.groups if not masks[group.name].any()}
     may_be_empty = {group.name for group in ruleset.groups if group.optional}
-    problems = [
-        f"group {name!r} matches no parameter; fix its globs, or set `optional: true`"
-        for name in sorted(empty - may_be_empty)
-    ]
+    found = {GROUP + name: "matches no parameter" for name in sorted(empty - may_be_empty)}
     for rule in ruleset.rules:
         if rule.detect.columns[0] in RANK_COLUMNS:
-            continue  # how many ranks there are shows at the first step; with one the rule is inactive
+            continue
         if not rule.enabled or rule.optional or _only_optional(rule, empty & may_be_empty):
             continue
         reason = idle_reason(rule, ruleset, series_of(rule, ruleset, sites))
         if reason:
-            advice = f"{reason}; fix it, or set `optional: true`{_origin(ruleset, rule.id)}"
-            problems.append(f"rule {rule.id!r} {advice}")
-    return problems
+            found[rule.id] = reason
+    return found
+
+
+def described(off: Mapping[str, str], ruleset: RuleSet) -> list[str]:
+    """One clause for each rule and group of `unmatched`, with its place in the file."""
+    clauses = []
+    for key, reason in off.items():
+        what = "group" if key.startswith(GROUP) else "rule"
+        clauses.append(f"{what} {key.removeprefix(GROUP)!r} {reason}{_origin(ruleset, key)}")
+    return clauses
 
 
 def _only_optional(rule: Rule, empty: set[str]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
-from gradwatch.engine.admission import admit
+from gradwatch.engine.admission import admit, may_miss, unmatched
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
@@ -50,6 +50,7 @@ class Engine:
     def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
         self.ruleset = ruleset
         self._clip_needs_host = needs_host(ruleset.clip)
+        self.may_miss = may_miss(ruleset)  # whether `unmatched` could ever list anything
         self.rank = rank
 
     @property
@@ -87,9 +88,16 @@ class Engine:
     def _enabled(self) -> list[Rule]:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
 
-    def check(self, sites: Sites) -> None:
-        """Raise `AttachError` unless every rule fits these sites (all the model's) and can be carried out."""
-        admit(self.ruleset, sites)
+    def check(self, sites: Sites, strict: bool = False) -> None:
+        """Raise `AttachError` unless all that is asked of these sites (all the model's) can be carried out.
+
+        With `strict`, rules and groups that match nothing raise `UnmatchedRulesError`; see `unmatched`.
+        """
+        admit(self.ruleset, sites, strict)
+
+    def unmatched(self, sites: Sites) -> dict[str, str]:
+        """Why a rule (by id) or a group (`group:NAME`) matches nothing of these sites; not those that are optional."""
+        return unmatched(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites)))
 
     def bind(self, sites: Sites) -> BoundEngine:
         """The engine for the sites of one optimizer; a rule that matches none of them is simply inactive."""

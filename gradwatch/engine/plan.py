@@ -157,7 +157,8 @@ def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:
     if series.column in RANK_COLUMNS and len(series) == 0:
         return ONE_RANK
     if len(series) == 0:
-        return "matches no parameter" if series.column not in MODULE_COLUMNS else "matches no module"
+        what = "parameter" if series.column not in MODULE_COLUMNS else "module"
+        return f"matches no {what}" + (f" of groups: {', '.join(rule.groups)}" if rule.groups else "")
     if rule.detect.in_depth_order and len(series) < 2 * rule.detect.ends:
         return f"needs at least {2 * rule.detect.ends} matrices, found {len(series)}"
     return ""

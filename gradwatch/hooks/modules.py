@@ -45,9 +45,9 @@ def taps_on(
     wanted: frozenset[str],
     failed: Callable[[str, BaseException], None],
 ) -> ModuleTaps:
-    """Taps on the modules whose name matches one of the globs (see `Sites.select`).
+    """Taps on the modules whose name matches one of the globs (see `Sites.select`); on none where none matches.
 
-    Raises `AttachError` where none does, or where `preflight` refuses the tap.
+    Raises `AttachError` where `preflight` refuses the tap.
     """
     named = list(named_modules(models))
     zeros = np.zeros(len(named), np.int64)
@@ -55,8 +55,6 @@ def taps_on(
     sites = Sites(names, ("module",) * len(names), zeros, zeros, np.arange(len(names)))
     chosen = np.logical_or.reduce([sites.select(glob) for glob in globs])
     pairs = [pair for pair, keep in zip(named, chosen, strict=True) if keep]
-    if not pairs:
-        raise AttachError(f"`modules.names` {list(globs)} matches no module of the model")
     return ModuleTaps(pairs, tap, wanted, failed)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from gradwatch.errors import GradwatchError
+from gradwatch.errors import GradwatchError, UnmatchedRulesError
 from gradwatch.hooks import clipping, step_hooks
 from gradwatch.interruption import by_signal_handler
 from gradwatch.launch.first_forwards import FirstForwards
@@ -104,6 +104,9 @@ def _attached(optimizer: Optimizer) -> Watch | None:
     _seen.add(optimizer)
     try:
         return attach(optimizer)
+    except UnmatchedRulesError as error:  # only with --strict-rules: no step is taken
+        print(f"gradwatch: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
     except Exception as error:
         if by_signal_handler(error) or os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
             raise

@@ -111,9 +111,15 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
         clip=clips,
         modules=_modules(document.get("modules")),
         sinks=None if listed is None else sinks(listed, problems),
-        origins=resolver.origins,
+        origins=resolver.origins | _origins_of_groups(section),
         inactive=resolver.inactive,
     )
+
+
+def _origins_of_groups(section: Node | None) -> dict[str, str]:
+    """Where each group stands, by "group:" and its name, which is no rule's id."""
+    entries = section.entries if isinstance(section, Map) else {}
+    return {f"group:{name}": str(entry.key) for name, entry in entries.items()}
 
 
 def _modules(node: Node | None) -> Modules | None:

@@ -218,6 +218,7 @@ class Resolver:
             self.problems.add(node.key_mark("do"), "GW208", message, "use kind: spike, or clip to a number")
 
     def _origins(self, rule_id: str, node: Map, detect: Map) -> None:
+        self.origins[rule_id] = str(self.section.key_mark(rule_id))
         for key, entry in node.entries.items():
             self.origins[f"{rule_id}.{key}"] = str(entry.key)
         for key, entry in detect.entries.items():

@@ -43,7 +43,7 @@ def simulate(ruleset: RuleSet, case: Case) -> Course:
     """Judge every step of a test in turn, up to a stop. Raises `AttachError` where the rules do not fit its sites."""
     engine = Engine(ruleset)
     params = [kind == "param" for kind in case.sites.kinds]
-    engine.check(case.sites)
+    engine.check(case.sites, strict=True)  # a test of a rule that matches nothing would always pass
     bound = engine.bind(case.sites)
     inside = ruleset.clip is not None and bound.clipping.at == "backward"
     events: list[Event] = []

@@ -92,6 +92,7 @@ class View:
     errors: Mapping[str, int] = field(default_factory=dict)
     up: Mapping[str, bool] = field(default_factory=dict)
     end: RunEnd | None = None
+    inactive: Mapping[str, str] = field(default_factory=dict)
 
 
 def families(view: View) -> Iterator[Family]:
@@ -208,6 +209,7 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
         {**dict.fromkeys(view.up, 0), **view.errors}
     ),
     "gradwatch_component_up": lambda view: _by_component({name: int(up) for name, up in view.up.items()}),
+    "gradwatch_rule_inactive": lambda view: [(pair, 1) for pair in view.inactive.items()],
     # Nobody is attached with a rule file that did not load; reloading changes this from here on.
     "gradwatch_config_last_reload_successful": lambda _: _one(1),
 }

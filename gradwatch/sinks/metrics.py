@@ -284,6 +284,14 @@ METRICS: tuple[Metric, ...] = (
         per_optimizer=False,
     ),
     Metric(
+        "gradwatch_rule_inactive",
+        "gauge",
+        "1 for a rule, or group (group:NAME), that judges nothing of this model; not for those with optional: true.",
+        "Health.inactive",
+        ("rule", "reason"),
+        per_optimizer=False,
+    ),
+    Metric(
         "gradwatch_config_last_reload_successful",
         "gauge",
         "Whether the last attempt to load the rule file succeeded (1) or not (0).",

@@ -28,6 +28,7 @@ def status_page(view: View, now: float) -> Content:
         *([("script", _text(view.run.script))] if view.run.script else []),
         *(row for each in view.optimizers for row in _optimizer_rows(each, now)),
         ("internal errors", _errors(view)),
+        *((f"{_text(rule)} is off", _text(reason)) for rule, reason in view.inactive.items()),
         ("links", '<a href="/metrics">/metrics</a> for Prometheus · <a href="/healthz">/healthz</a>'),
     ]
     table = "\n".join(f"<tr><th>{name}<td>{shown}" for name, shown in rows)

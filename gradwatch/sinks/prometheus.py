@@ -172,7 +172,9 @@ class PrometheusSink:
             optimizers.append(OptimizerView(label, tally, layout[1] if layout else None))
         if not optimizers:
             optimizers.append(OptimizerView("", Tally.of(self._run.rules, self._stall_seconds)))
-        return View(self._run, tuple(optimizers), self._health.errors(), self._health.up())
+        health = self._health
+        inactive = health.inactive()
+        return View(self._run, tuple(optimizers), health.errors(), health.up(), inactive=inactive)
 
     def render(self) -> bytes:
         """A scrape as it would be answered now."""
@@ -188,7 +190,9 @@ class PrometheusSink:
 
     def _metrics(self, hurried: bool) -> Content:
         """The scrape: made once per step, and when CPU is short at most every half second."""
-        key = (self._version, tuple(self._health.errors().items()), tuple(self._health.up().items()))
+        health = self._health
+        told = health.errors(), health.up(), health.inactive()
+        key = (self._version, *(tuple(each.items()) for each in told))
         now = time.monotonic()
         if self._body is not None:
             made_of, made_at, content = self._body
