@@ -24,6 +24,7 @@ from gradwatch.hooks.assemble import Extras, as_float32, assemble, of_norms
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import arrived, is_ready, kept
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.losses import without_scale
 from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.ranks import Ranks, Shared
 from gradwatch.hooks.sampling import Sampled
@@ -108,6 +109,8 @@ class Judging:
         if taps is not None:
             modules.append(taps.collect(window.step, scale))
         scalars = self._unseen(course) if self._observed > course.observed else {}
+        if window.loss is not None and "loss" not in scalars:
+            scalars["loss"] = without_scale(window.loss, window.loss_scale)
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
             scalars["lr"] = lr if type(lr) is float else kept(lr)  # of a capturable one, without waiting

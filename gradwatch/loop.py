@@ -63,6 +63,7 @@ OFF = (
     "{}: off, since there is nothing for them to judge, while all other rules protect; `optional: true` in the rule "
     "file silences this, --strict-rules (strict_rules=True) refuses it"
 )
+NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
 
@@ -91,7 +92,7 @@ class Loop:
         self._strict = settings.strict
         self._closed = not active
         self._on_escalate = on_escalate
-        self._said_blind = False
+        self._said_blind = self._said_no_loss = False
         self._given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
@@ -126,6 +127,7 @@ class Loop:
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
         self._capture.cleared = self._cleared
+        self._capture.losses.refused = self._no_loss
         self._taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self._capture.hear, self.failed)
         try:
@@ -413,6 +415,12 @@ class Loop:
         new = {key: reason for key, reason in now.items() if key not in before}
         if new:
             self._say_once("rules", AttachError(OFF.format("; ".join(described(new, self.ruleset)))))
+
+    def _no_loss(self, reason: str) -> None:
+        """A backward whose root is no loss: said once, where a rule needs one."""
+        if not self._said_no_loss and "loss" in self._engine.columns and not self.resting():
+            self._said_no_loss = True
+            self._say_once("loss", AttachError(NO_LOSS.format(reason)))
 
     def _all_sites(self) -> Sites:
         return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)

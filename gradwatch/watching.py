@@ -66,7 +66,11 @@ class Watch(Loop):
         return not self._closed and self._capture.covers_id(identity)
 
     def observe(self, **scalars: float | torch.Tensor) -> None:
-        """Tell one-per-step values for the rules, e.g. `observe(loss=loss)`; changes and raises nothing.
+        """Give one-per-step values to the rules, e.g. `observe(accuracy=0.9)`; changes and raises nothing.
+
+        The loss needs no call: it is the sum of the values that the step's backwards started from, with a loss scale
+        taken out. `observe(loss=…)` replaces it for that step: for a loop whose backward starts from a tensor of
+        several elements, or from another number than the one to be judged.
 
         Seen by the next `optimizer.step()` of every watched optimizer. A tensor is detached; one on a device
         is read without waiting when the step is judged.

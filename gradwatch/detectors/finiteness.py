@@ -108,7 +108,7 @@ class NormOverflow(_Fact):
 @register_detector
 @dataclass(frozen=True, slots=True)
 class LossNonFinite(_Fact):
-    """The observed loss is NaN or Inf; needs `gw.observe(loss=…)`."""
+    """The loss is NaN or Inf: the value `backward` started from, or what `gw.observe(loss=…)` gave."""
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "loss_nonfinite"

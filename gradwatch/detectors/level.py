@@ -308,7 +308,7 @@ class Spike(_Level):
 @register_detector
 @dataclass(frozen=True, slots=True)
 class LossSpike(_Level):
-    """`spike` on the observed loss. Needs `gw.observe(loss=…)`.
+    """`spike` on the loss. It is the value `backward` started from, or what `gw.observe(loss=…)` gave.
 
     The scale is asinh(loss), which is ln(2·loss) for large losses, linear below 1 (a converged loss of
     0.001 may well be 0.01 on the next batch), and defined for negative ones.

@@ -47,17 +47,19 @@ class Arrivals:
         self._bulk = counts if self._bulk is None else self._bulk + counts
         self._note(last)
 
-    def hear(self, touched: Sequence[int], positions: dict[int, int]) -> None:
-        """As `add`, from the slots of a handful of marks; numpy would cost more than it saves."""
+    def hear(self, touched: Sequence[int], positions: dict[int, int]) -> bool:
+        """As `add`, from the slots of a handful of marks; numpy would cost more than it saves. True if any is here."""
         last, heard = None, self._heard
         for slot in touched:
             k = positions.get(slot)
             if k is not None:
                 heard[k] += 1
                 last = k
-        if last is not None:
-            self.count += 1
-            self._note(last)
+        if last is None:
+            return False
+        self.count += 1
+        self._note(last)
+        return True
 
     def heard(self) -> list[int]:
         """How often each of K gradients arrived; the list itself, which the caller may correct."""

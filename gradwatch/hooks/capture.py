@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradwatch.hooks import graph_task
 from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.losses import Losses
 from gradwatch.hooks.marks import Marks
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
 from gradwatch.hooks.shards import is_shard, offloaded
@@ -68,6 +69,7 @@ class Capture:
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
         self.scan()
         self.coverage.attached(self.models())
@@ -185,6 +187,7 @@ class Capture:
     def close(self) -> None:
         """Remove every mark and let go of every parameter."""
         self._marks.close()
+        self.losses.close()
         self._slot_of.clear()
         self.params.clear()
         self.lanes.clear()
@@ -346,16 +349,17 @@ class Capture:
         return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
     def _tell_lanes(self, touched: list[int]) -> None:
+        root = self.losses.latest()
         if len(touched) < THIN_FROM:
             for lane in self.lanes:
-                lane.hear(touched)
+                lane.hear(touched, root)
             return
         counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
         for lane in self.lanes:
             mine = counts[lane.slots]
             if mine.any():
                 known = (lane.position[slot] for slot in reversed(touched) if slot in lane.position)
-                lane.arrived(mine, next(known, None))
+                lane.arrived(mine, next(known, None), root)
 
     def drain(self) -> None:
         """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""

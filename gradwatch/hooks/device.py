@@ -91,6 +91,11 @@ def kept(value: float | Tensor) -> Number:
     return float(value) if on_host(value) else Arriving([value.reshape(1)], _FIRST, 1)
 
 
+def one_number(value: Tensor, scale: Number = 1.0) -> Arriving:
+    """A one-element tensor on its way to the host, divided there by `scale`."""
+    return Arriving([value.reshape(1)], _FIRST, 1, scale=scale)
+
+
 def arrived(value: Number) -> float:
     """The number behind `kept`, waited for where it is still on its way."""
     return float(value.values()[0]) if isinstance(value, Arriving) else float(value)

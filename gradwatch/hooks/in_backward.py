@@ -130,6 +130,7 @@ class InBackward:
         norms: Reading
         norms = HostReading.of(np.array(found, np.float64), details) if lane.on_cpu else _on_device(found)
         calls = np.array([self._calls.get(key, 0) for key in lane.param_ids], np.int32)
+        lane.losses.add(self._capture.losses.latest())
         return Window(
             sites=lane.sites,
             step=lane.step,
@@ -139,6 +140,7 @@ class InBackward:
             micro=1,
             provisional=False,
             trusted=True,
+            loss=lane.losses.total(),
         )
 
 

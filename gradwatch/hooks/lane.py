@@ -24,6 +24,7 @@ from gradwatch.hooks.device import DeviceReading, Number, arrived
 from gradwatch.hooks.exact import norm_of
 from gradwatch.hooks.habit import Habit
 from gradwatch.hooks.host import HostReading
+from gradwatch.hooks.losses import Root, WindowLoss
 from gradwatch.hooks.multiplied import Announced, factor_since
 from gradwatch.hooks.norms import CpuReader
 from gradwatch.hooks.rows import UNDERFLOW
@@ -88,6 +89,7 @@ class Lane:
         self.heard: Callable[[Grads], Mapping[int, float]] | None = None
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
+        self.losses = WindowLoss()
         self._arrivals = Arrivals(params)
         self._habit = Habit()
         self._ids: list[int] = []
@@ -126,19 +128,24 @@ class Lane:
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def arrived(self, counts: NDArray[np.int32], last: int | None = None) -> None:
-        """One backward has ended that touched this lane: `counts[K]` marks heard, the last at position `last`."""
+    def arrived(self, counts: NDArray[np.int32], last: int | None = None, root: Root | None = None) -> None:
+        """One backward from `root` has ended that touched this lane: `counts[K]` marks heard, the last at `last`."""
         self._arrivals.add(counts, last)
+        self.losses.add(root)
 
-    def hear(self, touched: list[int]) -> None:
+    def hear(self, touched: list[int], root: Root | None = None) -> None:
         """As `arrived`, from the slots of a handful of marks."""
-        self._arrivals.hear(touched, self.position)
+        if self._arrivals.hear(touched, self.position):
+            self.losses.add(root)
 
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self._kept = None
         self._sentinels.let_go()
-        return self._arrivals.begins()
+        cleared = self._arrivals.begins()
+        if cleared:
+            self.losses.clear()
+        return cleared
 
     def apart(self) -> None:
         """Our own doing moves the gradients aside for the length of a backward."""
@@ -217,6 +224,7 @@ class Lane:
             scale,
             calm and trusted,
             repeats if calm else None,
+            loss=self.losses.total(),
         )
         self._learn(calls, backwards)
         self._last = state
@@ -241,6 +249,7 @@ class Lane:
         self.tainted = self.late = False
         self.reduced_total = None
         self._arrivals.restart()
+        self.losses.clear()
         self._read_at = 0
         self._norms = self._kept = None
         self._held = []

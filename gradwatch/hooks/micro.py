@@ -185,6 +185,8 @@ class MicroDrop:
         """
         poison = self._poison
         window.empty = self._dropped > 0 and self._kept == 0
+        if self._dropped:
+            window.loss = None  # that of the backwards which are left is not known
         self._forget()
         if poison and isinstance(window.raw, HostReading):
             window.calm = False

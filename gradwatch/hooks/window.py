@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gradwatch.hooks.device import DeviceReading, Number, arrived, is_ready
 from gradwatch.hooks.host import HostReading
@@ -31,7 +32,8 @@ class Window:
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
     0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
-    `empty`: every micro-batch of it was dropped, so there is nothing to step by.
+    `empty`: every micro-batch of it was dropped, so there is nothing to step by. `loss` is the sum of what its
+    backwards started from, a loss scale still in it; None where that is not known.
     """
 
     sites: Sites
@@ -49,6 +51,7 @@ class Window:
     skipped: Number | None = None
     at_hand: bool = False
     empty: bool = False
+    loss: float | Tensor | None = None
 
     @property
     def details(self) -> Mapping[int, Detail]:

@@ -50,8 +50,14 @@ class _Engine(ImperativeEngine):
         """torch's own method, after the listeners were called."""
         if _listeners:
             call = _call_of(sys._getframe(1))
-            for listener in tuple(_listeners):
+            listeners = tuple(_listeners)
+            for listener in listeners:
                 listener(call)
+            for listener in tuple(
+                _listeners
+            ):  # one of them may have begun to watch: this is its first backward
+                if listener not in listeners:
+                    listener(call)
         return super().run_backward
 
 
