@@ -42,6 +42,7 @@ class Courses:
         self._publishing = publishing
         self.by_lane: dict[int, Course] = {}
         self._restored: Mapping[str, Any] = {}
+        self.reads: dict[str, str] = {}  # the column of each rule that was bound to any lane, by rule
         self._early: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
@@ -139,6 +140,8 @@ class Courses:
         if self._drops:
             course.micro = self._micro(lane, before)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
+        # Replaced, never written to: an endpoint's thread may be reading it.
+        self.reads = self.reads | {one.rule.id: one.series.column for one in bound.plan.rules}
         self._restore(lane)
         self.publish_bounds(course)
 
@@ -228,6 +231,17 @@ class Courses:
                 if reasons and all(reasons):
                     found[rule.id] = reasons[0]
         return found
+
+    def warming_up(self) -> dict[str, str]:
+        """The rules whose every baseline is still warming up, in all lanes, with how far the best of them is."""
+        lanes = [course.bound.warming_up(course.state) for course in self]
+        shared = set(lanes[0]).intersection(*lanes[1:]) if lanes else set()
+        return {rule: lanes[0][rule] for rule in sorted(shared)}
+
+    def parameters(self) -> int:
+        """How many parameters the lanes have, each counted once."""
+        named = (zip(course.sites.names, course.sites.kinds, strict=True) for course in self)
+        return len({name for sites in named for name, kind in sites if kind == "param"})
 
     # -- states ------------------------------------------------------------------------------------------
 

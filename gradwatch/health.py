@@ -22,6 +22,8 @@ class Health:
         self._errors: dict[str, int] = {}
         self._up: dict[str, bool] = {}
         self._inactive: dict[str, str] = {}
+        self._process: Callable[[], Mapping[str, int]] = dict
+        self._unfed: Callable[[], Mapping[str, str]] = dict
 
     def report(self, component: str, error: BaseException) -> None:
         """Count one internal error of `component`; raise it again if the script's own signal handler raised it."""
@@ -56,6 +58,20 @@ class Health:
         """Replace what `inactive` returns."""
         with self._lock:
             self._inactive = dict(reasons)
+
+    def counts(
+        self, process: Callable[[], Mapping[str, int]], unfed: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """Say how `process` and `unfed` are found out; both are called from any thread."""
+        self._process, self._unfed = process, unfed
+
+    def process(self) -> Mapping[str, int]:
+        """What this process did, watched or not, by the names of `gradwatch.account.Taken`; empty where not counted."""
+        return self._process()
+
+    def unfed(self) -> Mapping[str, str]:
+        """Why a rule, by id, has had no data so far; empty before the first step."""
+        return self._unfed()
 
     def inactive(self) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) judges nothing at present; a copy.

@@ -227,6 +227,7 @@ class Judging:
         course.vitals.spoilt = self._around.statistics.spoilt(not math.isfinite(found.total_norm))
         health = course.vitals.after(found, verdict, decision)
         if verdict is UNJUDGED:
+            self._publishing.totals.unjudged += 1
             course.vitals.unjudged(found.step)
             health = course.vitals.now
         findings = self._around.causes(lane, snapshot, verdict, decision)

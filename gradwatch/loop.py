@@ -107,7 +107,7 @@ class Loop:
         self._engine = Engine(ruleset, self.run.rank)
         name, needs = f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine)
         self._ranks = Ranks(name, needs, self.models, self._of_ranks, lambda: self._stages.taken())
-        publishing = Publishing()
+        self._publishing = publishing = Publishing()
         self._sinks: list[Breaker] = publishing.sinks
         self._courses = Courses(self._engine, self._ranks, self, publishing)
         self._judging = Judging(self._engine, self._ranks, self, self._courses, publishing)
@@ -207,6 +207,7 @@ class Loop:
     def _cleared(self, lane: Lane) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
         self._courses.cleared(lane)
+        self._publishing.totals.cleared += 1
         if self._causes is not None:
             self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
 

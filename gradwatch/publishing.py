@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from gradwatch.account.running import RunningTotals
 from gradwatch.applied import reshaped
 from gradwatch.course import Course, Held
 from gradwatch.exit_status import end_with_status
@@ -18,6 +19,7 @@ class Publishing:
 
     def __init__(self) -> None:
         self.sinks: list[Breaker] = []
+        self.totals = RunningTotals()
 
     def give(self, course: Course, record: Record, plain: Snapshot, at_hand: bool) -> None:
         """Publish a Record; `at_hand`: its actions are about to be carried out, and `acted` will publish it.
@@ -55,6 +57,7 @@ class Publishing:
             sink.flush(max(0.0, deadline - time.monotonic()))
 
     def _publish(self, record: Record) -> None:
+        self.totals.observe(record)
         for sink in self.sinks:
             sink.write(record)
         if record.decision.stop:

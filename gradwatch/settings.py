@@ -24,6 +24,11 @@ def enabled(env: Mapping[str, str] = os.environ) -> bool:
     return env.get("GRADWATCH", "1") != "0"
 
 
+def quiet_asked(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether `--quiet` (GRADWATCH_QUIET) asks for no account at the end."""
+    return env.get("GRADWATCH_QUIET", "0") not in ("", "0")
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The resolved settings of one watch; None = nobody said anything."""

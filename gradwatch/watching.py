@@ -9,23 +9,45 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.account import NOTHING_TAKEN, Account, Ending, Taken, merged
+from gradwatch.account.ending import ended_by, how_it_ends, printed_at_exit
+from gradwatch.account.unfed import unfed
 from gradwatch.course import json_safe
+from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.localise.early import Early
 from gradwatch.loop import Loop
-from gradwatch.settings import Settings
+from gradwatch.process import here
+from gradwatch.settings import Settings, quiet_asked
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker
+from gradwatch.taps.process_totals import TOTALS, count_backwards
 
 T = TypeVar("T")
 
 _live: list[weakref.ref[Watch]] = []
+_concluded: list[Account] = []  # of the watches closed so far, put together in one
+
+
+def account_of_process() -> Account:
+    """What this process did, beside what all its watches, closed or not, have seen of it."""
+    live = [one.account() for one in live_watches() if not one._concluding]
+    return merged([*_concluded, *live], TOTALS.taken())
+
+
+def _forget_accounts() -> None:
+    """In a forked child: what the parent watched is told there."""
+    _concluded.clear()
+
+
+os.register_at_fork(after_in_child=_forget_accounts)
 
 
 def live_watches() -> list[Watch]:
@@ -36,6 +58,10 @@ def live_watches() -> list[Watch]:
 class Watch(Loop):
     """A live watch; see `watch`. Attributes: `run` (identity), `health` (our own faults), `ruleset`."""
 
+    _ended: Ending = ""
+    _before: Taken | None = None  # None: nothing was ever attached
+    _steps_elsewhere = 0
+    _concluding = False
     _last_state: Mapping[str, Any] = {"version": 1, "lanes": {}}
 
     def _attach(
@@ -46,6 +72,11 @@ class Watch(Loop):
         sinks: Sequence[Sink] | None,
     ) -> None:
         super()._attach(models, optimizers, settings, sinks)
+        # A launcher's watch answers for all that the process does, any other one from here on.
+        self._before = NOTHING_TAKEN if self.origin == "launcher" else TOTALS.taken()
+        self._steps_elsewhere = self._elsewhere()
+        self._uncount = count_backwards()
+        self.health.counts(lambda: asdict(TOTALS.taken()), self._unfed)
         _live.append(weakref.ref(self))
         self._containers: list[nn.Module] = []
         self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
@@ -58,7 +89,8 @@ class Watch(Loop):
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object = None, *exc_info: object) -> None:
+        self._ended = ended_by(kind)
         self.close()
 
     def knows(self, identity: int) -> bool:
@@ -191,10 +223,43 @@ class Watch(Loop):
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
             "healthy": self.healthy,
+            "account": self.account().to_dict(),
             "last_healthy_step": self.last_healthy_step,
             "internal_errors": self.health.errors(),
             "components_up": self.health.up(),
         }
+
+    def account(self) -> Account:
+        """What the process did since the attach, beside what was watched of it; see `gradwatch.account`."""
+        if self._before is None:
+            return Account()
+        self._catch_up()
+        totals, courses = self._publishing.totals, self._courses
+        waiting = courses.warming_up() if totals.judged else {}
+        return Account(
+            taken=TOTALS.taken().since(self._before, self._elsewhere() - self._steps_elsewhere),
+            watched=totals.watched(len(courses.by_lane), courses.parameters()),
+            ended="stopped" if totals.stopped else self._ended,
+            fired=dict(totals.fired),
+            actions=dict(totals.actions),
+            inactive=self.health.inactive(),
+            no_data={**waiting, **self._unfed()},
+            rules=len(self.run.rules),
+            directory=self.run.directory if os.path.isdir(self.run.directory) else "",
+            rank=self.run.rank,
+        )
+
+    def _unfed(self) -> dict[str, str]:
+        """Why a rule has had no data so far; also asked by the endpoint's thread."""
+        totals = self._publishing.totals
+        return unfed(self._courses.reads, totals.columns | ALWAYS, totals.judged)
+
+    def _elsewhere(self) -> int:
+        """Optimizer steps that other watches of this process have watched."""
+        others = (
+            one._publishing.totals.steps for one in live_watches() if one is not self and not one._concluding
+        )
+        return sum(others) + sum(one.watched.steps for one in _concluded)
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
@@ -249,6 +314,7 @@ class Watch(Loop):
             self._last_state = self.state_dict()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
+        self._conclude()
         taps = [self._stages, self._taps, self._flat, self._causes]
         parts = [self._ranks, self._before_clip, self._boundary, *taps, self._courses, self._capture]
         for part in parts:
@@ -257,10 +323,27 @@ class Watch(Loop):
                     part.close()
             except Exception as error:  # the others must be given back all the same
                 self.health.report("close", error)
+        self._uncount()
         self._closed, self._serving = True, 0
         self._containers.clear()
         self._finalizer()
         _live[:] = [ref for ref in _live if ref() is not None and ref() is not self]
+
+    def _conclude(self) -> None:
+        """Tell the sinks what this watch comes to; once."""
+        if self._concluding:
+            return
+        self._concluding = True
+        try:
+            account = self.account()
+        except Exception as error:
+            self.health.report("close", error)
+            return
+        _concluded[:] = [merged([*_concluded, account])]
+        quiet = not account.told or printed_at_exit[0] or quiet_asked()
+        for sink in self._sinks:
+            if not (quiet and sink.name == "log"):
+                sink.conclude(account)
 
 
 def _close_sinks(sinks: list[Breaker], pid: int) -> None:
@@ -272,13 +355,17 @@ def _close_sinks(sinks: list[Breaker], pid: int) -> None:
 
 @functools.cache
 def _at_exit() -> None:
-    """At exit, judge what was put off before the sinks are closed: atexit goes backwards."""
-    atexit.register(_catch_up_all)
+    """At exit, judge what was put off and give the account before the sinks are closed: atexit goes backwards."""
+    atexit.register(conclude_all)
 
 
-def _catch_up_all() -> None:
+def conclude_all() -> None:
+    """The process ends: every live watch judges what it put off, and gives its account."""
     for watch in live_watches():
-        watch._catch_up()
+        if watch.run.pid == here[0]:
+            watch._ended = how_it_ends()
+            watch._catch_up()
+            watch._conclude()
 
 
 def _model_gone(owner: weakref.ref[Watch]) -> None:

@@ -79,7 +79,7 @@ def test_threads_that_start_together_share_one_watch(tmp_path: Path) -> None:
     """Under `gradwatch run` the first steps of four threads come at once: one run, one sound journal, no fault."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
-        [*GRADWATCH, "run", "--dir", "runs", "--run-id", "r", "--", sys.executable, "train.py"],
+        [*GRADWATCH, "run", "--quiet", "--dir", "runs", "--run-id", "r", "--", sys.executable, "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

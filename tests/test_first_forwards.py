@@ -193,7 +193,7 @@ torch.optim.Adam([])
 
 def test_what_is_held_changes_nothing(tmp_path: Path) -> None:
     """Weights, generators, what dynamo compiled and how torch refuses an optimizer are those of a bare run."""
-    watched = run(tmp_path, NET + ALIKE)
+    watched = run(tmp_path, NET + ALIKE, options=("--quiet",))
     bare = execute([sys.executable, "x.py"], tmp_path)
     assert (watched.returncode, watched.stdout, watched.stderr) == (bare.returncode, bare.stdout, bare.stderr)
     assert bare.stderr.endswith("ValueError: optimizer got an empty parameter list\n")

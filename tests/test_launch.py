@@ -1,4 +1,7 @@
-"""`gradwatch run X` is `python X`: small scripts compared byte for byte, bare and watched (P38)."""
+"""`gradwatch run --quiet X` is `python X`: small scripts compared byte for byte, bare and watched (P38).
+
+Without `--quiet` one or two lines of gradwatch's follow on stderr when the process ends: `tests/account`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,16 @@ def test_a_watched_script_is_byte_identical_to_a_bare_one(case: Case, tmp_path: 
         (cwd / name).parent.mkdir(parents=True, exist_ok=True)
         (cwd / name).write_text(text)
     command = [word.replace("{python}", sys.executable) for word in case.command]
-    launcher = [*GRADWATCH, "run", "--dir", str(tmp_path / "runs"), "--listen", "127.0.0.1:0", "--"]
+    launcher = [
+        *GRADWATCH,
+        "run",
+        "--quiet",
+        "--dir",
+        str(tmp_path / "runs"),
+        "--listen",
+        "127.0.0.1:0",
+        "--",
+    ]
     bare = outcome(command, case, cwd)
     watched = outcome([*launcher, *command], case, cwd)
     assert watched == bare

@@ -15,7 +15,7 @@ ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "interruption", "process"),
     ("snapshot", "finding", "remedies", "explanation", "health", "codes", "exit_status", "bounds"),
-    ("incident",),
+    ("incident", "account"),
     ("checkpoint",),
     ("detectors", "policies", "limits", "applied"),
     ("rules",),

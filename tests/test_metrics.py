@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwatch.account import Taken
 from gradwatch.sinks.exposition import render
 from gradwatch.sinks.families import RunEnd, families
 from gradwatch.sinks.metrics import BY_NAME, METRICS, Metric, documentation
@@ -95,6 +96,7 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink.open(make_run(tmp_path), sink._health)
     sink._health.mark("engine", True)
     sink._health.set_inactive({"rule": "matches no parameter"})
+    sink._health.counts(lambda: asdict(Taken()), dict)
     record = make_record(SITES, loss_scale=1024.0)
     sink.write(replace(record, checkpoint=CheckpointHealth(True, 0)))
     view = replace(sink.view(), end=RunEnd("finished", 1_700_000_000.0))

@@ -446,7 +446,9 @@ sys.exit(7)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr.startswith("[info     ] gradwatch account steps_watched=5 steps_taken=5")
+    assert done.stderr.count("\n") == 1
     journals = list(tmp_path.rglob("*.gwj"))
     assert len(journals) == 1
     assert journals[0].stat().st_mode & 0o777 == 0o600

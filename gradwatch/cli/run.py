@@ -54,6 +54,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="exit 2 before the first step where a rule or group matches nothing of the model (default: that rule is "
         "off, which is said, and the others protect)",
     )
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="no account on stderr when the script ends (it is in the journal: gradwatch audit)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
     parser.set_defaults(handler=handle)
 
@@ -127,6 +132,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
         given["GRADWATCH_STRICT"] = "1"
     if arguments.strict_rules:
         given["GRADWATCH_STRICT_RULES"] = "1"
+    if arguments.quiet:
+        given["GRADWATCH_QUIET"] = "1"
     return given
 
 

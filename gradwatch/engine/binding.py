@@ -16,7 +16,7 @@ from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
-from gradwatch.engine.plan import Needs, Plan, make_plan
+from gradwatch.engine.plan import NO_BANK, Needs, Plan, make_plan
 from gradwatch.engine.quiet import Quiet
 from gradwatch.engine.series import labels
 from gradwatch.engine.state import EngineState, empty_state
@@ -136,6 +136,18 @@ class BoundEngine:
     def inactive(self) -> Mapping[str, str]:
         """Why a rule of the file judges nothing here, by rule id."""
         return self.plan.inactive
+
+    def warming_up(self, state: EngineState) -> dict[str, str]:
+        """The rules none of whose baselines has the samples it needs to judge, with how many the fullest has."""
+        found = {}
+        for one in self.plan.rules:
+            seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
+            needed = getattr(one.detector, "warmup", 0)
+            if seen is not None and needed and int(seen[one.part].max(initial=0)) < needed:
+                found[one.rule.id] = (
+                    f"warm-up not over: {int(seen[one.part].max(initial=0))} of {needed} samples"
+                )
+        return found
 
     def init(self) -> EngineState:
         """The state of a run that has not taken a step."""

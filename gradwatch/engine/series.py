@@ -33,6 +33,9 @@ FREE_COLUMNS = frozenset(
 )
 """Columns that are always there, or come by themselves when a norm is suspicious: not to be asked for."""
 
+ALWAYS = FREE_COLUMNS - set(SCALAR_COLUMNS) | COUNT_COLUMNS | {"total_norm"}
+"""Columns that every step has, so that a rule on one of them is never without data."""
+
 SUMMED = COUNT_COLUMNS | {"calls"}
 SMALLEST = frozenset({"coef"})
 LARGEST = frozenset({"max_abs", "update_ratio"})

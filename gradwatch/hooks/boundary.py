@@ -51,6 +51,7 @@ class Boundary:
         self._in_backward = InBackward(capture, judge)
         self._registrations = capture.coverage.registrations
         self.spent_seconds = 0.0
+        self.further = 0  # Snapshots beyond the first of one step
         self._thread: int | None = None  # that took the last step
         self._removes = [step_hooks.listen(self), precision.listen(self)]
 
@@ -160,6 +161,7 @@ class Boundary:
             turn.spoilt = True
             self._inside[lane.index] = 0
             lane.step += 1  # a Snapshot of its own
+            self.further += 1
             self._at_step(optimizer, lane)
             return
         decision = self._judge.clips_again(lane, norms)

@@ -25,9 +25,11 @@ from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.device import capturing, on_host
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.multiplied import Announced, announced
+from gradwatch.taps.process_totals import TOTALS
 
 SORTER = "_group_tensors_by_device_and_dtype"
 MULTIPLIER = "_clip_grads_with_norm_"
+BY_VALUE = "clip_grad_value_"
 
 Listener = Callable[[Announced | None], None]
 
@@ -99,11 +101,14 @@ class BeforeClip:
 
 def _wrap(original: Callable[..., Any]) -> None:
     multiplies = inspect.unwrap(getattr(clip_grad, MULTIPLIER, _wrap)).__code__
+    # `clip_grad_norm_` sorts twice, for the norm and to multiply: a clip is counted where gradients change.
+    by_value = inspect.unwrap(getattr(clip_grad, BY_VALUE, _wrap)).__code__
 
     @functools.wraps(original)
     def noticed(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             frame = sys._getframe(1)
+            TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
             clip = _announced(frame) if frame.f_code is multiplies else None
             for listener in tuple(_listeners):
                 listener(clip)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from gradwatch.taps.process_totals import TOTALS
+
 _listeners: list[Callable[[], None]] = []
 
 
@@ -21,6 +23,7 @@ class _Noticed:
         self.original = original
 
     def __get__(self, instance: Optimizer | None, owner: type[Optimizer] | None = None) -> Any:
+        TOTALS.optimizers += instance is not None
         for listener in tuple(_listeners):
             listener()
         return self.original.__get__(instance, owner)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import step_hooks
 from gradwatch.hooks.device import Number, kept
+from gradwatch.taps.process_totals import TOTALS
 
 
 class ScalerListener(Protocol):
@@ -137,6 +138,7 @@ def _around_step(
         _carried.pop(id(optimizer), None)
     # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
     if step_hooks.begun() == before and getattr(type(optimizer).step, "hooked", False):
+        TOTALS.rejected += 1
         for listener in tuple(_listeners):
             listener.rejected(optimizer)
     return result

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
+
 
 class StepListener(Protocol):
     """Called around every `optimizer.step()` of the process."""
@@ -31,7 +33,6 @@ class StepListener(Protocol):
 _listeners: list[StepListener] = []
 _IGNORED = "_gradwatch_ignores"  # an attribute of optimizers that we have made
 _handles: list[RemovableHandle] = []
-_begun = 0
 _tracing = torch.compiler.is_dynamo_compiling
 _listening: Callable[[], object]
 try:
@@ -68,8 +69,8 @@ def installed() -> int:
 
 
 def begun() -> int:
-    """How many steps of any optimizer have begun since the first listener came."""
-    return _begun
+    """How many steps of any optimizer have begun, those inside another one included."""
+    return TOTALS.steps + TOTALS.nested
 
 
 def _tidy() -> None:
@@ -106,6 +107,15 @@ def steps_under_way(optimizer: Optimizer) -> int:
     return found
 
 
+def _steps_open() -> int:
+    """How many optimizer steps are on this thread's stack, of any optimizer; 0 where compiled ones hide them."""
+    found, frame = 0, sys._getframe(1)
+    while frame is not None:
+        found += frame.f_code is _WRAPPER
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 class _Leaving(tuple):  # type: ignore[type-arg]
     """The arguments of a step with no listener left: torch lets go of them after its last hook."""
 
@@ -116,12 +126,11 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> Any:
-    global _begun
     if not shielded and (_tracing() or _listening() is not None):
         return _shielded_before(optimizer, args, kwargs, True)
     if _IGNORED in optimizer.__dict__:
         return None
-    _begun += 1
+    step_begins(_steps_open)
     changed = None
     # Not over a copy: a launcher's listener may add the watch that must see this very step.
     for listener in _listeners:
@@ -135,7 +144,10 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
     if not shielded and (_tracing() or _listening() is not None):
         _shielded_after(optimizer, args, kwargs, True)
         return
-    for listener in () if _IGNORED in optimizer.__dict__ else tuple(_listeners):
+    if _IGNORED in optimizer.__dict__:
+        return
+    step_ends()
+    for listener in tuple(_listeners):
         listener.after_step(optimizer)
 
 

@@ -265,9 +265,15 @@ class LostEntry:
 
 @dataclass(frozen=True, slots=True)
 class EndEntry:
-    """Last of a journal that was closed in order; `steps` is how many records it was given."""
+    """Last of a journal that was closed in order; `steps` is how many records it was given.
+
+    `ended` says how the process ended ("finished", "stopped" by a rule or by Ctrl-C, "failed" by an exception; ""
+    where it is not known), `account` is `gradwatch.account.Account.to_dict()`, empty in journals of earlier versions.
+    """
 
     steps: int
+    ended: str = ""
+    account: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The payload of this entry."""

@@ -106,6 +106,7 @@ class Recorder:
         self._rows_since = self._synced_at = time.monotonic()
         self._backoff, self._events_backoff = _Backoff(), _Backoff()
         self._urgent = self._failing = False
+        self.end = EndEntry(0)  # written by `close`, with the number of records
         self.failures = self._rows = self._records = self._numbers = self._sites = self._rotated = 0
 
     def record(self, batch: Sequence[Record]) -> None:
@@ -162,7 +163,7 @@ class Recorder:
     def close(self) -> None:
         """Write everything, say that this is the end, cut the reserve off."""
         self.commit(durable=True)
-        self._write([EndEntry(self._records).encode()])
+        self._write([replace(self.end, steps=self._records).encode()])
         try:
             self.files.close()
         except OSError as error:

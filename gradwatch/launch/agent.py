@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from gradwatch.errors import GradwatchError, UnmatchedRulesError
 from gradwatch.hooks import clipping, step_hooks
 from gradwatch.interruption import by_signal_handler
+from gradwatch.launch import ending
 from gradwatch.launch.first_forwards import FirstForwards
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def arm() -> None:
     global _armed
     if not _armed:
         _armed = True
+        ending.arm()
         step_hooks.listen(FirstStep())
         FirstClip()
         _forwards.append(FirstForwards(lambda: _attaching))
@@ -154,6 +156,9 @@ def _hand_over(watch: Watch) -> None:
 def close_all(pid: int) -> None:
     """At exit of the process that attached (a forked child must not close its parent's files)."""
     if os.getpid() == pid:
+        from gradwatch.watching import conclude_all
+
+        conclude_all()
         while _watches:
             _watches.pop().close()
 
@@ -171,6 +176,7 @@ def _greet(watch: Watch, models: list[torch.nn.Module]) -> None:
 def _say_not_watching(error: Exception) -> None:
     """One line: the script goes on unwatched, and the one who started it should know why."""
     kind = "" if isinstance(error, GradwatchError) else f"{type(error).__name__}: "
+    ending.not_watched(f"the watch failed to start: {kind}{error}")
     print(f"gradwatch: not watching this run: {kind}{error}", file=sys.stderr, flush=True)
 
 

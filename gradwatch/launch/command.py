@@ -38,7 +38,8 @@ def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mappin
     `settings` are `GRADWATCH_*` variables that win over those in `environ`; a run id is made up where neither
     gives one, so that all ranks of one launch share it.
     """
-    env = {**environ, **settings, "GRADWATCH_LAUNCH": "1"}
+    # Of this very process: it becomes the command.
+    env = {**environ, **settings, "GRADWATCH_LAUNCH": "1", "GRADWATCH_LAUNCH_PID": str(os.getpid())}
     env["PYTHONPATH"] = os.pathsep.join(_python_path(environ.get("PYTHONPATH", "")))
     env.setdefault("GRADWATCH_RUN_ID", new_run_id(environ))
     flags, rest = split_python(command)

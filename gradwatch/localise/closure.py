@@ -30,6 +30,7 @@ from gradwatch.localise.replay import (
     unchecked,
 )
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
+from gradwatch.taps.process_totals import uncounted
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +98,7 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
             kept.run()
 
     everything = _Models(kept.models, closure)
-    with undisturbed(everything, max_bytes), _grads_aside(kept.models), eager(), unchecked():
+    with undisturbed(everything, max_bytes), _grads_aside(kept.models), eager(), unchecked(), uncounted():
         torch.func.functional_call(everything, given, ())
     trace.stray = recorder.stray
     return trace

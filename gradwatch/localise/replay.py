@@ -29,6 +29,7 @@ from gradwatch.localise.held import MAX_BYTES, Call, inner
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
 from gradwatch.localise.values import describe, finite, state, tensors
+from gradwatch.taps.process_totals import uncounted
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +184,8 @@ def _backward(trace: Trace, roots: list[Tensor], seeds: list[Tensor], recorder: 
         trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])
     with recorder.backward(roots) as leaves:
         if leaves:
-            torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+            with uncounted():
+                torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     blame_nodes(trace, recorder)
 
 

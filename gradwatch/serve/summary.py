@@ -105,6 +105,7 @@ def summarise(process: Process) -> Summary | None:
     for optimizer, firings in told.firings.items():
         tally = tallies.setdefault(optimizer, Tally.of(found.run.rules))
         tally.firings |= firings
+    stopped |= told.ended == "stopped"
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
     known = told.known(sum(tally.steps for tally in tallies.values()))
@@ -118,6 +119,7 @@ class _Told:
     firings: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_NEWEST))
     given: int | None = None
+    ended: str = ""
     lost_events: bool = False
     _seen: set[int] = field(default_factory=set)
 
@@ -130,7 +132,7 @@ class _Told:
             elif isinstance(entry, LostEntry):
                 self.lost_events |= bool(entry.events or entry.rotated)
             elif isinstance(entry, EndEntry):
-                self.given = entry.steps
+                self.given, self.ended = entry.steps, entry.ended
             yield entry
 
     def _count(self, entry: EventsEntry) -> None:

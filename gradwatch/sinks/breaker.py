@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
 from gradwatch.interruption import by_signal_handler
@@ -116,6 +117,13 @@ class Breaker:
         if self._closed or not self._opened or self.is_off:
             return False
         return self.sink.flush(timeout)
+
+    @_contained(None)
+    def conclude(self, account: Account) -> None:
+        """Tell the sink what the run comes to, just before it is closed, if it wants to know."""
+        wants = getattr(self.sink, "conclude", None)
+        if wants is not None and not self._closed and self._opened:
+            wants(account)
 
     @_contained(None)
     def close(self) -> None:

@@ -93,6 +93,7 @@ class View:
     up: Mapping[str, bool] = field(default_factory=dict)
     end: RunEnd | None = None
     inactive: Mapping[str, str] = field(default_factory=dict)
+    process: Mapping[str, int] = field(default_factory=dict)
 
 
 def families(view: View) -> Iterator[Family]:
@@ -198,6 +199,11 @@ def _by_component(values: Mapping[str, float]) -> Iterable[Value]:
     return [((component,), value) for component, value in values.items()]
 
 
+def _of_process(view: View, name: str) -> Iterable[Value]:
+    """Absent where nobody counts: in what a journal gives back."""
+    return _one(view.process[name]) if name in view.process else []
+
+
 _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
     "gradwatch_build_info": _build_info,
     "gradwatch_run_info": _run_info,
@@ -209,6 +215,11 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
         {**dict.fromkeys(view.up, 0), **view.errors}
     ),
     "gradwatch_component_up": lambda view: _by_component({name: int(up) for name, up in view.up.items()}),
+    "gradwatch_process_steps_total": lambda view: _of_process(view, "steps"),
+    "gradwatch_process_rejected_steps_total": lambda view: _of_process(view, "rejected"),
+    "gradwatch_process_backwards_total": lambda view: _of_process(view, "backwards"),
+    "gradwatch_process_grad_calls_total": lambda view: _of_process(view, "grad_calls"),
+    "gradwatch_process_clips_total": lambda view: _of_process(view, "clips"),
     "gradwatch_rule_inactive": lambda view: [(pair, 1) for pair in view.inactive.items()],
     # Nobody is attached with a rule file that did not load; reloading changes this from here on.
     "gradwatch_config_last_reload_successful": lambda _: _one(1),

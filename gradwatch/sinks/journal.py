@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from weakref import WeakSet
 
+from gradwatch.account import Account
 from gradwatch.health import Health
 from gradwatch.journal.cadence import record_bytes
-from gradwatch.journal.entries import LostEntry
+from gradwatch.journal.entries import EndEntry, LostEntry
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.retention import Retention
 from gradwatch.snapshot import Event, Record, RunInfo
@@ -146,6 +147,11 @@ class JournalSink:
             while self._flush_answered < asked and (left := deadline - time.monotonic()) > 0:
                 self._condition.wait(left)
             return self._flush_answered >= asked and self._flush_safe and self._failures == failures
+
+    def conclude(self, account: Account) -> None:
+        """Have the end of the journal carry the account of the process."""
+        if self._recorder is not None:
+            self._recorder.end = EndEntry(0, account.ended or "finished", account.to_dict())
 
     def close(self) -> None:
         """Write what is queued and end the journal; gives up after 1.5 s where the disk hangs."""

@@ -14,6 +14,8 @@ from typing import Any, Literal, TextIO, get_args
 import structlog
 
 from gradwatch import explanation
+from gradwatch.account import Account, gaps
+from gradwatch.account.text import fields
 from gradwatch.errors import GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
@@ -32,7 +34,19 @@ LONGEST_TEXT = 2000
 _LOGGED = ("firing", "resolved", "repeat", "escalated", "failed")
 _WORDS = {"failed": "action failed"}
 _LATER = {"rescale": "rescale (from the next step on)"}
-_PROSE = ("event", "summary", "description", "error", "cause", "source", "why", "mend", "note")
+_PROSE = (
+    "event",
+    "not_seen",
+    "no_data",
+    "summary",
+    "description",
+    "error",
+    "cause",
+    "source",
+    "why",
+    "mend",
+    "note",
+)
 _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
@@ -102,6 +116,12 @@ class LogSink:
             said = f"{type(error).__name__}: {error}" if ours else str(error)
             about = "gradwatch internal error" if ours else "gradwatch notice"
             self._logger.warning(about, component=component, error=said)
+
+    def conclude(self, account: Account) -> None:
+        """One line: what was watched of what the process did."""
+        if not self._silent:
+            log = self._logger.warning if gaps(account) else self._logger.info
+            log("gradwatch account", **dict(fields(account)))
 
     def flush(self, timeout: float) -> bool:
         """Every line is written at once."""

@@ -65,7 +65,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_run_outcome",
         "gauge",
-        "How the process ended: finished, stopped (by a rule) or died; the value is always 1.",
+        "How the process ended: finished, stopped (by a rule or by Ctrl-C) or died; the value is always 1.",
         "RunEnd.outcome",
         ("outcome",),
         per_optimizer=False,
@@ -283,11 +283,30 @@ METRICS: tuple[Metric, ...] = (
         ("component",),
         per_optimizer=False,
     ),
+    *(
+        Metric(name, "counter", text, "gradwatch.taps.process_totals", per_optimizer=False)
+        for name, text in (
+            (
+                "gradwatch_process_steps_total",
+                "Optimizer steps that this process took, watched (gradwatch_steps_total) or not.",
+            ),
+            (
+                "gradwatch_process_rejected_steps_total",
+                "Steps of this process that a GradScaler kept from the optimizer, watched or not.",
+            ),
+            ("gradwatch_process_backwards_total", "Backwards of this process that add to .grad."),
+            (
+                "gradwatch_process_grad_calls_total",
+                "Calls of torch.autograd.grad in this process, which fill no .grad.",
+            ),
+            ("gradwatch_process_clips_total", "Calls of torch's clip_grad functions in this process."),
+        )
+    ),
     Metric(
         "gradwatch_rule_inactive",
         "gauge",
-        "1 for a rule, or group (group:NAME), that judges nothing of this model; not for those with optional: true.",
-        "Health.inactive",
+        "1 for a rule, or group (group:NAME), that judges nothing of this model, or has had no data so far.",
+        "Health.inactive, Health.unfed",
         ("rule", "reason"),
         per_optimizer=False,
     ),

@@ -173,8 +173,9 @@ class PrometheusSink:
         if not optimizers:
             optimizers.append(OptimizerView("", Tally.of(self._run.rules, self._stall_seconds)))
         health = self._health
-        inactive = health.inactive()
-        return View(self._run, tuple(optimizers), health.errors(), health.up(), inactive=inactive)
+        told = health.errors(), health.up()
+        inactive = {**health.unfed(), **health.inactive()}
+        return View(self._run, tuple(optimizers), *told, inactive=inactive, process=health.process())
 
     def render(self) -> bytes:
         """A scrape as it would be answered now."""
@@ -191,7 +192,7 @@ class PrometheusSink:
     def _metrics(self, hurried: bool) -> Content:
         """The scrape: made once per step, and when CPU is short at most every half second."""
         health = self._health
-        told = health.errors(), health.up(), health.inactive()
+        told = health.errors(), health.up(), health.inactive(), health.unfed(), health.process()
         key = (self._version, *(tuple(each.items()) for each in told))
         now = time.monotonic()
         if self._body is not None:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, delete_from_gateway, push_to_ga
 from prometheus_client.metrics_core import Metric as ClientMetric
 from prometheus_client.registry import Collector
 
+from gradwatch.account import Account
 from gradwatch.health import Health
 from gradwatch.sinks.collector import client_metric
 from gradwatch.sinks.courier import Round, courier
@@ -59,6 +60,10 @@ class PushgatewaySink:
         """Add one step to the totals."""
         self._stopped |= record.decision.stop
         self._metrics.write(record)
+
+    def conclude(self, account: Account) -> None:
+        """Whether Ctrl-C ended the run."""
+        self._stopped |= account.ended == "stopped"
 
     def flush(self, timeout: float) -> bool:
         """Nothing is due before the end."""

@@ -1,0 +1,11 @@
+"""The account of a process: what it did, what of that was watched, and why the two differ where they do.
+
+Pure data and text: `gradwatch.taps.process_totals` counts what was done, a Watch what it saw; the log, the journal, the
+metrics and the line at the end of `gradwatch run` are all made from one `Account`.
+"""
+
+from gradwatch.account.facts import NOTHING_TAKEN, Account, Ending, Taken, Watched, merged
+from gradwatch.account.gaps import gaps
+from gradwatch.account.text import lines
+
+__all__ = ["NOTHING_TAKEN", "Account", "Ending", "Taken", "Watched", "gaps", "lines", "merged"]

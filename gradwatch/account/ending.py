@@ -1,0 +1,30 @@
+"""How this process is about to end, asked when it exits; no hook is installed for it."""
+
+from __future__ import annotations
+
+import sys
+
+from gradwatch.account.facts import Ending
+
+printed_at_exit = [False]
+"""In one place: whether a launcher prints the account when this process ends, so that no log does as well."""
+
+
+def how_it_ends() -> Ending:
+    """ "stopped" by Ctrl-C, "failed" by an exception that nothing caught, else "finished".
+
+    Python notes what it has printed a traceback for in `sys.last_type` (`sys.last_exc`), whichever excepthook printed
+    it; at an interactive prompt that is no end, so nothing is read from it there. Not to be told apart from
+    "finished": `sys.exit(n)`, and a Ctrl-C that the script caught.
+    """
+    kind = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)
+    return ended_by(kind)
+
+
+def ended_by(kind: object) -> Ending:
+    """How a block or a process ends that an exception of this class leaves, None = none."""
+    if kind is None or not isinstance(kind, type):
+        return "finished"
+    if issubclass(kind, KeyboardInterrupt) or kind.__name__ == "TrainingStopped":
+        return "stopped"
+    return "finished" if issubclass(kind, (SystemExit, GeneratorExit)) else "failed"

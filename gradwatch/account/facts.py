@@ -1,0 +1,169 @@
+"""The numbers of an account, as plain data that goes through JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+Ending = Literal["", "finished", "stopped", "failed"]
+"""How a process ended: "" while it runs; "stopped" by a rule or by Ctrl-C; "failed" by an exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the process did; the fields of `gradwatch.taps.process_totals.ProcessTotals`."""
+
+    backwards: int = 0
+    grad_calls: int = 0
+    steps: int = 0
+    nested: int = 0
+    clips: int = 0
+    rejected: int = 0
+    optimizers: int = 0
+
+    def since(self, before: Taken, elsewhere: int = 0) -> Taken:
+        """What was done since `before`, without `elsewhere` steps that another watch has watched."""
+        rest = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
+        return Taken(**{**rest, "steps": max(0, rest["steps"] - elsewhere)})
+
+    @property
+    def trained(self) -> bool:
+        """Whether anything was done that training does: evaluation alone runs no backward and no step."""
+        return bool(self.backwards or self.steps or self.rejected)
+
+
+NOTHING_TAKEN = Taken()
+COUNTS = ("steps", "rejected", "unowned", "cleared", "provisional", "unjudged", "optimizers", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What was watched.
+
+    `steps` optimizer steps taken, `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
+    gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
+    step was seen; `provisional` and `unjudged` steps of those watched. `parameters` of `optimizers`; `coverage` 0..1 of
+    the parameters that want a gradient. `own_seconds` of `seconds` were gradwatch's.
+    """
+
+    steps: int = 0
+    rejected: int = 0
+    unowned: int = 0
+    cleared: int = 0
+    provisional: int = 0
+    unjudged: int = 0
+    optimizers: int = 0
+    parameters: int = 0
+    coverage: float = 1.0
+    own_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def own_share(self) -> float | None:
+        """gradwatch's share of the time between the first and the last step, 0..1; None before the second."""
+        return self.own_seconds / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One process: `taken` beside `watched`.
+
+    `fired` times by rule, `actions` times by name; `inactive` why a rule matched nothing, `no_data` why a rule was
+    never evaluated, by rule; `rules` how many are enabled. `reasons` are what is known to have kept steps from being
+    watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
+    """
+
+    taken: Taken = NOTHING_TAKEN
+    watched: Watched = Watched()
+    ended: Ending = ""
+    fired: Mapping[str, int] = field(default_factory=dict)
+    actions: Mapping[str, int] = field(default_factory=dict)
+    inactive: Mapping[str, str] = field(default_factory=dict)
+    no_data: Mapping[str, str] = field(default_factory=dict)
+    rules: int = 0
+    reasons: tuple[str, ...] = ()
+    directory: str = ""
+    rank: int = 0
+
+    @property
+    def told(self) -> bool:
+        """Whether there is anything to tell: the process trained, or something was watched in it."""
+        return self.taken.trained or bool(self.watched.steps or self.watched.rejected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {**asdict(self), "reasons": list(self.reasons)}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Account:
+        """What `to_dict` gave, of this version or another: unknown keys are ignored, absent ones are as at the start.
+
+        Raises ValueError for anything else.
+        """
+        try:
+            known = _of(cls, document)
+            known["taken"] = Taken(**_numbers(Taken, document.get("taken", {})))
+            known["watched"] = Watched(**_numbers(Watched, document.get("watched", {})))
+            for name in ("fired", "actions"):
+                known[name] = {str(key): int(count) for key, count in document.get(name, {}).items()}
+            for name in ("inactive", "no_data"):
+                known[name] = {str(key): str(reason) for key, reason in document.get(name, {}).items()}
+            known["reasons"] = tuple(map(str, document.get("reasons", ())))
+            for name in ("ended", "directory"):
+                known[name] = str(document.get(name, ""))
+            for name in ("rules", "rank"):
+                known[name] = int(document.get(name, 0))
+            return cls(**known)
+        except (AttributeError, TypeError, OverflowError) as error:
+            raise ValueError(f"not an account: {error}") from error
+
+
+def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account:
+    """Several watches of one process as one account; `taken` is what the process did.
+
+    A rule counts as one that never had data only where it had none in any watch that has the rule.
+    """
+    found = list(accounts)
+    if not found:
+        return Account(taken=taken)
+    last = found[-1]
+    seen = [one.watched for one in found]
+    totals = {name: sum(getattr(one, name) for one in seen) for name in COUNTS}
+    times = {name: sum(getattr(one, name) for one in seen) for name in ("own_seconds", "seconds")}
+    return Account(
+        taken=taken,
+        watched=Watched(**totals, **times, coverage=min(one.coverage for one in seen)),
+        ended=last.ended,
+        fired=_summed(one.fired for one in found),
+        actions=_summed(one.actions for one in found),
+        inactive=_in_all([one.inactive for one in found]),
+        no_data=_in_all([one.no_data for one in found]),
+        rules=max(one.rules for one in found),
+        reasons=tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
+        directory=next((one.directory for one in reversed(found) if one.directory), ""),
+        rank=min(one.rank for one in found),
+    )
+
+
+def _of(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    return {each.name: document[each.name] for each in fields(kind) if each.name in document}
+
+
+def _numbers(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    floats = {each.name for each in fields(kind) if each.type == "float"}
+    found = _of(kind, document)
+    return {name: float(value) if name in floats else int(value) for name, value in found.items()}
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for one in counts:
+        for key, count in one.items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+def _in_all(reasons: list[Mapping[str, str]]) -> dict[str, str]:
+    shared = set.intersection(*(set(one) for one in reasons))
+    return {key: reason for key, reason in reasons[-1].items() if key in shared}

@@ -1,0 +1,75 @@
+"""Where what a process did and what was watched differ: one sentence each, with the reason as far as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradwatch.account.facts import Account
+
+
+def gaps(account: Account) -> tuple[str, ...]:
+    """What was not seen, or not judged; empty where every step of the process was watched."""
+    return tuple(_gaps(account))
+
+
+def _gaps(account: Account) -> Iterator[str]:
+    yield from _steps(account)
+    yield from _without_steps(account)
+    seen = account.watched
+    if seen.coverage < 1:
+        yield f"{1 - seen.coverage:.0%} of the parameters were not measured at the last step"
+    if seen.unjudged:
+        yield f"{_many(seen.unjudged, 'watched step')} could not be judged (internal errors, see the journal)"
+
+
+def _steps(account: Account) -> Iterator[str]:
+    """Optimizer steps that torch's hooks saw and no watch did."""
+    taken, seen = account.taken, account.watched
+    missed = taken.steps - seen.steps
+    if missed > 0:
+        why = "; ".join(account.reasons) or _guess(account)
+        yield f"{missed:,} of {_many(taken.steps, 'optimizer step')} not watched: {why}"
+    elif seen.steps > taken.steps + taken.nested:
+        yield f"{_many(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
+    if taken.rejected > seen.rejected:
+        lost = taken.rejected - seen.rejected
+        yield f"{lost:,} of {_many(taken.rejected, 'step')} rejected by a GradScaler not watched"
+
+
+def _guess(account: Account) -> str:
+    if not account.watched.steps:
+        return "nothing was attached"
+    return (
+        "taken before gradwatch was attached, after it was closed, or by an optimizer that it did not watch"
+    )
+
+
+def _without_steps(account: Account) -> Iterator[str]:
+    """Gradients that no step of a torch optimizer, as far as hooks see one, has used."""
+    taken, seen = account.taken, account.watched
+    no_step = not (taken.steps or taken.rejected)
+    if no_step and taken.backwards:
+        observed = (
+            f"; {_many(seen.unowned, 'window')} of gradients observed, never acted on" if seen.unowned else ""
+        )
+        backwards = _many(taken.backwards, "backward")
+        yield f"{backwards} and no step of a torch optimizer seen: {_hidden(account)}{observed}"
+    elif no_step and taken.grad_calls:
+        yield (
+            f"gradients came from {_many(taken.grad_calls, 'call')} of torch.autograd.grad or torch.func, "
+            "which fill no .grad: there was nothing to watch"
+        )
+    elif seen.unowned:
+        yield f"{_many(seen.unowned, 'window')} of gradients belong to no torch optimizer: observed, never acted on"
+    if not no_step and seen.cleared:
+        yield f"gradients were cleared {_many(seen.cleared, 'time')} with no optimizer step seen since they were made"
+
+
+def _hidden(account: Account) -> str:
+    if account.taken.optimizers:
+        return "the optimizers made were never stepped, or in a way that torch's step hooks do not see"
+    return "weights, if they moved, were moved by the script itself"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,78 @@
+"""What one watch has seen so far, added up as its Records are published."""
+
+from __future__ import annotations
+
+import math
+
+from gradwatch.account.facts import Watched
+from gradwatch.snapshot import Record
+
+
+class RunningTotals:
+    """Counts over all optimizers of one watch; a step adds about half a microsecond.
+
+    `columns` are the columns, scalars included, that came with any Record: a rule on another one never had data.
+    `cleared` and `unjudged` are counted by whoever notices them; `further` are Records beyond the first of one step.
+    """
+
+    def __init__(self) -> None:
+        self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.further = 0
+        self.own_seconds = self.seconds = 0.0
+        self.coverage = 1.0
+        self.stopped = False
+        self.fired: dict[str, int] = {}
+        self.actions: dict[str, int] = {}
+        self.columns: set[str] = set()
+
+    def observe(self, record: Record) -> None:
+        """Add one published Record."""
+        snapshot = record.snapshot
+        self.records += 1
+        self.provisional += snapshot.provisional
+        self.coverage = snapshot.coverage
+        if snapshot.scalars.get("scaler_skip"):
+            self.rejected += 1
+        self.columns.update(snapshot.scalars)
+        if snapshot.columns:
+            self.columns.update(snapshot.columns)
+        if snapshot.loss_scale is not None:
+            self.columns.add("loss_scale")
+        if record.step_seconds is not None and math.isfinite(record.step_seconds):
+            self.seconds += record.step_seconds
+            self.own_seconds += record.overhead_seconds
+        if record.verdict.events or record.decision.orders:
+            self._judged(record)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps watched, those that a GradScaler rejected left out."""
+        return self.records - self.rejected - self.further
+
+    @property
+    def judged(self) -> int:
+        """Records that every rule could judge."""
+        return self.records - self.provisional - self.unjudged
+
+    def watched(self, optimizers: int, parameters: int) -> Watched:
+        """The totals of now."""
+        return Watched(
+            steps=self.steps,
+            rejected=self.rejected,
+            cleared=self.cleared,
+            provisional=self.provisional,
+            unjudged=self.unjudged,
+            optimizers=optimizers,
+            parameters=parameters,
+            coverage=self.coverage,
+            own_seconds=self.own_seconds,
+            seconds=self.seconds,
+        )
+
+    def _judged(self, record: Record) -> None:
+        for event in record.verdict.events:
+            if event.kind == "firing":
+                self.fired[event.rule] = self.fired.get(event.rule, 0) + 1
+        self.stopped |= record.decision.stop
+        done = {order.action for order in record.decision.orders if not order.shadow}
+        for action in done:
+            self.actions[action] = self.actions.get(action, 0) + 1

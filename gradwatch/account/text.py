@@ -1,0 +1,109 @@
+"""An account in words: one short line, and a second one where something was not seen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from gradwatch.account.facts import Account
+from gradwatch.account.gaps import gaps
+
+PREFIX = "gradwatch: "
+MOST_NAMED = 4
+"""Rules named in the line; the others are counted, and `gradwatch audit` names them all."""
+LONGEST_REASON = 60
+
+
+def lines(account: Account, folder: str = "") -> list[str]:
+    """The account of a process that trained, a line or two; `folder` is how the run's folder is shown."""
+    missed = gaps(account)
+    told = PREFIX + " · ".join(_parts(account, folder))
+    return [told, *([f"{PREFIX}not seen: {'; '.join(missed)}"] if missed else [])]
+
+
+def fields(account: Account) -> Iterator[tuple[str, object]]:
+    """The account as the fields of a log line; empty ones are left out."""
+    taken, seen = account.taken, account.watched
+    silent = never_evaluated(account)
+    share = seen.own_share
+    told: dict[str, object] = {
+        "steps_watched": seen.steps,
+        "steps_taken": taken.steps,
+        "rejected": taken.rejected or "",
+        "optimizers": seen.optimizers,
+        "parameters": seen.parameters,
+        "coverage": seen.coverage,
+        "fired": _counted(account.fired),
+        "done": _counted(account.actions),
+        "no_data": f"{len(silent)} of {account.rules} rules: {_reasons(silent)}" if silent else "",
+        "own_cost": "" if share is None else f"{share:.1%}",
+        "ended": "" if account.ended == "finished" else account.ended,
+        "directory": account.directory,
+        "not_seen": "; ".join(gaps(account)),
+    }
+    yield from ((key, value) for key, value in told.items() if value != "")
+
+
+def nothing_seen(account: Account) -> str:
+    """The line of a launched process that trained nothing as far as counted."""
+    taken = account.taken
+    counts = f"{taken.backwards:,} backwards, {taken.steps:,} steps"
+    if taken.grad_calls:
+        counts += f", {taken.grad_calls:,} calls of torch.autograd.grad, which fill no .grad"
+    return f"{PREFIX}no training seen in this process ({counts})"
+
+
+def never_evaluated(account: Account) -> dict[str, str]:
+    """Why a rule judged nothing, by rule: it matches nothing, or what it reads never came."""
+    return {**account.no_data, **account.inactive}
+
+
+def _parts(account: Account, folder: str) -> Iterator[str]:
+    yield _steps(account)
+    if account.watched.steps or account.watched.rejected or account.watched.unowned:
+        yield _what(account)
+        yield f"fired: {_counted(account.fired)}" if account.fired else "no rule fired"
+        if account.actions:
+            yield f"done: {_counted(account.actions)}"
+        silent = never_evaluated(account)
+        if silent:
+            yield f"no data for {len(silent)} of {max(account.rules, len(silent))} rules ({_reasons(silent)})"
+        if account.watched.own_share is not None:
+            yield f"own cost {account.watched.own_share:.1%}"
+    if account.ended in ("stopped", "failed"):
+        yield account.ended
+    if folder:
+        yield f"next: gradwatch {'explain --run' if account.fired else 'audit'} {folder}"
+
+
+def _steps(account: Account) -> str:
+    taken, seen = account.taken, account.watched
+    told = f"{seen.steps:,} of {taken.steps:,} steps watched"
+    if seen.rejected or taken.rejected:
+        told += f" and {seen.rejected:,} of {taken.rejected:,} rejected by a GradScaler"
+    if seen.unowned:
+        told += f", {seen.unowned:,} windows without an optimizer"
+    return told
+
+
+def _what(account: Account) -> str:
+    seen = account.watched
+    optimizers = f"{seen.optimizers:,} optimizer{'' if seen.optimizers == 1 else 's'}"
+    return f"{optimizers}, {seen.parameters:,} parameters, coverage {seen.coverage:.0%}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    named = [f"{name} ×{count:,}" for name, count in ordered[:MOST_NAMED]]
+    more = len(ordered) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def _reasons(silent: Mapping[str, str]) -> str:
+    """Each reason once and without its particulars, the most frequent first."""
+    counts: dict[str, int] = {}
+    for reason in silent.values():
+        short = re.split("[,:;(]", reason, maxsplit=1)[0].strip()[:LONGEST_REASON]
+        counts[short] = counts.get(short, 0) + 1
+    ordered = sorted(counts, key=lambda reason: -counts[reason])
+    return "; ".join(ordered[:MOST_NAMED]) + ("; …" if len(ordered) > MOST_NAMED else "")

@@ -1,0 +1,107 @@
+"""What this process did, counted whether it is watched or not: backwards, optimizer steps, clips.
+
+Beside these totals stands what was watched (`gradwatch.account`): where the two differ, something was not seen. Each
+number is written by the one tap that notices it, while that tap is installed: backwards and calls of
+`torch.autograd.grad` by `gradwatch.taps.backward_entry` (`count_backwards`), the others by `gradwatch.hooks`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from gradwatch.account import Taken
+from gradwatch.taps import backward_entry
+
+
+@dataclass(slots=True)
+class ProcessTotals:
+    """Counts since the first tap was installed, or since the fork in a forked child.
+
+    `backwards` calls that add to `.grad`; `grad_calls` calls of `torch.autograd.grad`; `steps` calls of an optimizer's
+    `step`, and `nested` those inside another one (`super().step()`, an optimizer that wraps an optimizer); `clips`
+    calls of torch's `clip_grad_*`; `rejected` steps that a GradScaler kept from the optimizer; `optimizers` how many
+    were made.
+    """
+
+    backwards: int = 0
+    grad_calls: int = 0
+    steps: int = 0
+    nested: int = 0
+    clips: int = 0
+    rejected: int = 0
+    optimizers: int = 0
+
+    def taken(self) -> Taken:
+        """The counts as of now."""
+        return Taken(**{each.name: getattr(self, each.name) for each in fields(self)})
+
+    def reset(self) -> None:
+        """Start at 0 again."""
+        for each in fields(self):
+            setattr(self, each.name, 0)
+
+
+TOTALS = ProcessTotals()
+_stepping: dict[int, int] = {}  # optimizer steps under way, by thread
+
+
+def count_backwards() -> Callable[[], None]:
+    """Count every call of the autograd engine that is not inside another one; the returned call ends that."""
+    return backward_entry.listen(_about_to_run)
+
+
+def step_begins(under_way: Callable[[], int]) -> None:
+    """Count an optimizer step unless it is part of another one on this thread.
+
+    `under_way()` reads the number of steps from the thread's stack, this one included; it is asked only where a step
+    seems to be open, which one that raised leaves behind too.
+    """
+    thread = threading.get_ident()
+    if _stepping.get(thread) and under_way() > 1:
+        _stepping[thread] += 1
+        TOTALS.nested += 1
+        return
+    _stepping[thread] = 1
+    TOTALS.steps += 1
+
+
+def step_ends() -> None:
+    """The step that began last on this thread has returned."""
+    thread = threading.get_ident()
+    open_steps = _stepping.get(thread, 0)
+    if open_steps > 1:
+        _stepping[thread] = open_steps - 1
+    else:
+        _stepping.pop(thread, None)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Backwards run in here are gradwatch's own, and no doing of the process."""
+    before = TOTALS.backwards, TOTALS.grad_calls
+    try:
+        yield
+    finally:
+        TOTALS.backwards, TOTALS.grad_calls = before
+
+
+def _about_to_run(call: backward_entry.BackwardCall) -> None:
+    if call.nested:
+        return
+    if call.accumulates:
+        TOTALS.backwards += 1
+    else:
+        TOTALS.grad_calls += 1
+
+
+def _start_again() -> None:
+    """In a forked child: what the parent did is counted there."""
+    TOTALS.reset()
+    _stepping.clear()
+
+
+os.register_at_fork(after_in_child=_start_again)

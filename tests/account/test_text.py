@@ -1,0 +1,114 @@
+"""The account as data and in words: what it says of numbers, and that it says something wherever they differ."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwatch.account import Account, Taken, Watched, gaps, lines, merged
+from gradwatch.account.text import nothing_seen
+from gradwatch.account.unfed import unfed
+
+counts = st.integers(0, 50)
+takens = st.builds(Taken, counts, counts, counts, counts, counts, counts, counts)
+watcheds = st.builds(Watched, counts, counts, counts, counts, counts, counts, counts, counts)
+texts = st.dictionaries(st.sampled_from("abc"), st.text(max_size=5), max_size=3)
+tallies = st.dictionaries(st.sampled_from("abc"), counts, max_size=3)
+accounts = st.builds(
+    Account,
+    takens,
+    watcheds,
+    st.sampled_from(["", "finished", "stopped", "failed"]),
+    tallies,
+    tallies,
+    texts,
+    texts,
+)
+
+
+def test_a_watched_run_is_one_line() -> None:
+    """Steps, optimizers, parameters, coverage, rules, actions, rules without data, cost, folder and next command."""
+    account = Account(
+        Taken(backwards=30, steps=30, optimizers=1),
+        Watched(steps=30, optimizers=1, parameters=4, own_seconds=0.01, seconds=1.0),
+        fired={"non-finite": 2},
+        actions={"skip_step": 2},
+        no_data={"spike": "no loss was observed", "jump": "no loss was observed"},
+        rules=9,
+    )
+    assert lines(account, "runs/r") == [
+        "gradwatch: 30 of 30 steps watched · 1 optimizer, 4 parameters, coverage 100% · fired: non-finite ×2 · "
+        "done: skip_step ×2 · no data for 2 of 9 rules (no loss was observed) · own cost 1.0% · "
+        "next: gradwatch explain --run runs/r"
+    ]
+
+
+def test_missing_steps_are_a_second_line_with_the_reason() -> None:
+    """Of ten steps six were watched, and what is known of the others is said."""
+    account = Account(
+        Taken(backwards=10, steps=10), Watched(steps=6), reasons=("the watch failed to start: no disk",)
+    )
+    told, missed = lines(account)
+    assert told.startswith("gradwatch: 6 of 10 steps watched")
+    assert missed == (
+        "gradwatch: not seen: 4 of 10 optimizer steps not watched: the watch failed to start: no disk"
+    )
+
+
+def test_backwards_without_a_step_are_told_by_what_was_made() -> None:
+    """No optimizer at all, one that was never stepped, and gradients that never reach `.grad` read differently."""
+    alone = gaps(Account(Taken(backwards=5)))
+    made = gaps(Account(Taken(backwards=5, optimizers=1)))
+    functional = gaps(Account(Taken(grad_calls=5)))
+    assert [
+        "moved by the script itself" in alone[0],
+        "never stepped" in made[0],
+        "fill no .grad" in functional[0],
+    ] == [True] * 3
+
+
+def test_a_process_without_training_is_told_in_numbers() -> None:
+    """Calls of torch.autograd.grad are named: a loop of torch.func trains all the same."""
+    assert nothing_seen(Account()) == "gradwatch: no training seen in this process (0 backwards, 0 steps)"
+    assert "7 calls of torch.autograd.grad" in nothing_seen(Account(Taken(grad_calls=7)))
+
+
+@given(accounts)
+def test_an_account_goes_through_json(account: Account) -> None:
+    """What a journal keeps of an account is all of it."""
+    assert Account.from_dict(json.loads(json.dumps(account.to_dict()))) == account
+
+
+@given(accounts)
+def test_no_step_is_missing_in_silence(account: Account) -> None:
+    """Whatever else is counted: steps taken and not watched, and backwards that no step followed, are told."""
+    taken, seen = account.taken, account.watched
+    told = " ".join(gaps(account))
+    if taken.steps > seen.steps:
+        assert f"of {taken.steps:,} optimizer step" in told
+    if taken.backwards and not (taken.steps or taken.rejected):
+        assert "no step of a torch optimizer seen" in told
+    if seen.cleared and (taken.steps or taken.rejected):
+        assert "cleared" in told
+
+
+@given(st.lists(accounts, min_size=1, max_size=3), takens)
+def test_watches_of_one_process_add_up(found: list[Account], taken: Taken) -> None:
+    """Steps and firings are sums; a rule was without data only where every watch says so."""
+    together = merged(found, taken)
+    assert together.taken == taken
+    assert together.watched.steps == sum(one.watched.steps for one in found)
+    assert sum(together.fired.values()) == sum(sum(one.fired.values()) for one in found)
+    assert set(together.no_data) == set.intersection(*(set(one.no_data) for one in found))
+
+
+def test_a_rule_without_data_says_why() -> None:
+    """By the column it reads; and nothing before a step was judged."""
+    reads = {"loss-spike": "loss", "big": "max_abs", "spike": "norm"}
+    assert unfed(reads, {"norm"}, 3) == {
+        "loss-spike": "no loss was observed",
+        "big": "max_abs was never measured",
+    }
+    assert unfed(reads, {"norm"}, 0) == {}
