@@ -128,7 +128,7 @@ class Courses:
         before = self.by_lane.get(lane.index)
         state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
-        sampler = Sampler(bound.needs.columns & sampling.COLUMNS, bound.needs.every)
+        sampler = Sampler(bound.needs.only(sampling.COLUMNS))
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         vitals = Vitals(critical)
         if before is not None:

@@ -136,9 +136,9 @@ class Loop:
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
                 )
-            asked, columns = self.ruleset.modules, self._engine.columns & MODULE_COLUMNS
-            if asked is not None and columns:
-                self._taps = taps_on(models, asked.names, asked.tap, columns, self.failed)
+            asked, needs = self.ruleset.modules, self._engine.needs.only(MODULE_COLUMNS)
+            if asked is not None and needs.columns:
+                self._taps = taps_on(models, asked.names, asked.tap, needs, self.failed)
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
             self._engine.check(self._all_sites(), settings.strict_rules)
             check_ranks(self._engine, self.run.world_size)

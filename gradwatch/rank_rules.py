@@ -28,7 +28,7 @@ def wants(engine: Engine) -> Wants:
         facts=bool(RANK_COLUMNS & engine.columns)
         or any(rule.acts and REDUCED_COLUMNS.intersection(rule.detect.columns) for rule in rules),
         ranked=bool(RANK_COLUMNS & engine.columns),
-        sampled=tuple(sorted(SAMPLED_COLUMNS & engine.columns)),
+        sampled=tuple(sorted(engine.needs.only(SAMPLED_COLUMNS).columns)),
         refused=_refusal(engine),
     )
 

@@ -20,6 +20,14 @@ Tap = Literal["output", "full_backward"]
 NOT_BUILT: frozenset[str] = frozenset()
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
+SAMPLED = frozenset(
+    {
+        *("zero_fraction", "max_abs", "weight_norm", "update_ratio"),
+        *("activation_mean", "activation_std", "activation_near_zero"),
+    }
+)
+"""Columns that cost a second look at whole tensors; see `Rule.bursts`."""
+
 SINK_KINDS: set[str] = {
     *("prometheus", "journal", "log", "alertmanager", "textfile", "pushgateway"),
     *("otlp", "wandb", "tensorboard", "mlflow"),
@@ -100,7 +108,9 @@ class Rule:
 
     `detect` is the detector (its `warmup`/`half_life` are the rule's). `groups` empty = every parameter;
     `exclude` are globs on names. `every`, `keep_firing_for` and `cooldown` count optimizer steps; `for_`,
-    `warmup` and `half_life` count samples of the series (0 where the kind has no baseline).
+    `warmup` and `half_life` count samples of the series (0 where the kind has no baseline). `bursts` True = a column of
+    `SAMPLED` is read on three steps of each hundred only, from at most 4,096 elements of each tensor (`max_abs` and
+    activations from all): what a file means by leaving `every` out for a rule without `do`.
     """
 
     id: str
@@ -122,6 +132,7 @@ class Rule:
     on_error: OnError = "pass"
     enabled: bool = True
     optional: bool = False
+    bursts: bool = False
 
     @property
     def kind(self) -> str:

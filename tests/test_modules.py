@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradwatch.engine.needs import Needs
 from gradwatch.errors import AttachError
 from gradwatch.hooks.modules import COLUMNS, ModuleTaps, preflight
 from gradwatch.hooks.names import named_modules
@@ -22,7 +23,7 @@ def fail(component: str, error: BaseException) -> None:
 
 
 def taps_on(model: nn.Module, kind: str) -> ModuleTaps:
-    return ModuleTaps(list(named_modules([model])), kind, COLUMNS, fail)  # type: ignore[arg-type]
+    return ModuleTaps(list(named_modules([model])), kind, Needs(COLUMNS), fail)  # type: ignore[arg-type]
 
 
 def values(sampled: Sampled, taps: ModuleTaps, column: str) -> dict[str, float]:

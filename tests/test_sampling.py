@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from gradwatch.engine.needs import BURSTS, Needs
 from gradwatch.hooks.sampling import COLUMNS, SAMPLE, Sampler
+
+
+def bursts(*columns: str) -> Sampler:
+    """As rules read them that leave `every` out."""
+    return Sampler(Needs(frozenset(name + BURSTS for name in columns)))
+
+
+def exactly(every: int, *columns: str) -> Sampler:
+    """As rules read them that say how often."""
+    return Sampler(Needs(frozenset(columns), dict.fromkeys(columns, frozenset({every}))))
 
 
 def parameters() -> list[nn.Parameter]:
@@ -21,24 +32,39 @@ def parameters() -> list[nn.Parameter]:
 
 def test_due_in_bursts() -> None:
     """Steps 0-2 and then 100-102; the update ratio one step later, because the update follows the boundary."""
-    sampler = Sampler(COLUMNS)
-    fractions = [step for step in range(210) if sampler.due("zero_fraction", step)]
+    sampler = bursts(*COLUMNS)
+    fractions = [step for step in range(210) if sampler.due("zero_fraction:bursts", step)]
     assert fractions == [0, 1, 2, 100, 101, 102, 200, 201, 202]
-    assert [step for step in range(110) if sampler.due("update_ratio", step)] == [1, 2, 3, 101, 102, 103]
-    assert [step for step in range(9) if Sampler(COLUMNS, {"max_abs": 4}).due("max_abs", step)] == [0, 4, 8]
-    ratios = Sampler(COLUMNS, {"update_ratio": 4})
-    assert [step for step in range(9) if ratios.due("update_ratio", step)] == [4, 8]
+    assert [step for step in range(110) if sampler.due("update_ratio:bursts", step)] == [
+        1,
+        2,
+        3,
+        101,
+        102,
+        103,
+    ]
     assert sampler.collect(50, parameters(), lambda: [None] * 6) is None
 
 
-def test_small_tensors_are_sampled_whole() -> None:
-    """Up to 4,096 elements the statistics are exact; above, of a strided sample."""
+def test_due_at_each_rule_s_own_steps() -> None:
+    """Rules of every 4 and every 6 on one column: it is read on the steps of either, and no rule's bursts hide them."""
+    every = {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({4})}
+    sampler = Sampler(Needs(frozenset({"max_abs", "max_abs:bursts", "update_ratio"}), every))
+    assert [step for step in range(13) if sampler.due("max_abs", step)] == [0, 4, 6, 8, 12]
+    assert [step for step in range(13) if sampler.due("max_abs:bursts", step)] == [0, 1, 2]
+    assert [step for step in range(9) if sampler.due("update_ratio", step)] == [4, 8]
+
+
+@pytest.mark.parametrize("suffix", ["", BURSTS])
+def test_whole_tensors_and_samples(suffix: str) -> None:
+    """Up to 4,096 elements the statistics are exact; above, in bursts, of a strided sample, but for the maximum."""
     params = parameters()
-    sampled = Sampler(COLUMNS).collect(0, params, lambda: [param.grad for param in params])
+    sampler = bursts(*COLUMNS) if suffix else exactly(1, *COLUMNS)
+    sampled = sampler.collect(0, params, lambda: [param.grad for param in params])
     assert sampled is not None
-    columns = sampled.columns()
+    columns = {name.removesuffix(BURSTS): column for name, column in sampled.columns().items()}
     for k, param in enumerate(params):
-        exact = param.numel() <= SAMPLE
+        exact = not suffix or param.numel() <= SAMPLE
         grad = param.grad
         assert grad is not None
         assert columns["zero_fraction"].values[k] == pytest.approx(
@@ -47,14 +73,13 @@ def test_small_tensors_are_sampled_whole() -> None:
         assert columns["weight_norm"].values[k] == pytest.approx(
             float(param.detach().norm()), rel=1e-5 if exact else 0.1
         )
-        if exact:
-            assert columns["max_abs"].values[k] == grad.abs().max()
+        assert columns["max_abs"].values[k] == grad.abs().max()
 
 
 def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
     """‖Δw‖/‖w‖ of exactly the parameters that were given a gradient; none after a skipped step."""
     params = parameters()
-    sampler = Sampler(frozenset({"update_ratio"}))
+    sampler = exactly(1, "update_ratio")
     grads = [param.grad for param in params]
     moved = torch.ones(6, dtype=torch.bool).numpy()
     sampler.collect(0, params, lambda: grads)
@@ -79,14 +104,14 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
 def test_late_verdicts_find_the_step_they_belong_to() -> None:
     """On a device steps are judged after later ones were sampled: each update is matched with its own verdict."""
     params = parameters()
-    sampler = Sampler(frozenset({"update_ratio"}))
+    sampler = bursts("update_ratio")
     grads = [param.grad for param in params]
     everyone = torch.ones(6, dtype=torch.bool).numpy()
     sampled = [sampler.collect(step, params, lambda: grads) for step in (100, 101, 102)]
     sampler.moved(~everyone, 99)  # nothing of step 99 was kept
     sampler.moved(everyone, 100)
     sampler.moved(~everyone, 101)
-    present = [None if one is None else one.columns().get("update_ratio") for one in sampled]
+    present = [None if one is None else one.columns().get("update_ratio:bursts") for one in sampled]
     assert present[0] is None
     assert present[1] is not None
     assert present[1].present.all()
@@ -97,33 +122,33 @@ def test_late_verdicts_find_the_step_they_belong_to() -> None:
 def test_an_update_without_a_verdict_is_absent() -> None:
     """Where the step before was never judged (a fault of ours), there is no update ratio rather than a wrong one."""
     params = parameters()
-    sampler = Sampler(frozenset({"update_ratio", "weight_norm"}))
+    sampler = bursts("update_ratio", "weight_norm")
     grads = [param.grad for param in params]
     sampler.collect(100, params, lambda: grads)
     later = sampler.collect(101, params, lambda: grads)
     assert later is not None
-    assert later.columns().keys() == {"weight_norm"}
+    assert later.columns().keys() == {"weight_norm:bursts"}
 
 
 def test_missing_gradients_are_absent() -> None:
     """A parameter without a gradient has no zero fraction."""
     params = parameters()
     grads = [None if k == 2 else param.grad for k, param in enumerate(params)]
-    sampled = Sampler(frozenset({"zero_fraction"})).collect(0, params, lambda: grads)
+    sampled = exactly(1, "zero_fraction").collect(0, params, lambda: grads)
     assert sampled is not None
     assert sampled.columns()["zero_fraction"].present.tolist() == [True, True, False, True, True, True]
 
 
 def test_a_ratio_never_comes_without_the_norm_it_is_relative_to() -> None:
     """In each burst a rule on both columns has its three samples, and so `for: 3` is met within it."""
-    sampler, weights = Sampler(frozenset({"update_ratio", "weight_norm"})), [torch.ones(4, 4)]
+    sampler, weights = bursts("update_ratio", "weight_norm"), [torch.ones(4, 4)]
     both = []
     for step in range(120):
         sampled = sampler.collect(step, weights, lambda: [None])
         sampler.moved(np.ones(1, np.bool_), step)
         columns = {} if sampled is None else sampled.columns()
-        if "update_ratio" in columns:
-            assert "weight_norm" in columns
+        if "update_ratio:bursts" in columns:
+            assert "weight_norm:bursts" in columns
             both.append(step)
         weights[0] += 0.1
     assert both == [1, 2, 3, 101, 102, 103]

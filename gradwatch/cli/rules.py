@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from gradwatch.rules import Rule, RuleSet
 
 
+SAMPLED_RULES = (
+    "sampled, three steps of each hundred (whole tensors at every step with `every: 1`, which costs more): {}"
+)
+
+
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe `gradwatch rules …` to argparse."""
     parser = commands.add_parser("rules", help="check, test, explain and list rule files")
@@ -68,7 +73,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
                 counted = plural(report["enabled"], "rule")
                 print(f"{paint('ok', 'green')}  {report['path']}: {counted}, digest {report['digest'][:12]}")
             for note in report["notes"]:
-                print(f"{paint('note', 'yellow')}  {note}; gradwatch run refuses it")
+                print(f"{paint('note', 'yellow')}  {note}")
         if wrong:
             codes = sorted({problem.code for problem in wrong})
             complain(
@@ -96,7 +101,10 @@ def check_one(path: str) -> dict[str, Any]:
         ruleset = load_rules(path)
     except RuleFileError as error:
         return report | {"ok": False, "problems": list(error.problems)}
-    enabled, notes = sum(rule.enabled for rule in ruleset.rules), [*unbuilt(ruleset), *unavailable(ruleset)]
+    refused = [f"{each}; gradwatch run refuses it" for each in (*unbuilt(ruleset), *unavailable(ruleset))]
+    sampled = [rule.id for rule in ruleset.rules if rule.enabled and rule.bursts]
+    notes = [*refused, *([SAMPLED_RULES.format(", ".join(sampled))] if sampled else [])]
+    enabled = sum(rule.enabled for rule in ruleset.rules)
     return report | {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
 
 
@@ -150,7 +158,7 @@ def summary(rule: Rule) -> tuple[str, ...]:
     styles = {"critical": "red", "warning": "yellow", "info": "cyan"}
     does = ", ".join(action.name for action in rule.do) or "alert"
     does = "off" if not rule.enabled else f"would {does}" if rule.mode == "shadow" else does
-    column = str(getattr(rule.detect, "of", "–"))
+    column = str(getattr(rule.detect, "of", "–")) + (" (sampled)" if rule.bursts else "")
     severity = paint(rule.severity, styles[rule.severity])
     return rule.id, rule.kind, column, str(rule.for_), rule.scope, severity, does
 

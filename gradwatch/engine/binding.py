@@ -16,9 +16,10 @@ from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.limiting import limits
-from gradwatch.engine.plan import NO_BANK, Needs, Plan, make_plan
+from gradwatch.engine.needs import Needs, needs_of
+from gradwatch.engine.plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.quiet import Quiet
-from gradwatch.engine.series import labels
+from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.errors import GradwatchError
 from gradwatch.limits import Limits
@@ -65,6 +66,11 @@ class Engine:
     def columns(self) -> frozenset[str]:
         """Every column that an enabled rule reads, free or not."""
         return frozenset(name for rule in self._enabled() for name in rule.detect.columns)
+
+    @property
+    def needs(self) -> Needs:
+        """What the enabled rules need read, whatever the model."""
+        return needs_of(self._enabled(), FREE_COLUMNS)
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -129,7 +135,7 @@ class BoundEngine:
 
     @property
     def needs(self) -> Needs:
-        """The columns the capture must read, and how often."""
+        """The columns the capture must read, and at which steps."""
         return self.plan.needs
 
     @property

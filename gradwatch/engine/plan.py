@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
 
@@ -12,20 +11,13 @@ import numpy as np
 
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
+from gradwatch.engine.needs import Needs, needs_of
 from gradwatch.engine.series import FREE_COLUMNS, MODULE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.rules import Action, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, FloatArray, Sites
 
 NO_BANK = -1
 ONE_RANK = "needs several ranks, all of them watching and with the same parameters (DDP, FSDP2)"
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What the capture must read: `columns` beyond the free ones, each at steps with step % every == 0."""
-
-    columns: frozenset[str] = frozenset()
-    every: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +137,7 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         )
         for rule, series in found
     )
-    needs = _needs([rule for rule, _ in found])
+    needs = needs_of([rule for rule, _ in found], FREE_COLUMNS)
     clipping = bind_clipping(ruleset, sites)
     return Plan(sites, rules, banks, MappingProxyType(inactive), needs, roots_of(sites), clipping)
 
@@ -168,7 +160,9 @@ def _shown(rule: Rule, series: Series) -> Series:
     """As Events name it: a rule over all depths is named after the first of its sites."""
     if not rule.detect.in_depth_order:
         return series
-    return Series(series.key, series.column, "total", series.names[:1], series.depths[:1])
+    return replace(
+        series, scope="total", names=series.names[:1], depths=series.depths[:1], index=None, owners=None
+    )
 
 
 def _learns(detector: Detector) -> bool:
@@ -194,12 +188,3 @@ def _banks(found: list[tuple[Rule, Series]]) -> Iterator[Bank]:
         parts = tuple(slice(start, stop) for start, stop in pairwise(ends))
         rule = min((rule for _, _, rule in members), key=lambda rule: float(rule.detect.fires_at))
         yield Bank(key, rule.detect, rule.every, tuple(segments.values()), parts, ends[-1])
-
-
-def _needs(rules: list[Rule]) -> Needs:
-    every: dict[str, int] = {}
-    for rule in rules:
-        for column in rule.detect.columns:
-            if column not in FREE_COLUMNS:
-                every[column] = math.gcd(every.get(column, 0), rule.every)
-    return Needs(frozenset(every), MappingProxyType(every))

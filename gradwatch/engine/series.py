@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample
-from gradwatch.rules import Group, Rule, RuleSet
+from gradwatch.engine.needs import BURSTS, source_of
+from gradwatch.rules import SAMPLED, Group, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
 
 SeriesScope = Literal["param", "group", "total", "scalar"]
@@ -53,6 +54,7 @@ HERE.flags.writeable = False
 class Series:
     """K series that a rule judges. Two rules with equal `key` are about the same ones.
 
+    `source` is where a Snapshot holds what is read of `column` for them (another name where that is read in bursts).
     `index[I]` the selected sites (None = all, in order); `owners[I]` the series each belongs to (None for
     one series per site); `names[K]` site or group names ("" for a total or a scalar); `depths[K]` the depth
     of the deepest site in each.
@@ -65,6 +67,11 @@ class Series:
     depths: NDArray[np.int64]
     index: Index | None = None
     owners: Index | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            object.__setattr__(self, "source", self.column)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -146,7 +153,8 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites) -> Series:
     column = detector.columns[0]
     if column in SCALAR_COLUMNS:
         return Series(column, column, "scalar", ("",), np.zeros(1, np.int64))
-    key = f"{column}/{rule.scope}" + "".join(
+    source = source_of(rule, column)
+    key = f"{source}/{rule.scope}" + "".join(
         f"/{name}={value}"
         for name, value in (
             ("groups", ",".join(rule.groups)),
@@ -160,12 +168,14 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites) -> Series:
     mask = selected(rule, ruleset, sites)
     if detector.in_depth_order:
         found = np.flatnonzero(mask)
-        return _per_site(key, column, found[np.argsort(sites.depths[found], kind="stable")], sites)
-    if rule.scope == "param":
-        return _per_site(key, column, np.flatnonzero(mask), sites)
-    if rule.scope == "total":
-        return _aggregate(key, column, "total", {"": mask} if mask.any() else {}, sites)
-    return _aggregate(key, column, "group", _by_group(rule, ruleset, sites, mask), sites)
+        series = _per_site(key, column, found[np.argsort(sites.depths[found], kind="stable")], sites)
+    elif rule.scope == "param":
+        series = _per_site(key, column, np.flatnonzero(mask), sites)
+    elif rule.scope == "total":
+        series = _aggregate(key, column, "total", {"": mask} if mask.any() else {}, sites)
+    else:
+        series = _aggregate(key, column, "group", _by_group(rule, ruleset, sites, mask), sites)
+    return replace(series, source=source)
 
 
 def _by_group(rule: Rule, ruleset: RuleSet, sites: Sites, mask: BoolArray) -> dict[str, BoolArray]:
@@ -299,7 +309,7 @@ class Reader:
             return 0.0, 0.0
         if series.owners is not None:
             return self.own_bounds(series)
-        return self._column_bounds(series.column)
+        return self._column_bounds(series.source)
 
     def own_bounds(self, series: Series) -> tuple[float, float] | None:
         """Smallest and largest value of the series itself; as `bounds`, but tight."""
@@ -322,7 +332,7 @@ class Reader:
         if series.scope == "scalar":
             value = self.scalar(series.column)
             return None if value is None else Sample(np.array([value]), HERE)
-        found = self.column(series.column)
+        found = self.column(series.source)
         if found is None:
             return None
         values, present, _ = found
@@ -335,7 +345,8 @@ class Reader:
         return Sample(values, present, {name: self._beside(series, name) for name in columns[1:]})
 
     def _beside(self, series: Series, name: str) -> FloatArray:
-        found = self.column(name)
+        bursts = name in SAMPLED and series.source.endswith(BURSTS)
+        found = self.column(name + BURSTS if bursts else name)
         if found is None:
             return np.full(len(series), np.nan, np.float32)
         values: FloatArray = np.where(found[1], found[0], np.nan)

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.engine.needs import BURSTS, Needs
 from gradwatch.errors import AttachError
 from gradwatch.hooks.dense import alias, dense
 from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.names import named_modules
-from gradwatch.hooks.sampling import BURST, PERIOD, Sampled
+from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.scripting import hide
 from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
@@ -42,7 +43,7 @@ def taps_on(
     models: list[nn.Module],
     globs: Sequence[str],
     tap: TapKind,
-    wanted: frozenset[str],
+    needs: Needs,
     failed: Callable[[str, BaseException], None],
 ) -> ModuleTaps:
     """Taps on the modules whose name matches one of the globs (see `Sites.select`); on none where none matches.
@@ -55,7 +56,7 @@ def taps_on(
     sites = Sites(names, ("module",) * len(names), zeros, zeros, np.arange(len(names)))
     chosen = np.logical_or.reduce([sites.select(glob) for glob in globs])
     pairs = [pair for pair, keep in zip(named, chosen, strict=True) if keep]
-    return ModuleTaps(pairs, tap, wanted, failed)
+    return ModuleTaps(pairs, tap, needs, failed)
 
 
 class Tap:
@@ -90,13 +91,14 @@ class ModuleTaps:
         self,
         modules: Sequence[tuple[str, nn.Module]],
         tap: TapKind,
-        wanted: frozenset[str],
+        needs: Needs,
         failed: Callable[[str, BaseException], None],
     ) -> None:
         if tap == "full_backward":
             preflight(modules)
         self.names = tuple(name for name, _ in modules)
-        self._wanted = wanted
+        self._needs = needs
+        wanted = self._wanted = frozenset(name.removesuffix(BURSTS) for name in needs.columns)
         self._failed = failed
         self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
         self._handles: list[RemovableHandle] = []
@@ -126,9 +128,18 @@ class ModuleTaps:
             sampled.parts[column] = arriving
             sampled.present[column] = present
             heard.clear()
+        for column in ACTIVATION_COLUMNS & sampled.parts.keys():
+            self._named_by_cadence(column, step, sampled)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), sampled)
         return sampled
+
+    def _named_by_cadence(self, column: str, step: int, sampled: Sampled) -> None:
+        """Put what was heard of a column where the rules that are due at this step look for it."""
+        part, present = sampled.parts.pop(column), sampled.present.pop(column)
+        for name in (column, column + BURSTS):
+            if self._needs.due(name, step):
+                sampled.parts[name], sampled.present[name] = part, present
 
     def _bounded(self, factors: Mapping[int, float | Tensor], sampled: Sampled) -> None:
         """Tell by which factors hooks have multiplied what modules pass on."""
@@ -147,7 +158,7 @@ class ModuleTaps:
         self._handles.clear()
 
     def _forward(self, m: int, tap: TapKind) -> Callable[..., None]:
-        activations = bool(ACTIVATION_COLUMNS & self._wanted)
+        needs = self._needs.only(ACTIVATION_COLUMNS)
         gradients = tap == "output" and "grad_output_norm" in self._wanted
 
         def observe(module: nn.Module, args: Any, output: Any) -> None:
@@ -155,7 +166,7 @@ class ModuleTaps:
                 if capturing():
                     return
                 leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-                if activations and module.training and self._step % PERIOD < BURST and leaves:
+                if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
                     self._activation(m, leaves[0])
                 if gradients and torch.is_grad_enabled():
                     for leaf in leaves:

@@ -21,7 +21,7 @@ from gradwatch.hooks.assemble import Extras, appended
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.group import AloneError, Group, Meeting, announce, meet, place
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.reduce import Layout, Told, Usual
+from gradwatch.hooks.reduce import Layout, Told, Usual, plain
 from gradwatch.hooks.sampling import Ratio, Sampled
 from gradwatch.hooks.seat import Seat
 from gradwatch.hooks.shards import Holding, holdings, local_taps, whole
@@ -218,7 +218,7 @@ class Ranks:
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
         leader = next(rank for rank, card in enumerate(met.cards) if card["table"] == digest)
         here = [dense(param.detach()).numel() for param in lane.params]
-        sampled = tuple(name for name in reduce.REDUCED_SAMPLES if name in self._wants.sampled)
+        sampled = tuple(name for name in self._wants.sampled if plain(name) in reduce.REDUCED_SAMPLES)
         return Layout(
             sites=tables.joined([found[table] for table in order]),
             own=np.arange(start, start + len(held)),
@@ -370,8 +370,10 @@ def _norms_seen_by_all(told: Told, window: Window, values: Mapping[str, float]) 
 
 def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
     """‖w‖ behind a sampled ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
-    for one in extras.params:
-        ratio = one.parts.get("update_ratio") if isinstance(one, Sampled) else None
-        if isinstance(one, Sampled) and isinstance(ratio, Ratio):
-            return {"size": Column(ratio.size(), columns["update_ratio"].present)}
-    return {}
+    return {
+        reduce.size_of(name): Column(ratio.size(), columns[name].present)
+        for one in extras.params
+        if isinstance(one, Sampled)
+        for name, ratio in one.parts.items()
+        if isinstance(ratio, Ratio) and name in columns
+    }

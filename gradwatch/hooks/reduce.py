@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.engine.needs import BURSTS
 from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.norms import FLOAT32_MAX, Detail
 from gradwatch.hooks.sampling import WEIGHT_NORM_FLOOR
@@ -70,7 +71,8 @@ class Layout:
         if not self.pooled:
             return COMPARED
         sampled = [f"{name}{part}" for name in self.sampled for part in ("", "/present")]
-        return (*POOLED, *sampled, *(("size",) if "update_ratio" in self.sampled else ()))
+        sizes = [size_of(name) for name in self.sampled if plain(name) == "update_ratio"]
+        return (*POOLED, *sampled, *sizes)
 
     def empty(self) -> Vector:
         """A vector that says nothing."""
@@ -219,17 +221,28 @@ def _pool(
             taken = mine & column.present
             layout.part(vector, f"{name}/present")[layout.own[taken]] = 1
             layout.part(vector, name)[layout.own[taken]] = _addable(layout, name, column, columns)[taken]
-    if "update_ratio" in layout.sampled and "size" in columns:
-        layout.part(vector, "size")[at] = np.square(columns["size"].values.astype(np.float64)[mine])
+        size = size_of(name)
+        if plain(name) == "update_ratio" and size in columns:
+            layout.part(vector, size)[at] = np.square(columns[size].values.astype(np.float64)[mine])
+
+
+def plain(name: str) -> str:
+    """The name of a column, however often it is read."""
+    return name.removesuffix(BURSTS)
+
+
+def size_of(name: str) -> str:
+    """Where the weights' own norms stand, to which an update ratio of this name is relative."""
+    return "size" + name.removeprefix("update_ratio")
 
 
 def _addable(layout: Layout, name: str, column: Column, columns: Mapping[str, Column]) -> Vector:
     """A shard's value in the form in which those of all shards add up."""
     values = column.values.astype(np.float64)
-    if name == "zero_fraction":
+    if plain(name) == "zero_fraction":
         return values * layout.share
-    if name == "update_ratio":
-        return np.square(values * np.maximum(columns["size"].values, WEIGHT_NORM_FLOOR))
+    if plain(name) == "update_ratio":
+        return np.square(values * np.maximum(columns[size_of(name)].values, WEIGHT_NORM_FLOOR))
     return np.square(values)
 
 
@@ -292,10 +305,10 @@ def pooled_columns(told: Told) -> dict[str, Column]:
 
 def _added_up(told: Told, name: str) -> Vector:
     total = told.column(name)
-    if name == "zero_fraction":
+    if plain(name) == "zero_fraction":
         return total
-    if name == "update_ratio":
-        return np.sqrt(total) / np.maximum(np.sqrt(told.column("size")), WEIGHT_NORM_FLOOR)
+    if plain(name) == "update_ratio":
+        return np.sqrt(total) / np.maximum(np.sqrt(told.column(size_of(name))), WEIGHT_NORM_FLOOR)
     return np.sqrt(total)
 
 

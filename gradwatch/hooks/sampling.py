@@ -1,14 +1,15 @@
-"""Columns that cost a second look: zero fraction, max|g|, weight norm, update ratio, from a strided sample.
+"""Columns that cost a second look: zero fraction, max|g|, weight norm, update ratio.
 
-A fixed strided sample of at most 4,096 elements per tensor, in bursts of three consecutive steps (0-2, then
-every 100): whole tensors would cost 13 times the floor and a copy of the weights. Tensors with equally many
-sampled elements are stacked, so a burst costs a few operations however many parameters there are.
+What a rule asks for at steps of its own is read from whole tensors (an update ratio then costs a copy of the weights).
+What is read in bursts of three consecutive steps (0-2, then every 100) is read from a fixed strided sample of at most
+4,096 elements per tensor, but for max|g|, which no sample knows: whole tensors would cost 13 times the floor. Samples
+of equally many elements are stacked, so a burst costs a few operations however many parameters there are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwatch.engine.needs import BURSTS, PERIOD, Needs
 from gradwatch.hooks.dense import dense, flat
 from gradwatch.hooks.device import Arriving, Floats, Number
 from gradwatch.snapshot import BoolArray, Column
 
 SAMPLE = 4096
-PERIOD = 100
-BURST = 3
 AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
 GRADIENT_COLUMNS = frozenset({"zero_fraction", "max_abs"})
 WEIGHT_COLUMNS = frozenset({"weight_norm", "update_ratio"})
@@ -83,26 +83,23 @@ class Sampled:
 
 
 class Sampler:
-    """Samples the tensors of one lane; `wanted` columns, `every` overrides the period of a column."""
+    """Reads what `needs` says of the tensors of one lane, whole or sampled."""
 
-    def __init__(self, wanted: frozenset[str], every: Mapping[str, int] | None = None) -> None:
-        self.wanted = wanted & COLUMNS
-        self._every = dict(every or {})
-        self._previous: tuple[int, list[Tensor], Moved] | None = None
+    def __init__(self, needs: Needs) -> None:
+        self.wanted = frozenset(name for name in needs.columns if name.removesuffix(BURSTS) in COLUMNS)
+        self._needs = needs
+        self._weights = {"": Weights(strided=False), BURSTS: Weights(strided=True)}
         # Weights of steps not judged yet, to be compared with those of the next.
         self.awaiting: deque[Moved] = deque(maxlen=AWAITING)
         self.idle = range(0)  # steps at which nothing is due
 
     def due(self, column: str, step: int) -> bool:
-        """Whether a column is measured at this step."""
-        if column not in self.wanted:
-            return False
-        # The update of step s is seen at the boundary of s + 1, so there is none at step 0.
-        first = 1 if column == "update_ratio" else 0
-        every = self._every.get(column, 1)
-        if every > 1:  # asked for by a rule, which looks at these very steps
-            return step >= first and step % every == 0
-        return step >= first and (step - first) % PERIOD < BURST  # bursts, so that `for: 3` can be met
+        """Whether a column is read at this step."""
+        return column in self.wanted and self._needs.due(column, step)
+
+    def _keeps(self, suffix: str, step: int) -> bool:
+        """Whether the weights of this step are compared with those of the next."""
+        return self.due("update_ratio" + suffix, step + 1)
 
     def _next(self, step: int) -> int:
         """The first step after this one at which something is due; looks ahead a period at most."""
@@ -110,7 +107,8 @@ class Sampler:
             (
                 later
                 for later in range(step + 1, step + PERIOD)
-                if self.due("update_ratio", later + 1) or any(self.due(name, later) for name in self.wanted)
+                if any(self._keeps(suffix, later) for suffix in self._weights)
+                or any(self.due(name, later) for name in self.wanted)
             ),
             step + PERIOD,
         )
@@ -126,17 +124,27 @@ class Sampler:
 
         `scale` is the loss scale still in the gradients here.
         """
-        due = [name for name in self.wanted if self.due(name, step)]
-        keep = self.due("update_ratio", step + 1)
-        if not due and not keep:
-            self._previous = None
+        due = {name for name in self.wanted if self.due(name, step)}
+        keeping = [suffix for suffix in self._weights if self._keeps(suffix, step)]
+        for suffix, weights in self._weights.items():
+            if suffix not in keeping and "update_ratio" + suffix not in due:
+                weights.forget()
+        if not due and not keeping:
             self.idle = range(step, self._next(step))
             return None
         sampled = Sampled(len(params))
-        if GRADIENT_COLUMNS.intersection(due):
-            self._gradients(sampled, due, grads(), scale)
-        if WEIGHT_COLUMNS.intersection(due) or keep:
-            self._weights(sampled, due, step, params)
+        if any(name.removesuffix(BURSTS) in GRADIENT_COLUMNS for name in due):
+            _gradients(sampled, due, grads(), scale)
+        moved = Moved(step)
+        if keeping:
+            self.awaiting.append(moved)
+        for suffix, weights in self._weights.items():
+            asked = {name for name in WEIGHT_COLUMNS if name + suffix in due}
+            # A rule on the ratio asks what it is relative to, also on a step that would not be due for it.
+            if "update_ratio" in asked and "weight_norm" + suffix in self.wanted:
+                asked.add("weight_norm")
+            if asked or suffix in keeping:
+                weights.read(sampled, asked, suffix, params, moved if suffix in keeping else None, step)
         return sampled
 
     def moved(self, present: BoolArray, step: int | None = None) -> None:
@@ -150,67 +158,111 @@ class Sampler:
         if self.awaiting and (step is None or self.awaiting[0].step == step):
             self.awaiting.popleft().present = present
 
-    def _gradients(
-        self, sampled: Sampled, due: list[str], grads: Sequence[Tensor | None], scale: Number
-    ) -> None:
-        # A shard may be empty though the gradient is not.
-        have = [k for k, grad in enumerate(grads) if grad is not None and dense(grad).numel()]
-        rows, order = _rows([grads[k] for k in have])  # type: ignore[misc]
-        positions = np.array(have, np.intp)[order]
-        present = np.zeros(sampled.count, bool)
-        present[positions] = True
-        if "zero_fraction" in due:
-            parts = [(row == 0).float().mean(1) for row in rows]
-            sampled.parts["zero_fraction"] = Arriving(parts, positions, sampled.count)
-            sampled.present["zero_fraction"] = present
-        if "max_abs" in due:
-            parts = [row.abs().amax(1).float() for row in rows]
-            sampled.parts["max_abs"] = Arriving(parts, positions, sampled.count, scale=scale)
-            sampled.present["max_abs"] = present
 
-    def _weights(self, sampled: Sampled, due: list[str], step: int, params: Sequence[Tensor]) -> None:
-        rows, positions = _rows(params)
-        scale = [torch.linalg.vector_norm(row.float(), dim=1) for row in rows]
-        numels = np.array([max(1, dense(param).numel()) for param in params], np.float64)
-        blown_up = np.sqrt(np.maximum(numels / np.minimum(numels, _taken(numels)), 1)).astype(np.float32)
-        # A rule on the ratio asks what it is relative to, also on a burst's last step, which would not be due for it.
-        if "weight_norm" in due or ("weight_norm" in self.wanted and "update_ratio" in due):
-            sampled.parts["weight_norm"] = Arriving(scale, positions, sampled.count, blown_up)
-            sampled.present["weight_norm"] = np.ones(sampled.count, bool)
-        previous = self._previous
-        if "update_ratio" in due and previous is not None and previous[0] == step - 1:
-            self._ratio(sampled, rows, previous, positions, blown_up)
-        self._previous = (step, [row.clone() for row in rows], Moved(step))
-        self.awaiting.append(self._previous[2])
+class Weights:
+    """The weights of one lane, whole or `strided`, and as they were one step before."""
 
-    def _ratio(
+    def __init__(self, strided: bool) -> None:
+        self._strided = strided
+        self._previous: tuple[int, list[Tensor], Moved] | None = None
+
+    def forget(self) -> None:
+        """The weights of this step are not needed at the next."""
+        self._previous = None
+
+    def read(
         self,
         sampled: Sampled,
-        rows: list[Tensor],
-        previous: tuple[int, list[Tensor], Moved],
-        positions: NDArray[np.intp],
-        blown_up: NDArray[np.float32],
+        asked: set[str],
+        suffix: str,
+        params: Sequence[Tensor],
+        kept: Moved | None,
+        step: int,
     ) -> None:
-        _, before, moved = previous
-        if [row.shape for row in rows] != [row.shape for row in before]:
-            return
-        changes = [
-            torch.linalg.vector_norm((row - old).float(), dim=1)
-            for row, old in zip(rows, before, strict=True)
-        ]
-        sizes = [torch.linalg.vector_norm(old.float(), dim=1) for old in before]
-        # Divided on the host: a factor sent to the device would make it wait.
-        sampled.parts["update_ratio"] = Ratio(
-            Arriving(changes, positions, sampled.count, blown_up),
-            Arriving(sizes, positions, sampled.count, blown_up),
-        )
-        sampled.present["update_ratio"] = moved
+        """Put the columns `asked` into `sampled`; keep the weights where `kept` says which of them this step moves."""
+        rows, positions = _rows(params) if self._strided else _whole(params)
+        factor = _blown_up(params) if self._strided else None
+        if "weight_norm" in asked:
+            norms = [_norms(row) for row in rows]
+            sampled.parts["weight_norm" + suffix] = _arriving(norms, positions, sampled.count, factor)
+            sampled.present["weight_norm" + suffix] = np.ones(sampled.count, bool)
+        before, self._previous = self._previous, None
+        if "update_ratio" in asked and before is not None and before[0] == step - 1:
+            _, old, moved = before
+            if [row.shape for row in rows] == [row.shape for row in old]:
+                changes = [_norms(row - was) for row, was in zip(rows, old, strict=True)]
+                sizes = [_norms(was) for was in old]
+                # Divided on the host: a factor sent to the device would make it wait.
+                sampled.parts["update_ratio" + suffix] = Ratio(
+                    _arriving(changes, positions, sampled.count, factor),
+                    _arriving(sizes, positions, sampled.count, factor),
+                )
+                sampled.present["update_ratio" + suffix] = moved
+        if kept is not None:
+            self._previous = (step, [row.clone() for row in rows], kept)
 
 
-def _taken(numels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How many elements a strided sample of each tensor holds."""
+def _gradients(sampled: Sampled, due: Iterable[str], grads: Sequence[Tensor | None], scale: Number) -> None:
+    # A shard may be empty though the gradient is not.
+    have = [k for k, grad in enumerate(grads) if grad is not None and dense(grad).numel()]
+    tensors: list[Tensor] = [grads[k] for k in have]  # type: ignore[misc]
+    present = np.zeros(sampled.count, bool)
+    present[have] = True
+    for name in due:
+        plain = name.removesuffix(BURSTS)
+        if plain not in GRADIENT_COLUMNS:
+            continue
+        rows, order = _rows(tensors) if name == "zero_fraction" + BURSTS else _whole(tensors)
+        positions = np.array(have, np.intp)[order]
+        if plain == "zero_fraction":
+            parts = [(row.shape[1] - torch.count_nonzero(row, dim=1)).float() / row.shape[1] for row in rows]
+            sampled.parts[name] = _arriving(parts, positions, sampled.count)
+        else:
+            parts = [torch.linalg.vector_norm(row, float("inf"), dim=1).to(_wide(row)) for row in rows]
+            sampled.parts[name] = _arriving(parts, positions, sampled.count, scale=scale)
+        sampled.present[name] = present
+
+
+def _norms(row: Tensor) -> Tensor:
+    """[n] L2 norms of the rows of a matrix [n, m]."""
+    norms: Tensor = torch.linalg.vector_norm(row, dim=1, dtype=_wide(row))
+    return norms
+
+
+def _wide(row: Tensor) -> torch.dtype:
+    """float32, or float64 for a float64 tensor."""
+    return torch.promote_types(row.dtype, torch.float32)
+
+
+def _arriving(
+    parts: Sequence[Tensor],
+    positions: NDArray[np.intp],
+    count: int,
+    factor: NDArray[np.float32] | None = None,
+    scale: Number = 1.0,
+) -> Arriving:
+    """Numbers on their way to the host, in one copy from each device and of each dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, NDArray[np.intp]]]] = {}
+    start = 0
+    for part in parts:
+        alike.setdefault((part.device, part.dtype), []).append((part, positions[start : start + len(part)]))
+        start += len(part)
+    places = [place for group in alike.values() for _, place in group]
+    joined = [torch.cat([part for part, _ in group]) for group in alike.values()]
+    return Arriving(joined, np.concatenate(places) if places else positions[:0], count, factor, scale)
+
+
+def _blown_up(params: Sequence[Tensor]) -> NDArray[np.float32]:
+    """By what the norm of a strided sample is multiplied to stand for that of its tensor."""
+    numels = np.array([max(1, dense(param).numel()) for param in params], np.float64)
     strides = np.maximum(1, np.ceil(numels / SAMPLE))
-    return np.ceil(numels / strides)
+    taken = np.ceil(numels / strides)
+    return np.sqrt(np.maximum(numels / np.minimum(numels, taken), 1)).astype(np.float32)
+
+
+def _whole(tensors: Sequence[Tensor]) -> tuple[list[Tensor], NDArray[np.intp]]:
+    """(each tensor as one row [1, m], its position)."""
+    return [flat(dense(tensor)).unsqueeze(0) for tensor in tensors], np.arange(len(tensors))
 
 
 def _rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], NDArray[np.intp]]:

@@ -272,7 +272,7 @@ class Recorder:
         columns = snapshot.columns
         wanted = {self._columns.get(rule, "") for rule, mask in firing.items() if mask.any()}
         if chosen.reason == "firing" and "" not in wanted:
-            columns = {name: column for name, column in columns.items() if name in wanted}
+            columns = {name: column for name, column in columns.items() if name.partition(":")[0] in wanted}
         return NormsEntry(
             optimizer=snapshot.optimizer,
             step=snapshot.step,

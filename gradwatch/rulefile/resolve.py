@@ -15,7 +15,7 @@ from gradwatch.rulefile.detect import Found, build_detector, find_kind
 from gradwatch.rulefile.items import actions
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
 from gradwatch.rulefile.schema import Defaults, GroupEntry, RuleEntry
-from gradwatch.rules import Action, Group, Rule, whole_optimizer
+from gradwatch.rules import SAMPLED, Action, Group, Rule, whole_optimizer
 from gradwatch.snapshot import RANK_COLUMNS
 
 BUILT_IN: Mapping[str, Any] = {
@@ -28,7 +28,8 @@ BUILT_IN: Mapping[str, Any] = {
 }
 """What applies where neither the rule nor `defaults` nor the kind says anything."""
 _BASELINE_KEYS = ("warmup", "half_life")
-_EVERY_STEP = ("skip_step", "clip")
+_EVERY_STEP = ("skip_step", "clip", "zero_nonfinite", "drop_micro")
+"""Actions that are about the gradients of a step, so that their rule has to be asked on every step."""
 
 
 def groups(document: Map, problems: Problems) -> tuple[Group, ...]:
@@ -153,6 +154,7 @@ class Resolver:
             do=do,
             enabled=entry.enabled is not False,
             optional=bool(entry.optional),
+            bursts=not do and self._in_bursts(node, detector),
         )
 
     def _timing(self, rule_id: str, key: str, node: Map, entry: RuleEntry, cls: type[Detector]) -> Any:
@@ -202,8 +204,14 @@ class Resolver:
             self.problems.add(scope.mark, "GW212", message, f"one of: {', '.join(detector.scopes)}")
         return entry.scope
 
+    def _in_bursts(self, node: Map, detector: Detector) -> bool:
+        """Whether a rule that only tells has left it open how often a dear column is read for it."""
+        said = "every" in node.entries or "every" in self.defaults_node.entries
+        return not said and not SAMPLED.isdisjoint(detector.columns)
+
     def _every(self, node: Map, every: int, do: tuple[Action, ...]) -> None:
-        named = [action.name for action in do if action.name in _EVERY_STEP]
+        done = [str(action.params["to"]) if action.name == "escalate" else action.name for action in do]
+        named = [name for name in done if name in _EVERY_STEP]
         if every > 1 and named:
             place = node if "every" in node.entries else self.defaults_node
             message = f"'every: {every}' with '{named[0]}': a step in between would go unjudged"

@@ -92,7 +92,11 @@ class Match(Model):
 class Timing(Model):
     """The keys that `defaults` and a rule share."""
 
-    every: Count = unset("Evaluated at steps with step % every = 0.")
+    every: Count = unset(
+        "Evaluated at steps with step % every = 0, from whole tensors. Left out: every step; but a rule without "
+        "`do` on a column that costs a second look (zero_fraction, max_abs, weight_norm, update_ratio, "
+        "activation_*) then reads a sample, on three steps of each hundred."
+    )
     warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
     half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")
     for_: Count = unset("Breaching samples before it fires.", alias="for")

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from gradwatch.applied import reshaped, told, unclipped
 from gradwatch.bounds import Bound, at_site, factor_of
 from gradwatch.engine import Engine
+from gradwatch.engine.needs import BURSTS
 from gradwatch.refusals import permitted
-from gradwatch.rules import RuleSet
+from gradwatch.rules import SAMPLED, RuleSet
 from gradwatch.ruletests.document import Case, Samples
 from gradwatch.snapshot import Column, Decision, Event, Order, Snapshot
 
@@ -135,6 +136,8 @@ def _others(case: Case, step: int) -> Iterator[tuple[str, Column]]:
         column = _column(by_site, len(case.sites), step, 0.0)
         if name not in OF_SNAPSHOT and column.present.any():
             yield name, column
+            if name in SAMPLED:  # a rule that reads it in bursts is tested on every step too
+                yield name + BURSTS, column
 
 
 def _column(by_site: Mapping[int, Samples], size: int, step: int, empty: float) -> Column:

@@ -240,7 +240,7 @@ def test_late_verdicts_say_what_the_host_would_have_said(
     host, late = runs
     for a, b in zip(host, late, strict=True):
         assert b.snapshot.norm.tolist() == pytest.approx(a.snapshot.norm.tolist(), rel=1e-6, nan_ok=True)
-        for name in ("update_ratio", "weight_norm", "zero_fraction", "max_abs"):
+        for name in ("update_ratio:bursts", "weight_norm:bursts", "zero_fraction:bursts"):
             left, right = a.snapshot.columns.get(name), b.snapshot.columns.get(name)
             assert (left is None) == (right is None), name
             if left is not None and right is not None:
@@ -249,7 +249,7 @@ def test_late_verdicts_say_what_the_host_would_have_said(
     told = [[(e.step, e.kind, e.rule) for r in records for e in r.verdict.events] for records in runs]
     assert told[0] == told[1]
     assert any(rule == "non-finite" for _, _, rule in told[0])
-    assert any("update_ratio" in record.snapshot.columns for record in late)
+    assert any("update_ratio:bursts" in record.snapshot.columns for record in late)
 
 
 def test_rules_are_bound_anew_after_what_is_late_was_learned(
