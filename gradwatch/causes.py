@@ -23,7 +23,7 @@ from gradwatch.snapshot import Decision, Event, Snapshot, Verdict
 
 LOCALISE = "localise"
 SUSPICIONS: dict[str, Suspicion] = {
-    **dict.fromkeys(("spike", "above", "drift", "norm_overflow", "update_ratio"), "exploding"),
+    **dict.fromkeys(("spike", "above", "drift", "jump", "norm_overflow", "update_ratio"), "exploding"),
     **dict.fromkeys(("below", "drop", "depth_ratio"), "vanishing"),
 }
 """What a kind of detector fires for, where it is not a number that is not finite."""

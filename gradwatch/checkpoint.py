@@ -1,16 +1,23 @@
-"""Which checkpoint is one to go back to: judged at every step, and written beside the run for whoever saves.
+"""Which checkpoint is one to go back to: judged at every step, looked at when asked, written beside the run.
 
 A checkpoint taken now is *healthy* unless
+- a weight is not finite, or the norm of a parameter is more than 10 times the larger of its own when the weights were
+  last healthy and sqrt(numel) times the root mean square of all weights then (so that a bias or an adapter of zeros
+  may grow). `Watch.healthy` looks at what this rank holds at the moment it is asked; without being asked weights are
+  looked at after every jump of the total norm and else once a second or less often, at 1 % of the time at most, and
+  `weights_step` says after which step that was last done and nothing was found;
 - a rule of severity critical is firing;
 - a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
+- the total norm of a step that was taken was 100 times the largest so far or more, and the weights have not been
+  looked at since;
 - training was stopped by a rule;
 - a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
 - running statistics of a normalisation layer are not finite: a skipped step does not take them back;
 - some earlier step gave a non-finite gradient to the optimizer (nobody skipped it, zeroed it, or rejected it as a
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
   touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
-A step that the GradScaler rejected says nothing. Parameters that nobody can measure (`Watch.coverage` below 1) are not
-vouched for.
+A step that the GradScaler rejected says nothing. What cannot be looked at is not healthy, and the reason says so.
+Parameters that nobody can measure (`Watch.coverage` below 1) are not vouched for.
 
     if gw.healthy:                                 # or, from another process: read_tag(run_directory).healthy
         torch.save({"model": model.state_dict(), "gradwatch": gw.state_dict()}, "last-good.pt")
@@ -33,10 +40,26 @@ FORMAT = 1
 _NAME = re.compile(r"checkpoint-health-rank\d+\.json")
 
 
+JUMP = 100.0
+"""A total norm of this many times the largest so far may have ruined the weights: they are looked at."""
+
+
 class Vitals:
     """Follows one optimizer's steps; `critical` are the rules whose firing makes a checkpoint unfit."""
 
-    __slots__ = ("critical", "now", "poisoned_at", "spoilt")
+    __slots__ = (
+        "_found",
+        "_largest",
+        "_last",
+        "_step",
+        "critical",
+        "looked",
+        "now",
+        "poisoned_at",
+        "ruin",
+        "spoilt",
+        "suspected",
+    )
 
     def __init__(self, critical: frozenset[str]) -> None:
         self.critical = critical
@@ -45,18 +68,36 @@ class Vitals:
         self.spoilt: tuple[
             str, ...
         ] = ()  # running statistics that are not finite; whoever looks at them sets it
+        self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
+        self.looked: int | None = None  # the last step after which a look found nothing
+        self.suspected: int | None = None  # a step that jumped, and was taken, and nobody looked since
+        self._largest = 0.0
+        self._found: tuple[str, ...] = ()  # what the last step by itself has against it
+        self._last: int | None = None
+        self._step: int | None = None
 
-    def after(self, snapshot: Snapshot, verdict: Verdict, decision: Decision) -> CheckpointHealth:
-        """The health of a checkpoint saved after this step, which is also kept as `now`."""
+    def after(
+        self, snapshot: Snapshot, verdict: Verdict, decision: Decision, judged: bool = True
+    ) -> CheckpointHealth:
+        """The health of a checkpoint saved after this step, which is also kept as `now`.
+
+        `judged` False: a fault of ours left it without a verdict.
+        """
         if snapshot.scalars.get("scaler_skip"):
             return self.now
+        self._step = snapshot.step
+        if not (decision.skip or decision.stop):
+            self._note_size(snapshot)
         if (
-            self.poisoned_at is None
-            and not (verdict.firing or decision.stop)
+            judged
+            and self.poisoned_at is None
+            and self.suspected is None
+            and not (verdict.firing or decision.stop or self.spoilt or self.ruin)
             and isfinite(snapshot.total_norm)
-            and not self.spoilt
         ):
-            self.now = CheckpointHealth(True, snapshot.step)  # what follows, on a healthy step
+            self._found, self._last = (), snapshot.step
+            # What follows, on a healthy step.
+            self.now = CheckpointHealth(True, snapshot.step, weights_step=self.looked)
             return self.now
         broken = snapshot.nonfinite()
         passed = broken if decision.zero is None else broken & ~decision.zero
@@ -69,39 +110,81 @@ class Vitals:
             reasons.append("training was stopped")
         if self.spoilt:
             reasons.append(f"running statistics are not finite: {', '.join(self.spoilt[:3])}")
-        if self.poisoned_at is not None:
-            reasons.append(f"a non-finite gradient reached the optimizer at step {self.poisoned_at}")
-        last = self.now.last_healthy_step if reasons else snapshot.step
-        self.now = CheckpointHealth(not reasons, last, tuple(reasons))
-        return self.now
+        if not judged:
+            reasons.append(f"step {snapshot.step} could not be judged")
+        self._found = tuple(reasons)
+        return self._settled()
 
     def unjudged(self, step: int) -> None:
         """A fault of ours kept this step from being judged: nobody can say that it was a healthy one."""
-        self.now = CheckpointHealth(False, self.now.last_healthy_step, (f"step {step} could not be judged",))
+        self._step, self._found = step, (f"step {step} could not be judged",)
+        self._settled()
+
+    def seen(self, ruin: tuple[str, ...], step: int) -> None:
+        """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found."""
+        if ruin and not self.ruin and self.now.healthy:
+            self._last = self.looked  # nobody suspected the steps since
+        self.ruin = ruin
+        if not ruin:
+            self.looked = step if step >= 0 else None
+        if self.suspected is not None and step >= self.suspected:
+            self.suspected = None
+        self._settled()
+
+    def _note_size(self, snapshot: Snapshot) -> None:
+        total = snapshot.total_norm
+        if total <= self._largest or not isfinite(total):
+            return
+        if self._largest and total >= JUMP * self._largest:
+            self.suspected, total = snapshot.step, JUMP * self._largest
+        self._largest = total
+
+    def _settled(self) -> CheckpointHealth:
+        reasons = [*self._found, *self.ruin]
+        if self.suspected is not None and not self.ruin:
+            jumped = f"the total norm jumped at step {self.suspected}"
+            reasons.append(f"{jumped}, and the weights have not been looked at since")
+        if self.poisoned_at is not None:
+            reasons.append(f"a non-finite gradient reached the optimizer at step {self.poisoned_at}")
+        self._last = self._last if reasons or self._step is None else self._step
+        self.now = CheckpointHealth(not reasons, self._last, tuple(reasons), self.looked)
+        return self.now
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint remembers of it, JSON-safe."""
-        return {"last_healthy_step": self.now.last_healthy_step, "poisoned_at": self.poisoned_at}
+        return {
+            "last_healthy_step": self.now.last_healthy_step,
+            "poisoned_at": self.poisoned_at,
+            "ruin": list(self.ruin),
+            "largest": self._largest,
+        }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from `to_dict()`; None (an earlier version wrote it) starts afresh."""
         saved = saved or {}
         last, poisoned = saved.get("last_healthy_step"), saved.get("poisoned_at")
         self.poisoned_at = None if poisoned is None else int(poisoned)
-        why = () if poisoned is None else (f"a non-finite gradient reached the optimizer at step {poisoned}",)
-        self.now = CheckpointHealth(not why, None if last is None else int(last), why)
+        self.ruin = tuple(map(str, saved.get("ruin", ())))  # until the next look
+        self.suspected, self.looked, self._found = None, None, ()
+        self._largest = float(saved.get("largest", 0.0))
+        self._last = self._step = None if last is None else int(last)
+        self._settled()
 
 
 def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:
     """The health of several optimizers or ranks together: that of the worst, at the step all had reached."""
     found = list(parts)
-    steps = [one.last_healthy_step for one in found]
-    known = [step for step in steps if step is not None]
     return CheckpointHealth(
         all(one.healthy for one in found),
-        min(known) if known and len(known) == len(steps) else None,
+        _least([one.last_healthy_step for one in found]),
         tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
+        _least([one.weights_step for one in found]),
     )
+
+
+def _least(steps: list[int | None]) -> int | None:
+    known = [step for step in steps if step is not None]
+    return min(known) if known and len(known) == len(steps) else None
 
 
 def tag_name(rank: int) -> str:
@@ -122,6 +205,7 @@ def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: C
         "step": step,
         "healthy": health.healthy,
         "last_healthy_step": health.last_healthy_step,
+        "weights_step": health.weights_step,
         "reasons": list(health.reasons),
     }
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -154,11 +238,14 @@ def read_tag(directory: str | os.PathLike[str]) -> CheckpointHealth:
 def _read(path: Path) -> CheckpointHealth:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        last = found["last_healthy_step"]
+        last, looked = found["last_healthy_step"], found.get("weights_step")  # earlier versions never looked
         if found["format"] != FORMAT or not isinstance(found["healthy"], bool):
             raise ValueError(f"format {found['format']!r}")
         return CheckpointHealth(
-            found["healthy"], None if last is None else int(last), tuple(map(str, found["reasons"]))
+            found["healthy"],
+            None if last is None else int(last),
+            tuple(map(str, found["reasons"])),
+            None if looked is None else int(looked),
         )
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no checkpoint tag of this version: {error}") from error

@@ -14,6 +14,7 @@ from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.hooks.elementwise import Elementwise
+from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.limiter import Limiter
 from gradwatch.hooks.local import LocalNorms
 from gradwatch.hooks.micro import MicroDrop
@@ -51,6 +52,7 @@ class Course:
     sampler: Sampler
     local: LocalNorms | None
     vitals: Vitals
+    lane: Lane
     last_step: float | None = None
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual

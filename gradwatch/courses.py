@@ -134,7 +134,8 @@ class Courses:
         if before is not None:
             self._publishing.release(before)
             vitals.load(before.vitals.to_dict())
-        course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals)
+            vitals.suspected, vitals.looked = before.vitals.suspected, before.vitals.looked
+        course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals, lane)
         if self.in_backward:
             self._limit(course, lane, taps, before)
         if self._drops:

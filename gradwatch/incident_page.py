@@ -52,6 +52,7 @@ def _happened(incident: Incident) -> Iterator[str]:
         worst = ", ".join(f"`{site}`" for site in event.sites)
         more = f" and {event.count - len(event.sites)} more" if event.count > len(event.sites) else ""
         yield f"- worst first: {worst}{more}; first in backward order: `{event.first_cause}`"
+    if event.kind != "failed":
         yield f"- value {event.value:.4g}, score {event.score:.4g}, fires at {event.threshold:.4g}"
     yield ""
 

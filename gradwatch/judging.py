@@ -79,8 +79,50 @@ class Judging:
         self._scalars[name] = (self._observed, kept(value))
 
     def checkpoint(self) -> CheckpointHealth:
-        """Whether a checkpoint saved now is one to go back to."""
+        """Whether a checkpoint saved now is one to go back to, as of the last step and the last look."""
         return joined(course.vitals.now for course in self._courses)
+
+    def look(self) -> CheckpointHealth:
+        """The same after a look at the weights as they are now, which waits for a device."""
+        try:
+            ruin = self._around.weights.look()
+        except Exception as error:
+            self._around.failed("checkpoint", error)
+            ruin = (f"the weights could not be looked at ({type(error).__name__})",)
+        self._seen(ruin, self._steps())
+        if not self._courses.by_lane:
+            return CheckpointHealth(not ruin, None, ruin)
+        return self.checkpoint()
+
+    def meet(self) -> None:
+        """An optimizer is about to move parameters for the first time: know what they were like."""
+        try:
+            self._around.weights.meet()
+        except Exception as error:
+            self._around.failed("checkpoint", error)
+
+    def _glance(self, course: Course, broken: bool) -> None:
+        """Look at the weights where a step that jumped has been taken, or nobody has looked for a while."""
+        suspected = any(one.vitals.suspected is not None for one in self._courses)
+        urgent = suspected or (broken and not course.vitals.now.reasons)
+        try:
+            found = self._around.weights.glance(self._steps, urgent)
+        except Exception as error:
+            self._around.failed("checkpoint", error)
+            return
+        if found is not None:
+            self._seen(found[1], found[0])
+
+    def _steps(self) -> dict[int, int]:
+        """The last step taken, by lane."""
+        return {index: course.lane.step - 1 for index, course in self._courses.by_lane.items()}
+
+    def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
+        for index, course in self._courses.by_lane.items():
+            if index in steps:
+                course.vitals.seen(ruin, steps[index])
+        if not ruin and self.checkpoint().healthy:
+            self._around.weights.renew()
 
     def records(self) -> list[Record]:
         """The latest Record of every lane."""
@@ -224,12 +266,10 @@ class Judging:
         decision, snapshot = self._foreseen(case, decision)
         self._note_move(case, decision)
         self._note_calm(case, verdict, snapshot)
+        self._glance(course, not math.isfinite(found.total_norm))
         course.vitals.spoilt = self._around.statistics.spoilt(not math.isfinite(found.total_norm))
-        health = course.vitals.after(found, verdict, decision)
-        if verdict is UNJUDGED:
-            self._publishing.totals.unjudged += 1
-            course.vitals.unjudged(found.step)
-            health = course.vitals.now
+        health = course.vitals.after(found, verdict, decision, judged=verdict is not UNJUDGED)
+        self._publishing.totals.unjudged += verdict is UNJUDGED
         findings = self._around.causes(lane, snapshot, verdict, decision)
         record = self._around.kept(lane, Record(snapshot, verdict, decision, *at, health, findings))
         self._publishing.give(course, record, found, window.at_hand)

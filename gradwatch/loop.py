@@ -39,6 +39,7 @@ from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.running_statistics import RunningStatistics
 from gradwatch.hooks.shards import local_taps, torn
+from gradwatch.hooks.weights import Weights
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
 from gradwatch.process import here
@@ -89,6 +90,7 @@ class Loop:
         self.origin = origin
         self.health = Health(on_first=self._say_once)
         self.statistics = RunningStatistics(self.models, self._say_once)
+        self.weights = Weights(lambda: zip(self._capture.names, self._capture.params, strict=False))
         self._strict = settings.strict
         self._closed = not active
         self._on_escalate = on_escalate
@@ -193,6 +195,7 @@ class Loop:
         modules = () if self._taps is None or lane.index else self._taps.names
         self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
         self._note_inactive()
+        self._judging.meet()
 
     def measure(self, lane: Lane, window: Window) -> Measured:
         """Read the extra columns of this step; the result assembles, judges and publishes it."""

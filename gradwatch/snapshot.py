@@ -329,11 +329,14 @@ class CheckpointHealth:
     """Whether a checkpoint saved after this step is one to go back to (`gradwatch.checkpoint` says when it is).
 
     `last_healthy_step` None = there was none; `reasons` say why not, for people, empty where it is healthy.
+    `weights_step`: the last step after which the weights themselves were looked at and found fit, None = not yet. When
+    that is done goes by the clock, so it is no part of what makes two of these equal.
     """
 
     healthy: bool = True
     last_healthy_step: int | None = None
     reasons: tuple[str, ...] = ()
+    weights_step: int | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

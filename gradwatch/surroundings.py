@@ -8,6 +8,7 @@ from gradwatch.finding import Finding
 from gradwatch.health import Health
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.running_statistics import RunningStatistics
+from gradwatch.hooks.weights import Weights
 from gradwatch.snapshot import Decision, Event, Record, Snapshot, Verdict
 
 
@@ -16,6 +17,7 @@ class Surroundings(Protocol):
 
     health: Health
     statistics: RunningStatistics
+    weights: Weights
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count a fault of ours."""

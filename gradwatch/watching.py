@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from gradwatch.process import here
 from gradwatch.settings import Settings, quiet_asked
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker
+from gradwatch.snapshot import CheckpointHealth
 from gradwatch.taps.process_totals import TOTALS, count_backwards
 
 T = TypeVar("T")
@@ -190,16 +191,27 @@ class Watch(Loop):
     def healthy(self) -> bool:
         """Whether a checkpoint saved now is one to go back to; see `gradwatch.checkpoint` for what that means.
 
-        True before the first step. Every rank says the same where the ranks judge together.
+        Looks at the weights, at the price of about one read of a step's gradients; waits for a device. Without a
+        collective: any rank may ask alone, and answers for what it holds of sharded weights. What cannot be known is
+        False; `status()["unhealthy_because"]` says why. In another thread than the one that trains: as of the last
+        step judged. After `close()`: as it was then.
         """
+        return self._checkpoint().healthy
+
+    def _checkpoint(self) -> CheckpointHealth:
+        if self._closed:
+            return self._judging.checkpoint()
         self._catch_up()
-        return not self._pausing() and self._judging.checkpoint().healthy
+        found = self._judging.look()
+        if self._pausing():
+            why = (*found.reasons, "watching is paused after faults of gradwatch's own")
+            return replace(found, healthy=False, reasons=why)
+        return found
 
     @property
     def last_healthy_step(self) -> int | None:
         """The last optimizer step after which `healthy` was true (the earliest of several optimizers'); None = none."""
-        self._catch_up()
-        return self._judging.checkpoint().last_healthy_step
+        return self._checkpoint().last_healthy_step
 
     def inactive(self) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) of the rule file judges nothing of the model as it is now.
@@ -210,7 +222,7 @@ class Watch(Loop):
 
     def status(self) -> dict[str, Any]:
         """The present state, JSON-safe: run, steps, what is firing, our own errors."""
-        self._catch_up()
+        checkpoint = self._checkpoint()
         records = self._judging.records()
         return {
             "run_id": self.run.run_id,
@@ -222,9 +234,10 @@ class Watch(Loop):
             "inactive": self.inactive(),
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
-            "healthy": self.healthy,
+            "healthy": checkpoint.healthy,
+            "unhealthy_because": list(checkpoint.reasons),
             "account": self.account().to_dict(),
-            "last_healthy_step": self.last_healthy_step,
+            "last_healthy_step": checkpoint.last_healthy_step,
             "internal_errors": self.health.errors(),
             "components_up": self.health.up(),
         }
@@ -295,7 +308,8 @@ class Watch(Loop):
         if self._closed:
             return dict(self._last_state)
         self._catch_up()
-        return {"version": 1, "lanes": self._courses.saved(self._capture.lanes)}
+        lanes = self._courses.saved(self._capture.lanes)
+        return {"version": 1, "lanes": lanes, "weights": self.weights.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; parameters that are new start afresh, by name."""
@@ -305,12 +319,14 @@ class Watch(Loop):
             )
         self._catch_up()
         self._courses.load(state["lanes"], [] if self._closed else self._capture.lanes)
+        self.weights.load(state.get("weights"))
 
     def close(self) -> None:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
         try:
+            self._checkpoint()
             self._last_state = self.state_dict()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)

@@ -181,7 +181,8 @@ def test_a_saver_can_keep_the_last_good_checkpoint(tmp_path: Path) -> None:
     saved = torch.load(path)
     assert all(torch.isfinite(value).all() for value in saved["model"].values())
     assert not all(torch.isfinite(value).all() for value in training.model.state_dict().values())
-    assert saved["gradwatch"]["lanes"]["0"]["checkpoint"] == {"last_healthy_step": 3, "poisoned_at": None}
+    kept = saved["gradwatch"]["lanes"]["0"]["checkpoint"]
+    assert kept == {**kept, "last_healthy_step": 3, "poisoned_at": None, "ruin": []}
 
 
 def test_ranks_are_as_healthy_as_the_worst(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def firing(step: int = 7, **fields: Any) -> Event:
         sites=("layers.3.weight", "layers.1.weight"),
         count=2,
         value=math.nan,
+        score=1.0,
         actions=("skip_step",),
         **{
             "first_cause": "layers.3.weight",
@@ -86,6 +87,8 @@ def test_a_transition_is_one_line_with_everything_needed() -> None:
             "step": 7,
             "param": "layers.3.weight",
             "value": "NaN",
+            "score": 1.0,
+            "threshold": 0.0,
             "params": 2,
             "first_cause": "layers.3.weight",
             "actions": "skip_step",

@@ -1,7 +1,8 @@
 """Detectors: pure, vectorised judgements of gradient series, and the registry that `detect: {kind: …}` names.
 
 One file per family: `finiteness` (NaN, Inf), `constant` (a value against a bound), `presence` (gradients
-that do not come or move nothing), `level` and `trend` (a series against its past), `share` (a site against
+that do not come or move nothing), `level` and `trend` (a series against its past), `jump` (against
+the largest so far), `share` (a site against
 the others), `rank` (a rank against the others), `scale` (a GradScaler's loss scale).
 """
 
@@ -25,6 +26,7 @@ from gradwatch.detectors.detector import (
     rule_keys,
 )
 from gradwatch.detectors.finiteness import LossNonFinite, NonFinite, NormOverflow
+from gradwatch.detectors.jump import Jump
 from gradwatch.detectors.level import LossSpike, Spike
 from gradwatch.detectors.presence import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.rank import RankMismatch, RankOutlier
@@ -44,6 +46,7 @@ __all__ = [
     "Detector",
     "Drift",
     "Drop",
+    "Jump",
     "LossNonFinite",
     "LossSpike",
     "Never",

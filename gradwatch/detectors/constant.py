@@ -2,7 +2,7 @@
 
 Predicates are NaN-safe, each in the direction that is right for it: `above` takes NaN for larger than
 anything (a rail must not be climbed by a NaN); the others say nothing of NaN, which is the business of
-`nonfinite`.
+`nonfinite`. Where such a rule has told of the step, the engine asks `above` only for rules that act.
 """
 
 from __future__ import annotations

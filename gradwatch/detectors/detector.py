@@ -11,7 +11,7 @@ Axes: K series (one per site, per group, or a single one over a total or a scala
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -160,6 +160,13 @@ class Detector:
 
     def done(self, state: State) -> bool:
         """Whether positive samples can neither breach nor teach anything any more: then they are not shown."""
+        return False
+
+    def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
+        """Whether a step with these one-per-step values can neither breach nor teach anything; asked of one series.
+
+        False = not known; `scalar(name)` gives None where a value was not observed.
+        """
         return False
 
     def limit(self, state: State) -> NDArray[np.float64] | None:

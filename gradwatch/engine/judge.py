@@ -59,6 +59,7 @@ class Step:
         "rank",
         "reader",
         "snapshot",
+        "told",
         "tracks",
     )
 
@@ -74,6 +75,7 @@ class Step:
         self.consecutive = list(state.consecutive)
         self.banks: list[Heard | None] = [None] * len(state.plan.banks)
         self.breaching: dict[str, BoolArray] = {}
+        self.told = False  # a rule on finiteness breaches on this step
         self.acting: set[str] = set()
         self.due: dict[str, Due] = {}
         self.events: list[Event] = []
@@ -109,6 +111,7 @@ class Step:
         scored = self._scored(one, idle)
         if scored is MISSING:
             return
+        scored = self._without_told(one, scored)
         self.consecutive[number] = 0
         if scored is not CALM and not (idle and not scored.breach.any()):
             self._transit(number, scored)
@@ -135,6 +138,20 @@ class Step:
             whole = detector.score(heard.before, heard.sample) if heard.score is None else heard.score
             values, score = heard.sample.values[one.part], whole[one.part]
         return Scored(values, score, breaches(detector, score))
+
+    def _without_told(self, one: RulePlan, scored: Scored) -> Scored:
+        """The scores without those of NaN and Inf that a rule on finiteness has told of already on this step.
+
+        One NaN is one incident: the gradients' own rules tell it, before the loss and before any bound. A rule that
+        acts is asked all the same, for it may be the one that keeps a NaN out.
+        """
+        if one.detector.finiteness and (one.series.column != "loss" or not self.told):
+            self.told = self.told or bool(scored.breach.any())
+            return scored
+        if not self.told or scored is CALM or one.rule.do or one.detector.in_depth_order:
+            return scored
+        score = np.where(np.isfinite(scored.values), scored.score, np.nan)
+        return Scored(scored.values, score, breaches(one.detector, score))
 
     def _calm(self, one: RulePlan) -> bool:
         """Whether the rule's own series are calm, though others of the same column are not."""

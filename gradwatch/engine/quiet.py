@@ -153,6 +153,8 @@ class Quiet:
             if state.done[number] or (feed.scalar and snapshot.scalar(feed.scalar) is None):
                 continue
             if feed.select is None:
+                if feed.detector.indifferent(after[number], snapshot.scalar):
+                    continue
                 reader = reader or Reader(snapshot, self.plan.roots)
                 sample = feed.bank.sample(reader)
                 if sample is None:

@@ -331,7 +331,8 @@ class Reader:
         """The K samples of a series, with `columns[1:]` as `aux`; None when not measured this step."""
         if series.scope == "scalar":
             value = self.scalar(series.column)
-            return None if value is None else Sample(np.array([value]), HERE)
+            beside = {name: np.array([self._scalar_or_nan(name)]) for name in columns[1:]}
+            return None if value is None else Sample(np.array([value]), HERE, beside)
         found = self.column(series.source)
         if found is None:
             return None
@@ -343,6 +344,10 @@ class Reader:
         if len(columns) < 2:
             return Sample(values, present)
         return Sample(values, present, {name: self._beside(series, name) for name in columns[1:]})
+
+    def _scalar_or_nan(self, name: str) -> float:
+        value = self.scalar(name)
+        return math.nan if value is None else value
 
     def _beside(self, series: Series, name: str) -> FloatArray:
         bursts = name in SAMPLED and series.source.endswith(BURSTS)

@@ -186,7 +186,9 @@ class _Reading:
         """A rule that reads two columns and is given one would be silent for a reason that nobody sees."""
         for rule in () if self.ruleset is None else self.ruleset.rules:
             first, *others = rule.detect.columns
-            lacking = [name for name in others if name not in section.entries and name not in ALWAYS]
+            # A one-per-step value beside is one that a training may not have, and so is a test's.
+            given = {*section.entries, *ALWAYS, *SCALAR_COLUMNS}
+            lacking = [name for name in others if name not in given]
             if rule.enabled and first in section.entries and lacking:
                 message = f"rule {quoted(rule.id)} reads {quoted(first)} together with {quoted(lacking[0])}"
                 self.problems.add(section.key_mark(first), "GW302", message, f"give {lacking[0]} too")

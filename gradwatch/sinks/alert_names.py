@@ -17,6 +17,7 @@ _BY_KIND = {
     "scale_collapse": "GradwatchLossScale",
     "spike": "GradwatchExplodingGradients",
     "drift": "GradwatchExplodingGradients",
+    "jump": "GradwatchExplodingGradients",
     "update_ratio": "GradwatchUpdateTooLarge",
     "below": "GradwatchVanishingGradients",
     "depth_ratio": "GradwatchVanishingGradients",

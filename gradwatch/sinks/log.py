@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, NamedTuple, TextIO, get_args
 
 import structlog
 
@@ -50,6 +50,13 @@ _PROSE = (
 _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
+class _Done(NamedTuple):
+    """What was done about an Event: what its rule ordered, and whether the weights are known to be as they were."""
+
+    orders: tuple[Order, ...] = ()
+    weights: str = ""
+
+
 @dataclass(slots=True)
 class _Said:
     """What was last said of a rule: when, and what has been kept back since."""
@@ -57,7 +64,7 @@ class _Said:
     at: float
     suppressed: int = 0
     latest: Event | None = None
-    orders: tuple[Order, ...] = ()
+    done: _Done | None = None
 
 
 class LogSink:
@@ -101,7 +108,7 @@ class LogSink:
         now = self._clock()
         for event in record.verdict.events:
             if event.kind in _LOGGED:
-                self._transition(event, _orders_of(event, record), now)
+                self._transition(event, _done_about(event, record), now)
         for finding in record.findings:
             self._cause(finding, now)
         if now >= self._next_due:
@@ -134,16 +141,16 @@ class LogSink:
         self._said.clear()
         self._next_due = math.inf
 
-    def _transition(self, event: Event, orders: tuple[Order, ...], now: float) -> None:
+    def _transition(self, event: Event, done: _Done, now: float) -> None:
         said = self._said.get(event.rule)
         if said is not None and now < said.at + QUIET_SECONDS:
             said.suppressed += 1
-            said.latest, said.orders = event, orders
+            said.latest, said.done = event, done
             self._next_due = min(self._next_due, said.at + QUIET_SECONDS)
             return
         suppressed = said.suppressed if said is not None else 0
         self._said[event.rule] = _Said(now)
-        self._log(event, orders, suppressed)
+        self._log(event, done, suppressed)
 
     def _cause(self, finding: Finding, now: float) -> None:
         """One line a minute for the causes of one rule: the rest is in the journal."""
@@ -159,13 +166,13 @@ class LogSink:
                 del self._said[rule]
                 continue
             self._said[rule] = _Said(now)
-            self._log(said.latest, said.orders, said.suppressed - 1)
+            self._log(said.latest, said.done or _Done(), said.suppressed - 1)
         due = (said.at + QUIET_SECONDS for said in self._said.values() if said.suppressed)
         self._next_due = min(due, default=math.inf)
 
-    def _log(self, event: Event, orders: tuple[Order, ...], suppressed: int) -> None:
+    def _log(self, event: Event, done: _Done, suppressed: int) -> None:
         level = "info" if event.kind == "resolved" else _LEVELS.get(event.severity, "warning")
-        fields = dict(_fields(event, orders))
+        fields = dict(_fields(event, done))
         if suppressed > 0:
             fields["suppressed"] = suppressed
         getattr(self._logger, level)(f"gradwatch {_WORDS.get(event.kind, event.kind)}", **fields)
@@ -211,15 +218,20 @@ class _Lines:
     debug = info = warning = error = critical = msg
 
 
-def _orders_of(event: Event, record: Record) -> tuple[Order, ...]:
-    """What the rule of an Event ordered on that step, told by action."""
+def _done_about(event: Event, record: Record) -> _Done:
+    """What the rule of an Event ordered on that step, told by action, and what is known of the weights after it."""
     if event.kind == "resolved":
-        return ()
+        return _Done()
     orders = (order for order in record.decision.orders if order.rule == event.rule)
-    return tuple(sorted(orders, key=lambda order: order.action))
+    looked = None if record.checkpoint is None else record.checkpoint.weights_step
+    # Fit after the step before this one, which was kept from the optimizer.
+    untouched = record.decision.skip and looked is not None and looked >= event.step - 1
+    return _Done(
+        tuple(sorted(orders, key=lambda order: order.action)), "untouched, finite" if untouched else ""
+    )
 
 
-def _fields(event: Event, orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]]:
+def _fields(event: Event, done: _Done) -> Iterator[tuple[str, Any]]:
     yield "rule", event.rule
     yield "severity", event.severity
     yield "step", event.step
@@ -227,16 +239,28 @@ def _fields(event: Event, orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]
         yield "optimizer", event.optimizer
     if event.sites:
         yield "param", event.sites[0]
-        yield "value", event.value
+    yield from _numbers(event)
     if event.count > 1:
         yield "params", event.count
         yield "first_cause", event.first_cause
     if event.kind != "resolved":
         if event.actions:
             yield "actions", ",".join(_LATER.get(action, action) for action in event.actions)
-        yield from _done(orders)
+        yield from _done(done.orders)
+        if done.weights:
+            yield "weights", done.weights
         yield from ((key, text) for key, text in _texts(event) if text)
     yield "incident", event.incident
+
+
+def _numbers(event: Event) -> Iterator[tuple[str, float]]:
+    """The value, the score where it is another number, and what the score was compared with."""
+    if event.kind == "failed":  # an action's, which has none
+        return
+    yield "value", event.value
+    if event.score != event.value and not (math.isnan(event.score) and math.isnan(event.value)):
+        yield "score", event.score
+    yield "threshold", event.threshold
 
 
 def _done(orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]]:

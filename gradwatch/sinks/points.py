@@ -152,12 +152,18 @@ def _notes(record: Record) -> Iterator[Note]:
         yield Note(printable(finding.rule), "cause", "info", text)
 
 
+def _numbers(event: Event) -> Iterator[str]:
+    """The worst value, of which parameter, and what its score was compared with; a failed action has none."""
+    if event.kind != "failed":
+        more = f" and {event.count - 1} more" if event.count > 1 else ""
+        yield f"{event.sites[0] if event.sites else 'value'} = {event.value:g}{more}"
+        yield f"score {event.score:g}, fires at {event.threshold:g}"
+
+
 def _text(event: Event) -> str:
     parts = [f"{event.rule} ({event.severity}) {_WORDS.get(event.kind, event.kind)} at step {event.step}"]
     if event.kind != "resolved":
-        if event.sites:
-            more = f" and {event.count - 1} more" if event.count > 1 else ""
-            parts.append(f"{event.sites[0]} = {event.value:g}{more}")
+        parts += _numbers(event)
         if event.actions:
             parts.append(f"action: {', '.join(event.actions)}")
         parts += [text for text in (event.summary, event.description) if text]

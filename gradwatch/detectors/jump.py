@@ -1,0 +1,126 @@
+"""A jump of the total norm beyond anything the run has shown, judged from its third sample on.
+
+The detectors that know a usual level need a warm-up, and a training can be ruined before it is over. The largest value
+so far needs none: healthy runs were seen to jump by a factor of 1,100 (REINFORCE), none by 10,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors.constant import Positive
+from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
+from gradwatch.snapshot import BoolArray
+
+LEAST = 2
+"""Samples that must be known before one is judged: the first may be anything, the second may be its like."""
+
+
+class JumpState(NamedTuple):
+    """Of K series: `n` samples learned (int32, counted up to 2), the `largest` of them, the largest |`loss`| beside."""
+
+    n: NDArray[np.int32]
+    largest: NDArray[np.float64]
+    loss: NDArray[np.float64]
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Jump(Detector):
+    """total_norm >= above x the largest so far; or >= confirmed x, where the loss jumped as far or is infinite.
+
+    Score: the factor over the largest value so far; one that the loss does not confirm counts as less than
+    `confirmed` unless it reaches `above`. The third positive, finite sample is the first to be judged. A sample that
+    breaches raises the largest value by a factor of `confirmed` at most, so that one broken step does not blind the
+    rest of the run. Without a loss only `above` counts. Blind to slow growth (use `drift`) and to NaN (`nonfinite`).
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "jump"
+    scopes: ClassVar = ("total",)
+
+    of: Literal["total_norm"] = "total_norm"
+    above: Positive = 1e4
+    confirmed: Positive = 100.0
+
+    def __post_init__(self) -> None:
+        if not 1 < self.confirmed <= self.above:
+            raise ValueError("confirmed must be above 1 and not exceed above")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The total norm, and the loss where one is known."""
+        return (self.of, "loss")
+
+    @property
+    def comparison(self) -> Comparison:
+        """The bound itself breaches."""
+        return "at_least"
+
+    @property
+    def fires_at(self) -> float:
+        """`confirmed`: a factor that reaches only `above` is more than that."""
+        return self.confirmed
+
+    def init(self, size: int) -> JumpState:
+        """No sample seen."""
+        return JumpState(np.zeros(size, np.int32), np.zeros(size), np.zeros(size))
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """float64[K] as above; NaN for the first two samples, and one that is missing, not finite or not positive."""
+        jump, value = cast(JumpState, state), sample.values.astype(np.float64)
+        judged = _known(sample, value) & (jump.n >= LEAST)
+        loss = np.abs(sample.aux["loss"].astype(np.float64))
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            factor = value / jump.largest
+            # A NaN stands for a loss that is not known; `loss_nonfinite` is about one that is NaN.
+            agrees = (jump.loss > 0) & (loss >= self.confirmed * jump.loss)
+        least = math.nextafter(self.confirmed, 0.0)
+        counted = (factor >= self.above) | agrees
+        return np.where(judged, np.where(counted, factor, np.minimum(factor, least)), np.nan)
+
+    def learn(self, state: State, sample: Sample) -> JumpState:
+        """The largest values after it; missing, non-finite and non-positive samples change nothing."""
+        jump, value = cast(JumpState, state), sample.values.astype(np.float64)
+        known = _known(sample, value)
+        bounded = known & (self.score(state, sample) >= self.confirmed)
+        loss = np.abs(sample.aux["loss"].astype(np.float64))
+        with np.errstate(invalid="ignore", over="ignore"):
+            value = np.where(bounded, np.minimum(value, jump.largest * self.confirmed), value)
+            loss = np.where(bounded, np.minimum(loss, jump.loss * self.confirmed), loss)
+            told = known & np.isfinite(loss)
+            return JumpState(
+                np.minimum(jump.n + known, LEAST).astype(np.int32),
+                np.where(known, np.maximum(jump.largest, value), jump.largest),
+                np.where(told, np.maximum(jump.loss, loss), jump.loss),
+            )
+
+    def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
+        """Whether neither the total norm nor the loss is larger than any before."""
+        jump, total, loss = cast(JumpState, state), scalar(self.of), scalar("loss")
+        return (
+            total is not None
+            and jump.n[0] >= LEAST
+            and 0 < total <= jump.largest[0]
+            and (loss is None or abs(loss) <= jump.loss[0])
+        )
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> JumpState:
+        """Start over; what was the largest stays so across a change that keeps judging."""
+        n, largest, loss = cast(JumpState, state)
+        if keep_judging:
+            return JumpState(n, largest, loss)
+        return JumpState(
+            np.where(mask, 0, n).astype(np.int32), np.where(mask, 0.0, largest), np.where(mask, 0.0, loss)
+        )
+
+
+def _known(sample: Sample, value: NDArray[np.float64]) -> BoolArray:
+    known: BoolArray = sample.present & np.isfinite(value) & (value > 0)
+    return known
