@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradwatch
 from gradwatch.rulefile import parse_rules
+from gradwatch.taps import module_calls
 from gradwatch.watching import Watch
 
 # Every tap at once: marks, tensor hooks, module hooks, samplers.
@@ -153,7 +154,6 @@ def test_close_gives_the_model_back_as_found(watched: Watched) -> None:
         assert not parameter._post_accumulate_grad_hooks
         assert not parameter._backward_hooks
     for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._backward_hooks
+        assert not module_calls.noticed(module)
     step(model, optimizer)
     gw.close()

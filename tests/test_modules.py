@@ -14,6 +14,7 @@ from gradwatch.errors import AttachError
 from gradwatch.hooks.modules import COLUMNS, ModuleTaps, preflight
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import Sampled
+from gradwatch.taps import module_calls
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 
@@ -60,7 +61,7 @@ def test_output_tap_reads_activation_gradients() -> None:
     assert got["0"] == pytest.approx(float(hidden.grad.norm()), rel=1e-5)
     assert got["2"] == pytest.approx(float(out.grad.norm()), rel=1e-5)
     taps.close()
-    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+    assert not any(map(module_calls.noticed, model.modules()))
 
 
 def test_full_backward_tap_sees_inputs_too() -> None:

@@ -20,6 +20,7 @@ import gradwatch
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.hooks import step_hooks
 from gradwatch.rulefile import parse_rules
+from gradwatch.taps import module_calls
 from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -309,7 +310,7 @@ rules:
 """
     with pytest.raises(AttachError, match="heads"):
         watch(model, optimizer, rules=parse_rules(source), strict_rules=True)
-    assert not any(module._backward_hooks or module._forward_hooks for module in model.modules())
+    assert not any(map(module_calls.noticed, model.modules()))
 
 
 def test_state_dict_right_after_load_and_after_close() -> None:

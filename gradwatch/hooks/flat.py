@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks.modules import Tap
 from gradwatch.hooks.shards import offloaded
+from gradwatch.hooks.silence import is_silent
+from gradwatch.taps import module_calls
 
 
 class FlatTaps:
-    """Forward hooks on the outermost modules of those; `heard` is called as their backward begins."""
+    """Notices the calls of the outermost modules of those; `heard` is called as their backward begins."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class FlatTaps:
     ) -> None:
         self._failed = failed
         self._heard = heard
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(Tap(self._observe))
+        self._ignore = [
+            module_calls.listen(module, after=self._observe)
             for model in models
             for module in outermost(model)
         ]
 
     def _observe(self, module: nn.Module, args: Any, output: Any) -> None:
         try:
-            if not torch.is_grad_enabled():
+            if is_silent() or not torch.is_grad_enabled():
                 return
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -55,10 +55,10 @@ class FlatTaps:
             self._failed("capture", error)
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Notice no further call."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
 
 
 def flattened(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,16 +1,16 @@
 """Module taps, opt-in: gradients between layers and statistics of activations.
 
-`output` (the default tap): a forward hook puts a tensor hook on every output leaf; 4-6 us a call, safe with
-in-place operations, and it sees tuples, dicts and ModelOutputs. `full_backward`: the real
-`register_full_backward_hook`, 38 us a call, which also sees `grad_input`, but turns a module's inputs and
-outputs into views and so breaks models that modify them in place; `preflight` refuses those.
+`output` (the default tap): every output leaf gets a tensor hook; 4-6 us a call, safe with in-place operations, and it
+sees tuples, dicts and ModelOutputs. `full_backward`: what `register_full_backward_hook` does, 38 us a call, which also
+sees `grad_input`, but turns a module's inputs and outputs into views and so breaks models that modify them in place;
+`preflight` refuses those.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import BackwardHook
 
 from gradwatch.engine.needs import BURSTS, Needs
 from gradwatch.errors import AttachError
@@ -28,9 +28,9 @@ from gradwatch.hooks.device import Arriving, Number, capturing
 from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import Sampled
-from gradwatch.hooks.scripting import hide
 from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
+from gradwatch.taps import module_calls
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
@@ -59,31 +59,6 @@ def taps_on(
     return ModuleTaps(pairs, tap, needs, failed)
 
 
-class Tap:
-    """A module hook that copies and pickles as a no-op, so that no copy of a model carries anything of ours.
-
-    A bound method would drag the whole monitor into `copy.deepcopy` (EMA, AveragedModel); a lambda makes
-    `torch.save(model)` fail.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        hide(self)
-
-    def __call__(self, *args: Any) -> Any:
-        # In a compiled region a tap would break the graph: there it is silent, and its columns are absent.
-        # In a step that is replayed nothing is to be heard twice.
-        silent = torch.compiler.is_dynamo_compiling() or is_silent()
-        return None if silent else self._call(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return contextlib.nullcontext().__exit__
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # Takes anything, returns None, and loads where gradwatch is not installed.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
 class ModuleTaps:
     """Taps on M named modules; `collect` gives their columns for the step that ends."""
 
@@ -101,14 +76,15 @@ class ModuleTaps:
         wanted = self._wanted = frozenset(name.removesuffix(BURSTS) for name in needs.columns)
         self._failed = failed
         self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
-        self._handles: list[RemovableHandle] = []
+        self._ignore: list[Callable[[], None]] = []
         self.bounds: ModuleBounds | None = None  # on what the modules pass on, where a rule acts on it
         self._step = 0
         for m, (_, module) in enumerate(modules):
             if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):
-                self._handles.append(module.register_forward_hook(Tap(self._forward(m, tap))))
+                self._ignore.append(module_calls.listen(module, after=self._forward(m, tap)))
             if tap == "full_backward":
-                self._handles.append(module.register_full_backward_hook(Tap(self._backward(m))))
+                around = _FullBackward(self._backward(m), failed)
+                self._ignore.append(module_calls.listen(module, around.before, around.after))
 
     def collect(self, step: int, scale: Number) -> Sampled:
         """What the taps heard since the last step boundary; the loss scale is divided out of gradients."""
@@ -152,10 +128,10 @@ class ModuleTaps:
             sampled.present["coef"] = present
 
     def close(self) -> None:
-        """Remove every hook from the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Notice no further call of the modules."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
 
     def _forward(self, m: int, tap: TapKind) -> Callable[..., None]:
         needs = self._needs.only(ACTIVATION_COLUMNS)
@@ -163,7 +139,7 @@ class ModuleTaps:
 
         def observe(module: nn.Module, args: Any, output: Any) -> None:
             try:
-                if capturing():
+                if is_silent() or capturing():
                     return
                 leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
                 if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
@@ -216,6 +192,45 @@ class ModuleTaps:
                 else:
                     statistic = (values.abs() < NEAR_ZERO).float().mean()
                 self._heard[column][m] = statistic
+
+
+class _FullBackward:
+    """`register_full_backward_hook` for one module, as torch does it, without anything standing on the module."""
+
+    def __init__(self, hook: Callable[..., Any], failed: Callable[[str, BaseException], None]) -> None:
+        self._hook = hook
+        self._failed = failed
+        self._open: list[tuple[int, BackwardHook]] = []  # of calls under way, each by the id of torch's frame
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...] | None:
+        """The module's arguments, by way of torch's node that sees their gradients."""
+        try:
+            if is_silent():
+                return None
+            around = BackwardHook(module, [self._hook], [])
+            given: tuple[Any, ...] = around.setup_input_hook(args)
+            self._open.append((_call_number(), around))
+            return given
+        except Exception as error:
+            self._failed("modules", error)
+            return None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module's output, by way of the node that sees its gradient."""
+        try:
+            number = _call_number()
+            while self._open:  # a forward that raised has left its own
+                opened, around = self._open.pop()
+                if opened == number:
+                    return around.setup_output_hook(output)
+        except Exception as error:
+            self._failed("modules", error)
+        return None
+
+
+def _call_number() -> int:
+    """Which call of torch's a listener is called from: listener, tap, torch."""
+    return id(sys._getframe(3))
 
 
 def preflight(modules: Iterable[tuple[str, nn.Module]]) -> None:

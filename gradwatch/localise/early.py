@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks import graph_task
-from gradwatch.hooks.modules import Tap
 from gradwatch.localise.gathered import is_spread
 from gradwatch.localise.held import MAX_BYTES, Call, Holding, inner
 from gradwatch.localise.holdings import Family, Holdings
+from gradwatch.taps import module_calls
 
 
 class EarlyHolding(Holding):
@@ -53,7 +52,7 @@ class Early(Holdings):
 
     def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
         super().__init__(failed, max_bytes)
-        self._wrappers: list[RemovableHandle] = []
+        self._wrappers: list[Callable[[], None]] = []
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, which may contain others that were held."""
@@ -78,21 +77,21 @@ class Early(Holdings):
             return
 
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-            handle.remove()
+            ignore()
             try:
                 self.add(module)
                 self._families[-1].holdings[0].begins(module, args, kwargs)
             except Exception as error:
                 self._failed("localise", error)
 
-        handle = outer.register_forward_pre_hook(Tap(called), with_kwargs=True)
-        self._wrappers.append(handle)
+        ignore = module_calls.listen(outer, before=called)
+        self._wrappers.append(ignore)
 
     def close(self) -> None:
-        """Remove every hook and let go of everything."""
+        """Notice no further call and let go of everything."""
         super().close()
-        for handle in self._wrappers:
-            handle.remove()
+        for ignore in self._wrappers:
+            ignore()
         self._wrappers.clear()
 
     def without(self, optimizer: Optimizer) -> None:

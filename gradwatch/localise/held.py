@@ -22,12 +22,11 @@ from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import alias
 from gradwatch.hooks.device import capturing
-from gradwatch.hooks.modules import Tap
+from gradwatch.hooks.silence import is_silent
 from gradwatch.localise.buffers import Buffers
 from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.frames import calling
@@ -35,6 +34,7 @@ from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
+from gradwatch.taps import module_calls
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
@@ -105,7 +105,7 @@ class Outermost:
 
 
 class Holding:
-    """Holds the calls of one model between two steps; `close` removes its hooks. Never raises into the forward.
+    """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
     `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
@@ -141,31 +141,29 @@ class Holding:
         self._seen = 0
         self._before_params: dict[int, int] | None = None
         self._caller: tuple[CodeType, int] | None = None
-        self._handles: list[RemovableHandle] = []
+        self._ignore: list[Callable[[], None]] = []
         self.refused = shared(model)
         if not self.refused:
             self._listen(model)
 
     def _listen(self, model: nn.Module) -> None:
-        self._handles = [
-            model.register_forward_pre_hook(Tap(self._guarded(self._begins)), with_kwargs=True),
-            model.register_forward_hook(Tap(self._guarded(self._ends)), with_kwargs=True),
-        ]
+        ended = self._guarded(self._ends)
+        self._ignore = [module_calls.listen(model, before=self._guarded(self._begins), after=ended)]
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the model begins that no hook of this has heard."""
         self._guarded(self._begins)(module, args, kwargs)
 
     def close(self) -> None:
-        """Remove the hooks and let go of everything."""
+        """Notice no further call and let go of everything."""
         self.unhook()
         self.drop()
 
     def unhook(self) -> None:
-        """Remove the hooks: no further call is heard; gradients of those that are held still are."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Notice no further call; gradients of those that are held still are."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
         self._open = None
 
     def belongs_to(
@@ -221,7 +219,7 @@ class Holding:
     @property
     def deaf(self) -> bool:
         """Whether it hears no further call, and holds none."""
-        return not (self._handles or self.calls or self.refused)
+        return not (self._ignore or self.calls or self.refused)
 
     def moves(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
@@ -237,7 +235,7 @@ class Holding:
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def guarded(*args: Any) -> None:
             try:
-                if torch.is_grad_enabled() and not capturing():
+                if torch.is_grad_enabled() and not (is_silent() or capturing()):
                     call(*args)
             except Exception as error:
                 self._open = None
@@ -280,7 +278,7 @@ class Holding:
                 self._met(frame)
         return self._caller
 
-    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         call, self._open = self._open, None
         if self._outermost.now is self:
             self._outermost.now = None
@@ -292,7 +290,7 @@ class Holding:
             if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
             self._before_params = None
-            if not anything_compiled():  # hooks on its parts would cost every forward some microseconds
+            if not anything_compiled():  # to notice its parts would cost every forward some microseconds
                 for part in self.parts:
                     part.unhook()
             self.parts = ()

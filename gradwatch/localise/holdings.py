@@ -22,9 +22,7 @@ from gradwatch.localise.nearby import beside
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
-FEW = 16  # parts held beside their model: a hook costs every call 4 us
-LOOKS_FOR_HOOKS = (nn.TransformerEncoderLayer,)
-"""Whose forward takes another path, with other bits, where it or a part of it has a hook."""
+FEW = 16  # parts held beside their model: each call of one costs 4 us
 
 
 class Family:
@@ -84,13 +82,7 @@ def _within(model: nn.Module) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
     level = [model]
     for _ in range(LEVELS):
-        level = [
-            part
-            for one in level
-            if not isinstance(one, LOOKS_FOR_HOOKS) and not compiles(one)
-            for part in _parts(one)
-            if part is not model and not isinstance(part, LOOKS_FOR_HOOKS)
-        ]
+        level = [part for one in level if not compiles(one) for part in _parts(one) if part is not model]
         if len(found) + len(level) > FEW:
             break
         found.update((id(part), part) for part in level)

@@ -29,6 +29,7 @@ from gradwatch.localise.held import MAX_BYTES, Call, inner
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.undisturbed import stand_ins, undisturbed
 from gradwatch.localise.values import describe, finite, state, tensors
+from gradwatch.taps import module_calls
 from gradwatch.taps.process_totals import uncounted
 
 
@@ -145,8 +146,7 @@ def _again(
         trace.sources = sources(given, args, kwargs)
         call.generators.restore()
         with call.surroundings(), recorder.forward(), around:
-            output = standing_in(*args, **kwargs)
-        outputs = tensors(output)
+            outputs = _outputs(standing_in, args, kwargs)
         if len(outputs) != call.outputs:
             raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
         used = [outputs[position] for position in call.gradients]
@@ -158,6 +158,21 @@ def _again(
         torch.func.functional_call(_Step(model, run), named, ())
     trace.stray = recorder.stray
     return trace
+
+
+def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Of one call of the model: what its forward returned, before hooks of its own, as the gradients held are of."""
+    made: list[Any] = []
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        made.append(output)
+
+    ignore = module_calls.listen(model, after=after)
+    try:
+        returned = model(*args, **kwargs)
+    finally:
+        ignore()
+    return tensors(made[-1] if made else returned)
 
 
 def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -> None:

@@ -19,6 +19,7 @@ from gradwatch.bundle.reading import read_document
 from gradwatch.errors import AttachError
 from gradwatch.localise import evidence
 from gradwatch.rulefile import parse_rules
+from gradwatch.taps import module_calls
 from tests.bundle.cases import RULES, Fragile, Run, batch, rules
 from tests.kept import Kept
 from tests.test_bit_identity import train, unwatched
@@ -310,8 +311,7 @@ def test_without_safetensors_it_is_refused_at_attach(monkeypatch: pytest.MonkeyP
 def test_hooks_and_sink_are_gone_after_close(tmp_path: Path) -> None:
     """P40: nothing of it stays on the model."""
     run = Run(tmp_path, rules())
-    assert not run.model._forward_pre_hooks
-    assert not run.model._forward_hooks
+    assert not module_calls.noticed(run.model)
 
 
 def test_without_a_snapshot_rule_there_is_no_such_component(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.finding import Finding
+from gradwatch.taps import module_calls
 from tests.kept import Kept
 
 GLOBAL_NUMPY = np.random.default_rng(1)
@@ -141,8 +142,7 @@ def test_a_criterion_kept_by_a_trainer() -> None:
     assert (finding.phase, finding.op, finding.module) == ("backward", "sqrt", "Root")
     assert finding.frame is not None
     assert finding.frame.source.endswith("# fault")
-    assert not trainer.criterion._forward_hooks
-    assert not trainer.criterion._forward_pre_hooks
+    assert not module_calls.noticed(trainer.criterion)
 
 
 class Parts(nn.Module):
@@ -179,7 +179,7 @@ def test_a_loop_that_calls_the_parts_of_a_model(head: int) -> None:
 
     (finding,) = watched(model, loop)
     assert (finding.phase, finding.op, finding.module) == ("backward", "sqrt", "heads.1")
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(map(module_calls.noticed, model.modules()))
 
 
 def test_a_call_whose_input_was_overwritten_is_left_out() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import gradwatch
+from gradwatch.taps import module_calls
 from tests.kept import Kept
 from tests.localise.models import Faulty, SqrtAtZero
 from tests.localise.test_in_the_loop import Loop, broken, rules
@@ -155,6 +156,5 @@ def test_close_gives_everything_back() -> None:
     gw.close()
     assert not torch.is_anomaly_enabled()
     assert not _get_current_dispatch_mode_stack()
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert not module_calls.noticed(model)
     assert "watched" not in torch.autograd._engine_run_backward.__name__

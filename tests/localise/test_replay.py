@@ -15,6 +15,7 @@ from gradwatch.localise.attributes import Refused
 from gradwatch.localise.diagnose import diagnose
 from gradwatch.localise.held import Holding
 from gradwatch.localise.replay import Trace, replay
+from gradwatch.taps import module_calls
 from tests.localise.jobs import KINDS, Job, train
 from tests.localise.models import BAD, Faulty, SqrtAtZero
 from tests.localise.suite import MODELS
@@ -153,8 +154,8 @@ def test_models_are_given_back_as_found() -> None:
     assert len(holding.calls) == 1
     again(model, holding)
     holding.close()
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert not module_calls.noticed(model)
+    assert not isinstance(vars(nn.Module)["_call_impl"], module_calls._Noticed)
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert "apply" not in torch.utils.checkpoint.CheckpointFunction.__dict__
@@ -190,7 +191,7 @@ def test_refused_where_other_ranks_would_be_asked() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     holding = Holding(model, failed)
     assert "SyncBatchNorm talks to other ranks" in holding.refused
-    assert not model._forward_hooks
+    assert not module_calls.noticed(model)
 
 
 def test_a_model_that_is_held_can_go() -> None:

@@ -1,0 +1,178 @@
+"""Calls of chosen modules, noticed although nothing stands on a module: no hook, no attribute, no other class.
+
+A hook in `module._forward_hooks` is a part of the module: it is pickled by `torch.save(model)`, copied by `deepcopy`,
+compiled by `torch.jit.script`, guarded on by `torch.compile`, and code that looks for hooks takes another path (the
+fast path of `nn.TransformerEncoderLayer`). To strip it at `__getstate__` or `__reduce_ex__` covers neither classes that
+define their own nor a look at `__dict__`. A global forward hook is worse: all modules pay for it, and `torch.compile`
+warns about it.
+
+`Module.__call__` looks `_call_impl` up on the module. On `nn.Module` that name is replaced by a descriptor. For a
+module that has listeners it gives a twin of torch's function: the same code object, with globals in which the global
+hooks are those of torch and one of ours. All others, and every lookup from elsewhere, get torch's own function. So the
+listeners run where torch's global hooks do, no frame of gradwatch stands in the traceback of a forward that raises, and
+`torch.nn.modules.module._has_any_global_hook()` stays False.
+
+Not noticed: `module.forward(...)` called directly, calls inside a compiled region, and `module.compile()`, which
+replaces the lookup.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
+"""Called with (module, args, kwargs) before the module's own pre-hooks; what is not None replaces `args`."""
+After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+"""Called with (module, args, output) before the module's own forward hooks; what is not None replaces `output`."""
+
+_NAME = "_call_impl"
+_CALLER = nn.Module._wrapped_call_impl.__code__
+_REPLACED = {"_global_forward_pre_hooks", "_global_forward_hooks"}  # globals that torch's function reads
+_frame = sys._getframe
+_tracing = torch.compiler.is_dynamo_compiling
+_listening: Callable[[], object]
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    _listening = get_eval_frame_callback
+except ImportError:
+    _listening = _tracing
+
+
+def _skip(code: CodeType) -> None:
+    """Where dynamo listens it compiles what Python runs, so also these frames; to say so costs no import of dynamo."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "skip_code"):  # torch < 2.7
+        dynamo.skip_code(code)
+    elif hasattr(dynamo, "set_code_exec_strategy"):
+        action = dynamo._FrameAction
+        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+class _Heard:
+    """The listeners of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.before: list[Before] = []
+        self.after: list[After] = []
+
+
+class _AndOurs:
+    """torch's dict of global hooks of one kind and one hook behind them, as far as torch's function reads it."""
+
+    def __init__(self, torch_has: dict[int, Any], hook: Callable[..., Any]) -> None:
+        self._torch_has = torch_has
+        self._hook = hook
+
+    def __bool__(self) -> bool:
+        return True
+
+    def items(self) -> tuple[tuple[Any, Any], ...]:
+        """(id, hook) of each; ours has an id that no handle of torch has."""
+        return (*self._torch_has.items(), (self, self._hook))
+
+
+class _Noticed:
+    """In the place of `nn.Module._call_impl`: gives the twin to calls of modules that have listeners."""
+
+    def __init__(self, original: FunctionType) -> None:
+        self.original = original
+        seen = dict(original.__globals__)
+        for name, hook in (("_global_forward_pre_hooks", _before), ("_global_forward_hooks", _after)):
+            seen[name] = _AndOurs(seen[name], hook)
+        self.twin = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
+
+    def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
+        if _tracing():  # dynamo inlines this, and shall depend on nothing of ours
+            return self.original.__get__(instance, owner)
+        heard = _heard.get(id(instance))
+        # Where dynamo listens, it would compile the listeners.
+        if heard and heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
+            return self.twin.__get__(instance, owner)
+        return self.original.__get__(instance, owner)
+
+
+_skip(_Noticed.__get__.__code__)
+_heard: dict[int, _Heard] = {}  # by id of the module
+
+
+def listen(module: nn.Module, before: Before | None = None, after: After | None = None) -> Callable[[], None]:
+    """Call `before` and `after` around every call of the module; the returned call ends that.
+
+    Neither may raise. Where torch's function is not what it was (a later version, another library's), nothing is
+    noticed. The last listener out gives torch its function back.
+    """
+    for identity in [identity for identity, one in _heard.items() if one.module() is None]:
+        del _heard[identity]
+    heard = _heard.setdefault(id(module), _Heard(module))
+    if before is not None:
+        heard.before.append(before)
+    if after is not None:
+        heard.after.append(after)
+    _install()
+
+    def remove() -> None:
+        for listeners, listener in ((heard.before, before), (heard.after, after)):
+            if listener in listeners:
+                listeners.remove(listener)  # type: ignore[arg-type]
+        if not heard.before and not heard.after and _heard.get(identity) is heard:
+            del _heard[identity]
+            _uninstall()
+
+    identity = id(module)
+    return remove
+
+
+def noticed(module: nn.Module) -> bool:
+    """Whether calls of this very module have listeners."""
+    heard = _heard.get(id(module))
+    return heard is not None and heard.module() is module
+
+
+def _install() -> None:
+    found = vars(nn.Module)[_NAME]
+    if isinstance(found, FunctionType) and _names(found.__code__) >= _REPLACED:
+        setattr(nn.Module, _NAME, _Noticed(found))
+
+
+def _uninstall() -> None:
+    found = vars(nn.Module)[_NAME]
+    if not _heard and isinstance(found, _Noticed):  # else another library has replaced it since
+        setattr(nn.Module, _NAME, found.original)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The globals that a function and those defined in it read, and more."""
+    inside = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inside)
+
+
+def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    heard = _heard.get(id(module))
+    if heard is None or not heard.before:
+        return None
+    kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
+    changed = None
+    for listener in tuple(heard.before):
+        given = listener(module, args, kwargs)
+        if given is not None:
+            args = changed = given
+    return changed
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    heard = _heard.get(id(module))
+    changed = None
+    for listener in () if heard is None else tuple(heard.after):
+        made = listener(module, args, output)
+        if made is not None:
+            output = changed = made
+    return changed
