@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradwatch.detectors import register_detector
     from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
     from gradwatch.localise.fingerprint import batch_hash
+    from gradwatch.policies import register_policy
     from gradwatch.rulefile import load_rules
     from gradwatch.sinks import register_sink
     from gradwatch.watching import Watch
@@ -29,6 +30,7 @@ __all__ = [
     "batch_hash",
     "load_rules",
     "register_detector",
+    "register_policy",
     "register_sink",
     "watch",
 ]
@@ -42,12 +44,15 @@ _HOME = {
     "batch_hash": "gradwatch.localise.fingerprint",
     "load_rules": "gradwatch.rulefile",
     "register_detector": "gradwatch.detectors",
+    "register_policy": "gradwatch.policies",
     "register_sink": "gradwatch.sinks",
     "watch": "gradwatch.attach",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gradwatch' has no attribute {name!r}")
@@ -56,5 +61,15 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _version() -> str:
+    """The version of the installed distribution; "0+unknown" where the package runs without having been installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("gradwatch")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -265,7 +265,7 @@ def _gradients(lane: Lane, event: Event) -> Iterator[tuple[str, Tensor]]:
 
 def _sites(snapshot: Snapshot) -> dict[str, Tensor]:
     arrays = {"norm": snapshot.norm, "calls": snapshot.calls, "coef": snapshot.coef}
-    return {f"site.{name}": torch.tensor(array) for name, array in arrays.items()}
+    return {f"site.{name}": torch.tensor(array, device="cpu") for name, array in arrays.items()}
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

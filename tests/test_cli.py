@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gradwatch
+from gradwatch import policies
 from gradwatch.cli import main
 from gradwatch.codes import CODES
 from tests.launch_cases import GRADWATCH
@@ -267,3 +270,11 @@ def test_colour_is_for_terminals_that_want_it(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["rules", "list"]) == 0
     assert ("\x1b[" in capsys.readouterr().out) is coloured
+
+
+def test_the_version_is_said_where_it_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """`gradwatch --version` and `gradwatch.__version__` say the installed distribution's."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gradwatch {metadata.version('gradwatch')}\n"
+    assert gradwatch.__version__ == metadata.version("gradwatch")
+    assert gradwatch.register_policy is policies.register_policy

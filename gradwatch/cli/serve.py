@@ -50,6 +50,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--reach", metavar="HOST", default="", help="name by which Prometheus reaches processes on open ports"
     )
     parser.add_argument(
+        "--allow",
+        metavar="NETWORK|NAME",
+        action="append",
+        default=[],
+        help="other machines that Prometheus may be sent to, by network (10.0.0.0/8) or by the machine's name; "
+        "may be given several times (default: this machine only)",
+    )
+    parser.add_argument(
         "--file-sd",
         metavar="DIR",
         action="append",
@@ -64,6 +72,7 @@ def handle(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; exit 2 where that cannot begin."""
     from gradwatch.serve.answers import runs
     from gradwatch.serve.fleet import Scanner
+    from gradwatch.serve.reach import Reach
     from gradwatch.serve.server import DEFAULT_LISTEN, Server, cache_folder
     from gradwatch.serve.summary import Summaries
     from gradwatch.sinks.listen import parse_listen
@@ -72,7 +81,8 @@ def handle(arguments: argparse.Namespace) -> int:
         raise GradwatchError("--every must be between 0.1 and 3600 seconds, --ended-for 0 or more")
     folders = arguments.dir or [Path("gradwatch-runs")]
     state = arguments.state or str(cache_folder(os.environ))
-    scanner = Scanner(folders, Summaries(state), progress)
+    reach = Reach.parse(arguments.reach, arguments.allow)
+    scanner = Scanner(folders, Summaries(state), progress, reach)
     if arguments.once:
         sys.stdout.write(runs(scanner.scan()).body.decode())
         return 0
@@ -83,7 +93,6 @@ def handle(arguments: argparse.Namespace) -> int:
             address,
             arguments.every,
             arguments.ended_for,
-            arguments.reach,
             arguments.file_sd,
             complain_once(),
         )

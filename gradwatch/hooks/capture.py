@@ -30,7 +30,7 @@ from gradwatch.snapshot import Sites
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
-_GONE = nn.Parameter(torch.empty(0), requires_grad=False)
+_GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
 REMARK = 16  # steps between looks for parameters that want a gradient again
 
@@ -247,7 +247,10 @@ class Capture:
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
         self.scan()  # where a parameter was replaced, added or moved, its name is in the model
-        wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
+        # A gradient on the meta device has no values: its parameter counts as not measured (see Coverage).
+        wanting = [
+            param for param in fresh if param.requires_grad and not is_lazy(param) and not param.is_meta
+        ]
         # A shard may be empty here and hold something on other ranks, which must see the same parameters.
         named = [param for param in wanting if param.numel() or is_shard(param)]
         slots = [self.slot(param, fallback(param)) for param in named]

@@ -126,9 +126,10 @@ class Coverage:
         stepped = {identity for lane in alive for identity in lane.param_ids}
         wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
         self.missing = tuple(
-            name
+            f"{name} (on the meta device, so it has no values)" if param.is_meta else name
             for name, param in wanted
-            if id(param) not in stepped and self._slot_of.get(id(param)) not in self._at_attach
+            if param.is_meta  # it has no values, and neither has its gradient
+            or (id(param) not in stepped and self._slot_of.get(id(param)) not in self._at_attach)
         )
         self.ratio = 1 - len(self.missing) / len(wanted) if wanted else 1.0
         self._left = BLIND if self.missing else RECOUNT

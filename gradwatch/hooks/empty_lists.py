@@ -80,7 +80,7 @@ def _copy(optimizer: Optimizer) -> Copy:
 
 def _nothing() -> Tensor:
     """Stands for a closure: its backward has run."""
-    return torch.zeros(())
+    return torch.zeros((), device="cpu")
 
 
 def _same_random_numbers(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:

@@ -106,7 +106,7 @@ def _unfit(tensor: Tensor) -> str:
 def copied(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor on the host, contiguous, in memory of its own."""
     plain = local(tensor.detach()).resolve_conj().resolve_neg()
-    return torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
+    return torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
 
 
 def gather(

@@ -103,9 +103,12 @@ def _nodes(root: Node, since: int) -> tuple[Node, ...]:
 def singular(node: Node) -> bool:
     """Whether it can make something that is not finite of finite numbers, forward or backward."""
     op = of_node(node.name())
-    exponent = getattr(node, "_saved_exponent", None) if op == "pow" else None
-    if isinstance(exponent, (int, float)):
-        return exponent < 1
+    if (
+        node.name() == "PowBackward0"
+    ):  # its exponent is a number; a tensor's may have been freed with the graph
+        exponent = node._saved_exponent  # type: ignore[attr-defined]
+        if isinstance(exponent, (int, float)):
+            return exponent < 1
     return op in SINGULAR
 
 

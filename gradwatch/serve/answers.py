@@ -81,6 +81,7 @@ def _own(fleet: Fleet) -> Iterable[Family]:
             Series("", (("state", state),), fleet.count(state)) for state in STATES
         ],
         "gradwatch_serve_targets": [Series("", (), len(fleet.targets()))],
+        "gradwatch_serve_refused_targets": [Series("", (), len(fleet.refused))],
         "gradwatch_serve_last_scan_timestamp_seconds": [Series("", (), fleet.scanned_at)],
         "gradwatch_serve_scan_duration_seconds": [Series("", (), fleet.scan_seconds)],
         "gradwatch_serve_errors_total": [Series("", (), fleet.errors)],

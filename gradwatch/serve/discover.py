@@ -20,6 +20,7 @@ from typing import Any, Literal
 from gradwatch.journal.reader import JournalName
 from gradwatch.sinks.listen import Address
 from gradwatch.sinks.processes import is_running, started_at
+from gradwatch.sinks.whole_file import read_regular
 from gradwatch.snapshot import RunInfo
 
 State = Literal["running", "ended", "silent"]
@@ -40,11 +41,6 @@ class EndpointFile:
     node: str
     pid: int
     started: int
-
-    @property
-    def is_open_here(self) -> bool:
-        """Whether it can be scraped from this machine: 127.0.0.1 of another one is somebody else here."""
-        return not self.address.is_loopback or self.node == platform.node()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ def _latest(
 def read_endpoint(path: Path) -> EndpointFile | None:
     """An endpoint file; None where it is half-written, not one, or makes no sense."""
     try:
-        says = json.loads(_content(path))
+        says = json.loads(read_regular(path, _MOST_BYTES))
         host = str(ipaddress.ip_address(says["host"]))
         numbers = {name: says[name] for name in ("port", "pid", "rank", "attempt")}
         started = says.get("started", 0)
@@ -164,12 +160,3 @@ def _regular(path: Path) -> os.stat_result | None:
     except OSError:
         return None
     return status if stat.S_ISREG(status.st_mode) else None
-
-
-def _content(path: Path) -> str:
-    """A regular file's text, as much as an endpoint file may have."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        return file.read(_MOST_BYTES).decode()

@@ -12,6 +12,7 @@ from typing import Literal
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.serve.discover import Process, processes, run_folders
+from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries, Summary
 from gradwatch.sinks.listen import Address
 from gradwatch.sinks.targets import MOURNING_SECONDS
@@ -25,8 +26,8 @@ STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "died", "silen
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of the fleet. `address` is where it serves metrics, None where it does not (any more) or does so
-    only to its own, other machine.
+    """One process of the fleet. `address` is where it serves metrics, None where it does not (any more) or where
+    Prometheus may not be sent (see `Reach`): then `refused` says where.
 
     `mourned`: it was killed less than 15 minutes ago, so that Prometheus is to find it down.
     """
@@ -39,6 +40,7 @@ class Member:
     node: str = ""
     script: str = ""
     address: Address | None = None
+    refused: Address | None = None
     mourned: bool = False
     summary: Summary | None = None
 
@@ -56,6 +58,8 @@ class Fleet:
     scanned_at: float
     scan_seconds: float
     errors: int = 0
+    refused: tuple[Member, ...] = ()
+    """Those running whose address Prometheus is not told: not of this machine, and not allowed."""
 
     def ended_since(self, moment: float, most: int) -> list[Member]:
         """Those with a summary that ended after `moment` (Unix time), the latest first."""
@@ -92,6 +96,7 @@ class Scanner:
     roots: Sequence[Path]
     summaries: Summaries
     progress: Callable[[int, int], None] = lambda done, all: None
+    reach: Reach = field(default_factory=Reach)
     errors: int = 0
     _settled: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
     _owners: dict[Path, RunInfo] = field(default_factory=dict)
@@ -117,7 +122,9 @@ class Scanner:
                 self._settled[folder] = (changed, tuple(found))
             self.progress(number, len(folders))
         self._forget({folder for folder, _ in folders})
-        return Fleet(_newest_of_each(members), now, time.perf_counter() - began, self.errors)
+        newest = _newest_of_each(members)
+        refused = tuple(member for member in newest if member.refused and member.state == "running")
+        return Fleet(newest, now, time.perf_counter() - began, self.errors, refused)
 
     def _member(self, process: Process, now: float) -> Member:
         owner = self._owner(process)
@@ -131,6 +138,7 @@ class Scanner:
             state = summary.end.outcome
         elif alive == "ended":
             state = "died" if endpoint else "unreadable"
+        allowed = endpoint is not None and self.reach.allows(endpoint)
         return Member(
             run_id=run_id,
             rank=process.rank,
@@ -139,7 +147,8 @@ class Scanner:
             sign_of_life=process.sign_of_life,
             node=endpoint.node if endpoint else owner.host if owner else "",
             script=owner.script if owner else "",
-            address=endpoint.address if endpoint and endpoint.is_open_here else None,
+            address=endpoint.address if endpoint and allowed else None,
+            refused=endpoint.address if endpoint and not allowed else None,
             mourned=state == "died" and now - process.sign_of_life < MOURNING_SECONDS,
             summary=summary,
         )

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from gradwatch.errors import GradwatchError
 from gradwatch.serve.answers import metrics, runs, sd
-from gradwatch.serve.fleet import Scanner
+from gradwatch.serve.fleet import Member, Scanner
 from gradwatch.serve.page import fleet_page, reading_page, runbook_index, runbook_page
 from gradwatch.sinks.http import Content, RequestError, plain
 from gradwatch.sinks.listen import Address, listening_socket
+from gradwatch.sinks.printable import printable
 from gradwatch.sinks.server import Endpoint, Limits, Route
 from gradwatch.sinks.targets import sweep
 from gradwatch.stack.export import stack_directory
@@ -38,11 +39,10 @@ class Server:
         address: Address,
         every_seconds: float = 5.0,
         ended_for: float = 3600.0,
-        reach: str = "",
         lists: Sequence[str] = (),
         on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        self.scanner, self._every, self._ended_for, self._reach = scanner, every_seconds, ended_for, reach
+        self.scanner, self._every, self._ended_for = scanner, every_seconds, ended_for
         self._lists = tuple(lists)
         self._on_error = on_error
         self._stop = threading.Event()
@@ -83,12 +83,14 @@ class Server:
     def _look(self) -> None:
         try:
             fleet = self.scanner.scan()
+            for member in fleet.refused:
+                self._on_error(PermissionError(_why_refused(member)))
             for each in self._lists:
                 sweep(each, time.time())
             self._answers = {
                 "/": fleet_page(fleet, time.time()),
                 "/metrics": metrics(fleet, self._ended_for),
-                "/sd": sd(fleet, self._reach),
+                "/sd": sd(fleet, self.scanner.reach.host),
                 "/runs.json": runs(fleet),
             }
             self._alive = time.monotonic()
@@ -144,3 +146,14 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     """Where summaries of ended runs are kept by default; https://specifications.freedesktop.org/basedir-spec."""
     base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME", "/")) / ".cache")
     return Path(base) / "gradwatch" / "serve"
+
+
+def _why_refused(member: Member) -> str:
+    """One line: which target is not handed out, and what would have it handed out."""
+    host = member.refused.host if member.refused else ""
+    node = printable(member.node) or "an unnamed machine"
+    who = f"run {printable(member.run_id)} rank {member.rank} at {member.refused} of {node}"
+    if member.refused and member.refused.is_loopback:
+        return f"{who} is not told to Prometheus: only that machine can reach it; run it with --listen 0.0.0.0:PORT"
+    word = node if host in ("0.0.0.0", "::") else host
+    return f"{who} is on another machine, so it is not told to Prometheus; allow it with --allow {word}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gradwatch.journal.files import make_directory
 from gradwatch.sinks.processes import start_ticks
-from gradwatch.sinks.whole_file import write_whole
+from gradwatch.sinks.whole_file import read_regular, write_whole
 from gradwatch.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
@@ -103,11 +103,10 @@ def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
 def remove_endpoint(path: str) -> None:
     """Take the file away at a clean exit, unless a later process (a restart) has written its own."""
     try:
-        with open(path, encoding="utf-8") as file:
-            mine = json.load(file).get("pid") == os.getpid()
+        mine = json.loads(read_regular(path, 1 << 16)).get("pid") == os.getpid()
         if mine:
             os.unlink(path)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return  # gone, unreadable or not ours: nothing to take away
 
 

@@ -336,6 +336,12 @@ SERVE_METRICS: tuple[Metric, ...] = (
         "Fleet.targets",
     ),
     Metric(
+        "gradwatch_serve_refused_targets",
+        "gauge",
+        "Running processes of other machines that Prometheus is not told to scrape, as no --allow names them.",
+        "Fleet.refused",
+    ),
+    Metric(
         "gradwatch_serve_last_scan_timestamp_seconds",
         "gauge",
         "Unix time of the last look at the run folders.",

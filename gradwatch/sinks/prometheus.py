@@ -23,10 +23,11 @@ from gradwatch.sinks.listen import (
     write_endpoint,
 )
 from gradwatch.sinks.page import status_page
+from gradwatch.sinks.printable import printable
 from gradwatch.sinks.selection import MODES, ParamsMode, Selection, SeriesBudget
 from gradwatch.sinks.server import Endpoint, Limits
 from gradwatch.sinks.tally import STALL_FLOOR_SECONDS, Tally
-from gradwatch.sinks.targets import remove_target, write_target
+from gradwatch.sinks.targets import remove_target, strangers, write_target
 from gradwatch.snapshot import Record, RunInfo
 
 if TYPE_CHECKING:
@@ -117,6 +118,12 @@ class PrometheusSink:
             return
         try:
             self._target_file = write_target(self._file_sd, run, address)
+            unread = strangers(self._file_sd)
+            if unread:
+                listed = ", ".join(map(printable, unread[:3])) + (", …" if len(unread) > 3 else "")
+                self._failed(
+                    OSError(f"{self._file_sd} holds what is no list of targets, left alone: {listed}")
+                )
         except OSError as error:
             self._failed(error)
 

@@ -13,15 +13,18 @@ import re
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gradwatch.sinks.listen import Address
 from gradwatch.sinks.processes import is_running, start_ticks
-from gradwatch.sinks.whole_file import write_whole
+from gradwatch.sinks.whole_file import read_regular, write_whole
 from gradwatch.snapshot import RunInfo
 
 MOURNING_SECONDS = 900.0
 _META = "__meta_gradwatch_"
 _MOST_BYTES = 1 << 16
+# Deeply nested brackets end in RecursionError.
+_NOT_AN_ENTRY = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 def target_labels(run: RunInfo) -> dict[str, str]:
@@ -62,20 +65,25 @@ def remove_target(path: str) -> None:
             os.unlink(path)
 
 
+def strangers(directory: str) -> list[str]:
+    """Names in the list's folder that look like entries and cannot be read as one: junk, a FIFO, a link."""
+    return [path.name for path in _entries(directory) if not _labels(str(path))]
+
+
 def sweep(directory: str, now: float) -> None:
     """Mark the entries of dead processes of this machine, and remove those dead for 15 minutes.
 
-    `now` is Unix time. What cannot be read or written is left alone: it may be anybody's.
+    `now` is Unix time. What cannot be read or written is left alone: another program may have put it there.
     """
-    for path in sorted(Path(directory).glob("gradwatch-*-rank*.json")):
+    for path in _entries(directory):
         labels = _labels(str(path))
         pid, started = _number(labels, "pid"), _number(labels, "started")
         if labels.get(f"{_META}node") != platform.node() or not pid or is_running(pid, started):
             continue
-        with suppress(OSError, ValueError):
+        with suppress(*_NOT_AN_ENTRY):
             noticed = _number(labels, "dead_since")
             if not noticed:
-                groups = json.loads(path.read_text(encoding="utf-8"))
+                groups = _groups(str(path))
                 groups[0]["labels"][f"{_META}dead_since"] = str(int(now))
                 write_whole(str(path), groups, 0o644)
             elif now - noticed > MOURNING_SECONDS:
@@ -84,23 +92,30 @@ def sweep(directory: str, now: float) -> None:
 
 def _replace_dead(directory: str, node: str, port: int) -> None:
     """Remove entries of dead processes of this machine that had this port: the new one would be scraped as them."""
-    for path in sorted(Path(directory).glob("gradwatch-*-rank*.json")):
+    for path in _entries(directory):
         labels = _labels(str(path))
         if labels.get(f"{_META}node") == node and _number(labels, "dead_since"):
-            with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-                (target,) = json.loads(path.read_text(encoding="utf-8"))[0]["targets"]
+            with suppress(*_NOT_AN_ENTRY):
+                (target,) = _groups(str(path))[0]["targets"]
                 if target.rpartition(":")[2] == str(port):
                     path.unlink()
+
+
+def _entries(directory: str) -> list[Path]:
+    return sorted(Path(directory).glob("gradwatch-*-rank*.json"))
 
 
 def _labels(path: str) -> dict[str, str]:
     """The labels of an entry; empty where the file is gone, half-written or somebody else's."""
     try:
-        with open(path, encoding="utf-8") as file:
-            groups = json.loads(file.read(_MOST_BYTES))
-        return {str(key): str(value) for key, value in groups[0]["labels"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {str(key): str(value) for key, value in _groups(path)[0]["labels"].items()}
+    except _NOT_AN_ENTRY:
         return {}
+
+
+def _groups(path: str) -> Any:
+    """The document in an entry's file; raises one of `_NOT_AN_ENTRY`."""
+    return json.loads(read_regular(path, _MOST_BYTES))
 
 
 def _number(labels: dict[str, str], name: str) -> int:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gradwatch.health import Health
 from gradwatch.serve.fleet import Fleet, Scanner
+from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.snapshot import Decision, Record, RunInfo
@@ -66,8 +67,8 @@ def record_run(run: RunInfo, records: list[Record], close: bool = True) -> list[
     return records
 
 
-def scan(*roots: Path, state: str = "") -> Fleet:
-    return Scanner(roots, Summaries(state)).scan()
+def scan(*roots: Path, reach: Reach | None = None, state: str = "") -> Fleet:
+    return Scanner(roots, Summaries(state), reach=reach or Reach()).scan()
 
 
 def series(text: bytes) -> dict[str, float]:

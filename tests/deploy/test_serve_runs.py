@@ -20,6 +20,7 @@ from gradwatch.journal.entries import LostEntry
 from gradwatch.serve.answers import metrics, sd
 from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.page import fleet_page
+from gradwatch.serve.reach import Reach
 from gradwatch.sinks.exposition import render
 from gradwatch.sinks.families import families
 from gradwatch.sinks.journal import JournalSink
@@ -208,14 +209,45 @@ def test_a_restart_takes_the_place_of_its_first_attempt(tmp_path: Path, dead_pid
     sink.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "allowed", "handed_out"),
+    [
+        ("203.0.113.7", [], False),
+        ("203.0.113.7", ["203.0.113.0/24"], True),
+        ("203.0.113.7", ["10.0.0.0/8", "node-9"], False),
+        ("127.0.0.2", [], True),
+        ("fe80::1", [], False),
+    ],
+)
+def test_only_addresses_of_this_machine_or_allowed_ones(
+    host: str, allowed: list[str], handed_out: bool, tmp_path: Path
+) -> None:
+    """An endpoint file of this machine's name must not send Prometheus to any address in the network."""
+    (tmp_path / "run").mkdir()
+    says = {"host": host, "port": 80, "pid": os.getpid(), "run_id": "run", "rank": 0, "attempt": 0}
+    path = tmp_path / "run" / "endpoint-rank0.json"
+    path.write_text(json.dumps({**says, "node": platform.node()}))
+    fleet = scan(tmp_path, reach=Reach.parse("", allowed))
+    assert [group["targets"] for group in json.loads(sd(fleet).body)] == (
+        [[f"{host}:80"]] if handed_out else []
+    )
+    assert len(fleet.refused) == (not handed_out)
+
+
 def test_an_open_endpoint_of_another_machine(tmp_path: Path) -> None:
-    """Its processes cannot be seen: a target by its machine's name, or by the name Prometheus needs."""
+    """Refused unless allowed by its machine's name, or handed out by the operator's own name for it."""
     (tmp_path / "far").mkdir()
     says = {"host": "0.0.0.0", "port": 29440, "pid": 1, "run_id": "far", "rank": 3, "attempt": 0}
     path = tmp_path / "far" / "endpoint-rank3.json"
     path.write_text(json.dumps({**says, "node": "node-9"}))
     fleet = scan(tmp_path)
+    assert json.loads(sd(fleet).body) == []
+    assert [str(member.refused) for member in fleet.refused] == ["0.0.0.0:29440"]
+    assert b"gradwatch_serve_refused_targets 1" in metrics(fleet, 60).body
+    fleet = scan(tmp_path, reach=Reach.parse("", ["node-9"]))
     assert json.loads(sd(fleet).body)[0]["targets"] == ["node-9:29440"]
+    assert fleet.refused == ()
+    fleet = scan(tmp_path, reach=Reach.parse("gateway", []))
     assert json.loads(sd(fleet, "gateway").body)[0]["targets"] == ["gateway:29440"]
     os.utime(path, (1, 1))
     assert scan(tmp_path).members[0].state == "silent"

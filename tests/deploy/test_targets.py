@@ -115,7 +115,17 @@ def test_a_dead_entry_goes_when_another_process_gets_its_port(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[", "[]", "{}", "[1]", '[{"labels": 3}]', '[{"labels": {"__meta_gradwatch_pid": "x"}}]', "\udcff"],
+    [
+        "",
+        "[",
+        "[[[[" * 15_000,
+        "[]",
+        "{}",
+        "[1]",
+        '[{"labels": 3}]',
+        '[{"labels": {"__meta_gradwatch_pid": "x"}}]',
+        "\udcff",
+    ],
 )
 def test_foreign_and_half_written_entries_are_left_alone(content: str, tmp_path: Path) -> None:
     """Nothing is raised, nothing is removed."""
@@ -124,6 +134,26 @@ def test_foreign_and_half_written_entries_are_left_alone(content: str, tmp_path:
     sweep(str(tmp_path), time.time())
     remove_target(str(path))
     assert path.read_bytes() == content.encode("utf-8", "surrogateescape")
+
+
+def test_a_fifo_and_a_link_cost_a_line_and_no_training(tmp_path: Path) -> None:
+    """In a shared folder anything may lie under an entry's name: reading it must not wait, nor follow it."""
+    folder = tmp_path / "targets"
+    folder.mkdir()
+    os.mkfifo(folder / "gradwatch-x-rank0.json")
+    (folder / "gradwatch-y-rank0.json").symlink_to(folder / "gradwatch-x-rank0.json")
+    said: list[str] = []
+    sink = make_sink("prometheus", {"listen": "127.0.0.1:0", "file_sd": str(folder)})
+    health = Health(lambda component, error: said.append(f"{component}: {error}"))
+    sink.open(make_run(tmp_path, host=platform.node()), health)
+    assert len(list(folder.glob("*.json"))) == 3
+    sink.close()
+    assert len(said) == 1
+    assert "left alone: gradwatch-x-rank0.json, gradwatch-y-rank0.json" in said[0]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "gradwatch-x-rank0.json",
+        "gradwatch-y-rank0.json",
+    ]
 
 
 def test_another_machines_processes_are_not_ours_to_judge(tmp_path: Path) -> None:

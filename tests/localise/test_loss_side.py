@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.finding import Finding
+from gradwatch.localise import loss_side
 from tests.kept import Kept
 
 Loss = Callable[[Tensor, bool], tuple[Tensor, ...]]
@@ -114,3 +115,13 @@ def test_a_fault_of_ours_leaves_the_answer(broken: type[Exception], monkeypatch:
     finding = next(finding for record in kept.records for finding in record.findings)
     assert finding.phase == "loss"
     assert torch.isfinite(model.weight).all()
+
+
+def test_a_tensor_exponent_is_not_asked_of_a_freed_graph() -> None:
+    """`base ** tensor` saves its exponent in the graph: once freed it cannot be read, and need not be."""
+    base = torch.ones(3, requires_grad=True)
+    powers = base ** torch.tensor([1.5])
+    node = powers.grad_fn
+    powers.sum().backward()
+    assert node is not None
+    assert loss_side.singular(node)
