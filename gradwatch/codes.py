@@ -254,6 +254,14 @@ _ENTRIES = (
         "Choose another name for the label; `severity:` is a key of the rule.",
     ),
     Code(
+        "GW215",
+        "cannot be carried out",
+        "An action that means nothing for what its rule judges, or that no hook could do where it is asked for; a sink"
+        " that cannot be made of its options, or whose library is not installed here. `gradwatch run` refuses it too.",
+        "rules: {r: {detect: {kind: rank_outlier}, do: [clip: {to: 1.0}]}}",
+        "The message names the alternative: another action, another option, or what to install.",
+    ),
+    Code(
         "GW301",
         "a series that cannot be read",
         "In a test file the values of a series are written as promtool writes them: numbers, NaN, Inf and _ (missing),"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,10 @@ from gradwatch.applied import factors_of, reshaped, told, unclipped
 from gradwatch.checkpoint import joined
 from gradwatch.course import CALM, CALM_AGAIN, Clock, Course
 from gradwatch.courses import Courses
+from gradwatch.detectors.detector import Column
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import settled
-from gradwatch.errors import GradwatchError
+from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.hooks.acting import left_by_zeroing
 from gradwatch.hooks.assemble import Extras, as_float32, assemble, of_norms
 from gradwatch.hooks.deferred import Measured
@@ -32,9 +33,20 @@ from gradwatch.hooks.standing import Found, carried_scale
 from gradwatch.hooks.window import Window
 from gradwatch.publishing import Publishing
 from gradwatch.refusals import permitted
-from gradwatch.snapshot import CheckpointHealth, Decision, Order, Record, Snapshot, Verdict
+from gradwatch.snapshot import (
+    RANK_COLUMNS,
+    SCALAR_COLUMNS,
+    CheckpointHealth,
+    Decision,
+    Order,
+    Record,
+    Snapshot,
+    Verdict,
+)
 from gradwatch.surroundings import Surroundings
 
+MEASURED = frozenset({*get_args(Column), *SCALAR_COLUMNS, *RANK_COLUMNS}) - {"loss"}
+"""Names that no observed value may take."""
 UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""
 NOTHING = Extras()
@@ -74,7 +86,14 @@ class Judging:
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not courses.in_backward
 
     def observe(self, name: str, value: float | Tensor) -> None:
-        """Keep a one-per-step value for the next step of every lane."""
+        """Keep a one-per-step value for the next step of every lane.
+
+        Raises `AttachError` for the name of something that gradwatch measures itself: it would stand in its place.
+        """
+        if name in MEASURED:
+            raise AttachError(
+                f"observe({name}=…) is not used: gradwatch measures {name!r} itself; choose another name"
+            )
         self._observed += 1
         self._scalars[name] = (self._observed, kept(value))
 

@@ -46,7 +46,7 @@ from gradwatch.process import here
 from gradwatch.publishing import Publishing
 from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rules import RuleSet
-from gradwatch.settings import Settings, run_info, sink_specs
+from gradwatch.settings import Settings, check_directory, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import Decision, Event, Record, RunInfo, Sites, Snapshot, Verdict
@@ -125,6 +125,8 @@ class Loop:
     ) -> None:
         check_snapshots(self.ruleset)
         specs = sink_specs(self.ruleset, settings, self.run.rank)
+        if sinks is None and any(spec.kind == "journal" for spec in specs):
+            check_directory(settings.run_root(self.ruleset))
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
@@ -170,6 +172,10 @@ class Loop:
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
         for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
             sink.open(self.run)
+        for sink in self._sinks:
+            moved = getattr(sink.sink, "moved", "")
+            if moved:
+                self._say_once(sink.name, AttachError(moved))
         self._note_inactive()
         self._boundary = Boundary(self._capture, self)
         self._stages = PipelineStages(self._stage_scaled, self.failed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from gradwatch.errors import AttachError
 from gradwatch.rules import RuleSet, SinkSpec
 from gradwatch.snapshot import RuleInfo, RunInfo
 
@@ -63,6 +64,22 @@ class Settings:
             strict_rules=strict_rules or _switched_on(env, "GRADWATCH_STRICT_RULES"),
         )
 
+    def run_root(self, ruleset: RuleSet) -> str:
+        """The absolute path of the folder that receives one folder per run."""
+        journal = next((spec for spec in ruleset.sinks or () if spec.kind == "journal"), SinkSpec("journal"))
+        return os.path.abspath(self.run_dir or str(journal.options.get("dir", DEFAULT_DIR)))
+
+
+def check_directory(path: str) -> None:
+    """Raise `AttachError` where the run folder cannot be made because something in its path is no folder."""
+    place = os.path.abspath(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise AttachError(
+            f"the run folder cannot be made: {place} is not a folder; give another one (--dir, run_dir)"
+        )
+
 
 def _switched_on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "0") not in ("", "0")
@@ -92,11 +109,9 @@ def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) 
     """The identity of this run and rank, from the launcher's environment (torchrun sets RANK and so on)."""
     env = os.environ
     run_id = _as_folder(settings.run_id or _shared_id(env)) or _fresh_id()
-    journal = next((spec for spec in ruleset.sinks or () if spec.kind == "journal"), SinkSpec("journal"))
-    root = settings.run_dir or str(journal.options.get("dir", DEFAULT_DIR))
     return RunInfo(
         run_id=run_id,
-        directory=os.path.join(os.path.abspath(root), run_id),
+        directory=os.path.join(settings.run_root(ruleset), run_id),
         rank=_number(env, "RANK", 0),
         local_rank=_number(env, "LOCAL_RANK", 0),
         world_size=_number(env, "WORLD_SIZE", 1),

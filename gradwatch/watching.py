@@ -105,6 +105,9 @@ class Watch(Loop):
         taken out. `observe(loss=…)` replaces it for that step: for a loop whose backward starts from a tensor of
         several elements, or from another number than the one to be judged.
 
+        A name of something that gradwatch measures itself (`lr`, `loss_scale`, `scaler_skip`, `norm` …) is not used,
+        which the log says once.
+
         Seen by the next `optimizer.step()` of every watched optimizer. A tensor is detached; one on a device
         is read without waiting when the step is judged.
         """
@@ -113,6 +116,8 @@ class Watch(Loop):
         for name, value in scalars.items():
             try:
                 self._judging.observe(name, value)
+            except AttachError as error:  # said once, with the reason; the value is not used
+                self.health.report("observe", error)
             except Exception as error:
                 self.failed("observe", error)
 

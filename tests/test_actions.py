@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradwatch
-from gradwatch.errors import AttachError, TrainingStopped
+from gradwatch.errors import RuleFileError, TrainingStopped
 from gradwatch.hooks import acting
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Decision, Order
@@ -450,7 +450,7 @@ def test_stop_leaves_weights_and_state_and_comes_after_the_record() -> None:
 def test_what_would_mean_nothing_is_refused_at_attach(rule: str, said: str) -> None:
     """With the reason, before training starts."""
     training = Training()
-    with pytest.raises(AttachError, match=said):
+    with pytest.raises(RuleFileError, match=said):
         gradwatch.watch(
             training.model,
             rules=parse_rules(f"version: 1\nmodules: {{tap: output}}\nrules: {{r: {rule}}}"),

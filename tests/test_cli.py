@@ -213,15 +213,17 @@ def test_an_action_that_cannot_be_had_stops_run_before_the_script(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Valid language, but not here: exit 2 with the reason, and `rules check` notes it."""
+    """Valid language, but not here: exit 2 with the reason, and `rules check` refuses it at its place."""
     path = tmp_path / "bundle.gradwatch.yaml"
     path.write_text(GOOD.replace("optional: true", "do: [snapshot]"))
     monkeypatch.setattr(place, now)
     assert main(["run", "--rules", str(path), "--", "touch", str(tmp_path / "started")]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "started").exists()
-    assert main(["rules", "check", str(path)]) == 0
-    assert says in capsys.readouterr().out
+    assert main(["rules", "check", str(path)]) == 1
+    checked = capsys.readouterr().err
+    assert says in checked
+    assert f"{path}:3:36" in checked
 
 
 @pytest.mark.parametrize(

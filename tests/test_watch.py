@@ -210,7 +210,12 @@ def test_action_not_built_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     """An action that a version knows and cannot carry out is refused at attach, never ignored."""
     monkeypatch.setattr("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}))
     model, optimizer = build()
-    rules = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{snapshot: {keep: 1}}]}}")
+    text = "version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{snapshot: {keep: 1}}]}}"
+    with pytest.raises(RuleFileError, match="snapshot"):
+        parse_rules(text)
+    monkeypatch.undo()
+    rules = parse_rules(text)
+    monkeypatch.setattr("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}))
     with pytest.raises(AttachError, match="snapshot"):
         watch(model, optimizer, rules=rules)
 

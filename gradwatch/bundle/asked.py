@@ -21,7 +21,7 @@ def snapshots(ruleset: RuleSet) -> dict[str, Action]:
 
 
 def unavailable(ruleset: RuleSet) -> list[str]:
-    """Why bundles cannot be kept here, one sentence per rule that wants them; torch is not needed to tell."""
+    """Why bundles cannot be kept here, one sentence for each of `snapshots`; torch is not needed to tell."""
     asked = snapshots(ruleset)
     try:
         if asked:

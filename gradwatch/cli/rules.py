@@ -84,10 +84,8 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str) -> dict[str, Any]:
-    """What one file holds: its rules and digest, or its problems; notes on what cannot be done here."""
-    from gradwatch.bundle.asked import unavailable
-    from gradwatch.engine.admission import unbuilt
-    from gradwatch.rulefile import load_rules
+    """What one file holds: its rules and digest, or its problems; notes on what is sampled."""
+    from gradwatch.cli.preflight import load
 
     report: dict[str, Any] = {
         "path": path,
@@ -98,12 +96,11 @@ def check_one(path: str) -> dict[str, Any]:
         "problems": [],
     }
     try:
-        ruleset = load_rules(path)
+        ruleset = load(path)
     except RuleFileError as error:
         return report | {"ok": False, "problems": list(error.problems)}
-    refused = [f"{each}; gradwatch run refuses it" for each in (*unbuilt(ruleset), *unavailable(ruleset))]
     sampled = [rule.id for rule in ruleset.rules if rule.enabled and rule.bursts]
-    notes = [*refused, *([SAMPLED_RULES.format(", ".join(sampled))] if sampled else [])]
+    notes = [SAMPLED_RULES.format(", ".join(sampled))] if sampled else []
     enabled = sum(rule.enabled for rule in ruleset.rules)
     return report | {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
 

@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--on-config-error",
         choices=("exit", "continue"),
         default="exit",
-        help="a bad rule file: exit 2 before the script starts (default), or run the script unwatched",
+        help="a bad rule file, folder or address: exit 2 before the script starts (default), or run it unwatched",
     )
     parser.add_argument(
         "--strict",
@@ -72,12 +72,12 @@ def handle(arguments: argparse.Namespace) -> int:
         become(tuple(command), os.environ)
     rules = arguments.rules or os.environ.get("GRADWATCH_RULES") or "default"
     try:
-        check_rules(rules, settings(arguments).get("GRADWATCH_RUN_ID", ""))
+        check(rules, arguments)
     except (RuleFileError, AttachError) as error:
         complain(str(error))
         if arguments.on_config_error == "exit":
             return 2
-        complain(f"gradwatch: {rules} was refused; running unwatched, as --on-config-error=continue asks")
+        complain("gradwatch: refused; running unwatched, as --on-config-error=continue asks")
         become(tuple(command), os.environ)
     from gradwatch.launch.command import prepare
 
@@ -87,29 +87,27 @@ def handle(arguments: argparse.Namespace) -> int:
     return become(launch.argv, launch.env)
 
 
-def check_rules(source: str, run: str) -> None:
-    """Refuse what would leave the command unwatched.
+def check(source: str, arguments: argparse.Namespace) -> None:
+    """Refuse what would leave the command unwatched, or unlike what was asked.
 
     Raises:
-        RuleFileError: with everything wrong in the rule file.
-        AttachError: for what is not built yet, and for an action or a sink that cannot be had: its library is not
-            installed.
+        RuleFileError: with everything wrong in the rule file, and what of it cannot be had here.
+        AttachError: for a run folder that cannot be made, and an address that is none.
     """
-    from gradwatch.bundle.asked import check_snapshots
-    from gradwatch.engine.admission import impossible, unbuilt
-    from gradwatch.rulefile import load_rules
-    from gradwatch.settings import Settings, sink_specs
-    from gradwatch.sinks import make_sink
+    from gradwatch.cli.preflight import load
+    from gradwatch.settings import DEFAULT_SINKS, Settings, check_directory
+    from gradwatch.sinks.listen import parse_listen
 
-    ruleset = load_rules(source, run=run)
-    missing = [*unbuilt(ruleset), *impossible(ruleset)]
-    if missing:
-        listed = "\n".join(f"  - {each}" for each in missing)
-        raise AttachError(f"{source} asks for what this version cannot do:\n{listed}")
-    check_snapshots(ruleset)
-    if ruleset.sinks is not None:
-        for spec in sink_specs(ruleset, Settings.resolve(source), rank=0):
-            make_sink(spec.kind, spec.options)  # opens nothing
+    given = Settings.resolve(source, env={**os.environ, **settings(arguments)})
+    ruleset = load(source, given.run_id or "")
+    kinds = [spec.kind for spec in (DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks)]
+    if given.run_dir is not None or "journal" in kinds:
+        check_directory(given.run_root(ruleset))
+    if given.listen is not None and "prometheus" in kinds:
+        try:
+            parse_listen(given.listen)
+        except ValueError as error:
+            raise AttachError(str(error)) from None
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:

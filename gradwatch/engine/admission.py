@@ -28,11 +28,7 @@ def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
     as `UnmatchedRulesError`.
     """
     labelled = sites.labelled(labels(ruleset.groups, sites))
-    problems = [
-        *unbuilt(ruleset),
-        *impossible(ruleset),
-        *misplaced(ruleset),
-    ]
+    problems = [f"{reason}{_origin(ruleset, place)}" for place, reason in objections(ruleset)]
     if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
         problems += misfits(ruleset, labelled)
     if problems:
@@ -46,27 +42,26 @@ def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
         )
 
 
-def unbuilt(ruleset: RuleSet) -> list[str]:
-    """What the rules ask for that this version does not have, one sentence each; needs no model."""
-    problems = []
+def objections(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
+    """(place, reason) of everything that cannot be carried out whatever the model: a place is "RULE.do" or "clip"."""
     for rule in ruleset.rules:
-        for action in rule.do if rule.enabled else ():
-            name = str(action.params["to"]) if action.name == "escalate" else action.name
-            if name in NOT_BUILT:
-                problems.append(
-                    f"rule {rule.id!r}: action {name!r} is not built yet; "
-                    f"remove it from `do:`, or set `enabled: false`{_origin(ruleset, rule.id + '.do')}"
-                )
-    return problems + ([] if ruleset.clip is None else _unbuilt_clip(ruleset.clip))
+        reasons = [*_not_built(rule), *_meaningless(rule), *misplaced(rule, ruleset)] if rule.enabled else []
+        if rule.acts and ruleset.modules is None and rule.detect.columns[0] in MODULE_COLUMNS:
+            reasons.append(
+                f"{rule.detect.columns[0]} is read by module taps only: add `modules: {{tap: output}}`"
+            )
+        for reason in reasons:
+            yield f"{rule.id}.do", f"rule {rule.id!r}: {reason}"
+    for reason in () if ruleset.clip is None else _unbuilt_clip(ruleset.clip):
+        yield "clip", reason
 
 
-def impossible(ruleset: RuleSet) -> list[str]:
-    """What no version could do: actions that mean nothing for what their rule judges; needs no model."""
-    problems = []
-    for rule in ruleset.rules:
-        for reason in _meaningless(rule) if rule.enabled else ():
-            problems.append(f"rule {rule.id!r}: {reason}{_origin(ruleset, rule.id + '.do')}")
-    return problems
+def _not_built(rule: Rule) -> Iterator[str]:
+    """What a rule asks for that this version does not have."""
+    for action in rule.do:
+        name = str(action.params["to"]) if action.name == "escalate" else action.name
+        if name in NOT_BUILT:
+            yield f"action {name!r} is not built yet; remove it from `do:`, or set `enabled: false`"
 
 
 def _meaningless(rule: Rule) -> Iterator[str]:

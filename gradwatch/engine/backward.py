@@ -176,18 +176,15 @@ def _normalizing(policy: Normalize, size: int) -> Bound:
     )
 
 
-def misplaced(ruleset: RuleSet) -> Iterator[str]:
-    """What cannot be done in the backward by any hook, one sentence each."""
-    for rule in ruleset.rules:
-        if not rule.enabled:
-            continue
-        for action in rule.do:
-            if action.name == "drop_micro" and rule.detect.kind != "nonfinite":
-                yield f"rule {rule.id!r}: `drop_micro` drops what is not finite, so it needs kind: nonfinite"
-            if _at_backward(action):
-                reason = _cannot(rule, action.params.get("to"), ruleset)
-                if reason:
-                    yield f"rule {rule.id!r}: `clip: {{at: backward}}` {reason}; use `at: step`"
+def misplaced(rule: Rule, ruleset: RuleSet) -> Iterator[str]:
+    """What of a rule cannot be done in the backward by any hook, one sentence each."""
+    for action in rule.do:
+        if action.name == "drop_micro" and rule.detect.kind != "nonfinite":
+            yield "`drop_micro` drops what is not finite, so it needs kind: nonfinite"
+        if _at_backward(action):
+            reason = _cannot(rule, action.params.get("to"), ruleset)
+            if reason:
+                yield f"`clip: {{at: backward}}` {reason}; use `at: step`"
 
 
 def _cannot(rule: Rule, to: object, ruleset: RuleSet) -> str:

@@ -8,16 +8,18 @@ depth 32; a file may extend others, 16 in all. They keep the worst input within 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from gradwatch.engine.admission import objections
 from gradwatch.rulefile.canonical import canonical, digest
 from gradwatch.rulefile.clips import clip
 from gradwatch.rulefile.files import Collector, locate, pack_directory, pack_names, read, start
-from gradwatch.rulefile.items import sinks
+from gradwatch.rulefile.items import named_items, sinks
 from gradwatch.rulefile.jsonschema import json_schema
 from gradwatch.rulefile.merge import merge_documents
-from gradwatch.rulefile.nodes import Map, Node, Problems, Scalar, Seq, data
+from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, data
 from gradwatch.rulefile.resolve import Resolver, groups
 from gradwatch.rulefile.schema import MOST_OVERRIDES
 from gradwatch.rulefile.structure import structure
@@ -26,10 +28,15 @@ from gradwatch.rules import Modules, RuleSet
 __all__ = ["canonical", "json_schema", "load_rules", "pack_directory", "pack_names", "parse_rules"]
 
 
-def load_rules(source: str | os.PathLike[str], *, run: str = "") -> RuleSet:
+Refuse = Callable[[RuleSet], Iterable[tuple[str, str]]]
+"""(place, reason) of what else is to be refused: a place is "RULE.do", or "sinks.N" for the sink at position N."""
+
+
+def load_rules(source: str | os.PathLike[str], *, run: str = "", refuse: Refuse | None = None) -> RuleSet:
     """The rules of a shipped pack (by name, such as "default") or of a file (by path).
 
-    `run` is the run id that `overrides: match: {run: …}` is compared with. Raises `RuleFileError`.
+    `run` is the run id that `overrides: match: {run: …}` is compared with; `refuse` is asked last, of what only the
+    caller knows (which libraries there are). Raises `RuleFileError`.
     """
     spelled = os.fspath(source)
     path = locate(spelled, "") if isinstance(source, str) else spelled
@@ -37,7 +44,7 @@ def load_rules(source: str | os.PathLike[str], *, run: str = "") -> RuleSet:
     text = read(path, start(path), problems)
     if text is None:
         raise problems.error()
-    return _load(text, path, run, problems)
+    return _load(text, path, run, problems, refuse)
 
 
 def parse_rules(text: str, path: str = "<string>", run: str = "") -> RuleSet:
@@ -47,14 +54,18 @@ def parse_rules(text: str, path: str = "<string>", run: str = "") -> RuleSet:
     return _load(text, path, run, Problems())
 
 
-def _load(text: str, path: str, run: str, problems: Problems) -> RuleSet:
+def _load(text: str, path: str, run: str, problems: Problems, refuse: Refuse | None = None) -> RuleSet:
     collector = Collector(problems)
     collector.add(text, path)
     for document in collector.files:
         structure(document, problems)
     if not collector.files:
         raise problems.error()
-    ruleset = _resolve(_merged(collector.files, run, problems), problems)
+    document = _merged(collector.files, run, problems)
+    ruleset = _resolve(document, problems)
+    if not len(problems):
+        for place, reason in (*objections(ruleset), *(refuse(ruleset) if refuse is not None else ())):
+            problems.add(_mark_of(place, document), "GW215", reason)
     if len(problems):
         raise problems.error()
     return replace(ruleset, digest=digest(ruleset))
@@ -114,6 +125,17 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
         origins=resolver.origins | _origins_of_groups(section),
         inactive=resolver.inactive,
     )
+
+
+def _mark_of(place: str, document: Map) -> Mark:
+    """Where a place of `objections` or of a `Refuse` stands."""
+    name, _, key = place.rpartition(".")
+    listed = document.get("sinks")
+    if name == "sinks" and isinstance(listed, Seq):
+        return [mark for _, mark, _ in named_items(listed, "sink", Problems())][int(key)]
+    rules = document.get("rules")
+    node = rules.get(name) if isinstance(rules, Map) else None
+    return node.key_mark(key) if isinstance(node, Map) else document.key_mark(place)
 
 
 def _origins_of_groups(section: Node | None) -> dict[str, str]:

@@ -73,8 +73,25 @@ def check(
     except ValidationError as error:
         _Report(node, model, problems, at, where, elsewhere or {}).all(error.errors(include_url=False))
         result = None
+    else:
+        _in_float32(node, problems)
     problems.checked[id(node), model] = (node, result)
     return result
+
+
+FLOAT32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+"""Smallest and largest positive normal number."""
+
+
+def _in_float32(node: Map, problems: Problems) -> None:
+    """Report numbers that become 0, lose digits or become infinite in float32, in which gradients are compared."""
+    for key, entry in node.entries.items():
+        value = entry.node.value if isinstance(entry.node, Scalar) else None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and value and not FLOAT32[0] <= abs(value) <= FLOAT32[1]:
+            reason = "float32, in which gradients are compared, cannot hold it"
+            message = f"{quoted(key)} cannot be {shown(entry.node)}: {reason}"
+            problems.add(entry.node.mark, "GW105", message, "from 1.2e-38 to 3.4e38, or 0")
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:

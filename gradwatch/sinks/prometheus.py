@@ -83,6 +83,7 @@ class PrometheusSink:
             raise ValueError("params: match needs globs in `match`")
         self.listen = parse_listen(listen) if listen is not None else None
         self.url: str | None = None
+        self.moved = ""  # where it serves instead, and why, if the port asked for could not be had
         self._params, self._top_k, self._match = params, top_k, tuple(match)
         self._limits, self._clock = limits, clock
         self._file_sd, self._stall_seconds = file_sd, stall_seconds
@@ -103,13 +104,16 @@ class PrometheusSink:
         self._run, self._health = run, health
         if self.listen is None or self._endpoint is not None:
             return
-        listener = listening_socket(rank_address(self.listen, run.local_rank))
+        wanted = rank_address(self.listen, run.local_rank)
+        listener = listening_socket(wanted)
         routes = {"/metrics": self._metrics, "/healthz": lambda _: plain("ok"), "/": self._page}
         self._endpoint = Endpoint(listener, routes, self._failed, self._limits)
         self._endpoint.start()
         address = self._endpoint.address
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
         self.url = f"http://{address._replace(host=reachable)}/metrics"
+        if wanted.port not in (0, address.port):
+            self.moved = f"{wanted} is taken or not allowed; /metrics is served at {self.url}"
         try:
             self._endpoint_file = write_endpoint(run, address, self.url)
         except OSError as error:

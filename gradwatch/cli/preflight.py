@@ -1,0 +1,35 @@
+"""What `gradwatch run` refuses beyond the text of a rule file, told at its place by `gradwatch rules check` too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gradwatch.errors import AttachError
+
+if TYPE_CHECKING:
+    from gradwatch.rules import RuleSet
+
+
+def load(source: str, run: str = "") -> RuleSet:
+    """The rules of a file or pack. Raises `RuleFileError` with everything that `gradwatch run` refuses of it here."""
+    from gradwatch.rulefile import load_rules
+
+    return load_rules(source, run=run, refuse=refused)
+
+
+def refused(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
+    """(place, reason) of bundles and sinks that cannot be had: libraries that are missing, options that do not fit."""
+    from gradwatch.bundle.asked import snapshots, unavailable
+    from gradwatch.settings import Settings, sink_specs
+    from gradwatch.sinks import make_sink
+
+    for rule, reason in zip(snapshots(ruleset), unavailable(ruleset), strict=False):
+        yield f"{rule}.do", reason
+    if ruleset.sinks is None:
+        return
+    for number, spec in enumerate(sink_specs(ruleset, Settings.resolve(env={}), rank=0)):
+        try:
+            make_sink(spec.kind, spec.options)  # opens nothing
+        except AttachError as error:
+            yield f"sinks.{number}", str(error)
