@@ -142,7 +142,7 @@ class Courses:
             course.micro = self._micro(lane, before)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         # Replaced, never written to: an endpoint's thread may be reading it.
-        self.reads = self.reads | {one.rule.id: one.series.column for one in bound.plan.rules}
+        self.reads = self.reads | {one.rule.id: one.series.source for one in bound.plan.rules}
         self._restore(lane)
         self.publish_bounds(course)
 

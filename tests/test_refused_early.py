@@ -1,4 +1,4 @@
-"""What `gradwatch run` refuses is refused before the script starts; `gradwatch rules check` refuses it at the same place."""
+"""What `gradwatch run` refuses, before the script starts; `gradwatch rules check` refuses it at the same place."""
 
 from __future__ import annotations
 

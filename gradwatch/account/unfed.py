@@ -22,4 +22,4 @@ def unfed(reads: Mapping[str, str], came: Collection[str], judged: int) -> dict[
 
 
 def _why(column: str) -> str:
-    return NEVER_CAME.get(column, f"{column} was never measured")
+    return NEVER_CAME.get(column, f"{column.partition(':')[0]} was never measured")
