@@ -247,7 +247,7 @@ def norms_of(record: Record) -> StepNorms:
 
 def _gone(lane: Lane, snapshot: Snapshot) -> str:
     """Why nothing is left of a step when it is judged; "" where it is about to be taken."""
-    if lane.inside_backward:
+    if lane.inside_backward or lane.without_optimizer:
         return INSIDE
     if lane.step != snapshot.step:
         return LATE

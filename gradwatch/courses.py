@@ -136,9 +136,9 @@ class Courses:
             vitals.load(before.vitals.to_dict())
             vitals.suspected, vitals.looked = before.vitals.suspected, before.vitals.looked
         course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals, lane)
-        if self.in_backward:
+        if self.in_backward and not lane.without_optimizer:
             self._limit(course, lane, taps, before)
-        if self._drops:
+        if self._drops and not lane.without_optimizer:
             course.micro = self._micro(lane, before)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         # Replaced, never written to: an endpoint's thread may be reading it.

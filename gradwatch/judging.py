@@ -172,6 +172,8 @@ class Judging:
         scalars = self._unseen(course) if self._observed > course.observed else {}
         if window.loss is not None and "loss" not in scalars:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
+        if lane.without_optimizer:
+            scalars["observed_only"] = 1.0
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
             scalars["lr"] = lr if type(lr) is float else kept(lr)  # of a capturable one, without waiting
@@ -303,6 +305,7 @@ class Judging:
             agreed=case.shared.may_act,
             empty=case.window.empty,
             inside_backward=case.lane.inside_backward,
+            without_optimizer=case.lane.without_optimizer,
             scaled=case.found.loss_scale is not None,
             report=self._around.health.report,
         )

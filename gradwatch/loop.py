@@ -64,6 +64,7 @@ OFF = (
     "{}: off, since there is nothing for them to judge, while all other rules protect; `optional: true` in the rule "
     "file silences this, --strict-rules (strict_rules=True) refuses it"
 )
+NO_OPTIMIZER = "no optimizer steps here: gradients are observed only, and no action is carried out"
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
@@ -94,7 +95,7 @@ class Loop:
         self._strict = settings.strict
         self._closed = not active
         self._on_escalate = on_escalate
-        self._said_blind = self._said_no_loss = False
+        self._said_blind = self._said_no_loss = self._said_no_optimizer = False
         self._given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
@@ -196,6 +197,9 @@ class Loop:
     def bound(self, lane: Lane) -> None:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
         lane.solitary = False
+        if lane.without_optimizer and not self._said_no_optimizer:
+            self._said_no_optimizer = True
+            self._say_once("capture", AttachError(NO_OPTIMIZER))
         self._catch_up()  # what waits was measured on the parameters as they were
         self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
@@ -224,7 +228,7 @@ class Loop:
         self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
     ) -> tuple[Finding, ...]:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
-        if self._causes is None or lane.inside_backward:
+        if self._causes is None or lane.inside_backward or lane.without_optimizer:
             return ()
         late = lane.step != snapshot.step
         return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))

@@ -8,6 +8,7 @@ from gradwatch.errors import AttachError
 from gradwatch.snapshot import Decision
 
 OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
+BY_HAND = "refused: no optimizer steps here, the loop moves the weights by code of its own"
 SCALED = (
     "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
     "would then stay too high for ever; the scaler skips such steps by itself"
@@ -23,13 +24,15 @@ def permitted(
     agreed: bool,
     empty: bool,
     inside_backward: bool,
+    without_optimizer: bool = False,
     scaled: bool,
     report: Callable[[str, BaseException], None],
 ) -> Decision:
     """The part of a decision that is carried out; what is refused is reported, and told as `mode: shadow` is.
 
     `agreed`: every rank decides the same; `empty`: the step has no gradient left to take, and is skipped;
-    `inside_backward`: the optimizer steps there; `scaled`: the gradients carry a GradScaler's scale.
+    `inside_backward`: the optimizer steps there; `without_optimizer`: there is none;
+    `scaled`: the gradients carry a GradScaler's scale.
     """
     if not agreed and (decision.skip or decision.touches):
         report("action", AttachError(NOT_ALONE))
@@ -38,6 +41,9 @@ def permitted(
         decision |= Decision(skip=True)
     if inside_backward and decision.acts:
         report("action", AttachError(OBSERVED))
+        decision = decision.withheld()
+    if without_optimizer and decision.acts:
+        report("action", AttachError(BY_HAND))
         decision = decision.withheld()
     if decision.zero is not None and scaled:
         report("action", AttachError(SCALED))

@@ -239,6 +239,7 @@ class Watch(Loop):
             "inactive": self.inactive(),
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
+            "observed_only": not self._closed and any(lane.without_optimizer for lane in self._capture.lanes),
             "healthy": checkpoint.healthy,
             "unhealthy_because": list(checkpoint.reasons),
             "account": self.account().to_dict(),

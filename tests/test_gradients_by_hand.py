@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradwatch
+from gradwatch.rulefile import parse_rules
 from gradwatch.rules import RuleSet
 from tests.kept import Kept
 from tests.recorder import norms_of, seen
@@ -92,3 +93,35 @@ def test_norms_are_those_before_the_clip_once_the_loop_is_known(
             assert dict(
                 zip(record.snapshot.sites.names, column.values.tolist(), strict=True)
             ) == pytest.approx(clipped, rel=1e-5)
+
+
+def test_gradients_set_by_hand_arrive_though_their_norm_repeats() -> None:
+    """A sign or normalised gradient has one norm in every step: each is told, and clipped."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    kept = Kept()
+    clip = parse_rules("version: 1\nclip: {total: {method: block_rms, threshold: 0.5}}\n")
+    with gradwatch.watch(model, optimizer, rules=clip, sinks=[kept], strict=True):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model.weight.grad = torch.randn(1, 4).sign() * 5
+            optimizer.step()
+    found = [record.snapshot for record in kept.records]
+    assert [one.calls.tolist() for one in found] == [[1]] * STEPS
+    assert [one.total_norm for one in found] == pytest.approx([10.0] * STEPS)
+    assert [one.total_norm_applied for one in found] == pytest.approx([1.0] * STEPS)
+
+
+def test_a_gradient_left_from_the_last_step_did_not_arrive() -> None:
+    """Never cleared and never written to: the same tensor of the same version is no gradient of this step."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kept = Kept()
+    with gradwatch.watch(model, optimizer, rules=RuleSet(), sinks=[kept], strict=True):
+        model.weight.grad = torch.ones(1, 4)
+        for step in range(4):
+            if step == 2:
+                model.weight.grad.copy_(-torch.ones(1, 4))  # of the same norm, and new
+            optimizer.step()
+    assert [record.snapshot.calls.tolist() for record in kept.records] == [[1], [0], [1], [0]]

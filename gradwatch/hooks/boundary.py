@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from gradwatch.errors import TrainingStopped
 from gradwatch.hooks import graph_task, precision, step_hooks
 from gradwatch.hooks.acting import Acting, why_stopped
+from gradwatch.hooks.by_hand import ByHand
 from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.deferred import Deferred
 from gradwatch.hooks.device import Number, arrived, capturing, kept, on_host
@@ -49,6 +50,7 @@ class Boundary:
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
         self._in_backward = InBackward(capture, judge)
+        self._by_hand = ByHand(capture, judge, self._judging_failed)
         self._registrations = capture.coverage.registrations
         self.spent_seconds = 0.0
         self.further = 0  # Snapshots beyond the first of one step
@@ -60,6 +62,7 @@ class Boundary:
         for remove in self._removes:
             remove()
         self._guarded(self._in_backward.finish)
+        self._by_hand.close()
         self.settle_deferred()
         self._acting.close()
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradwatch.hooks import graph_task
 from gradwatch.hooks.coverage import Coverage
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.losses import Losses
+from gradwatch.hooks.losses import Losses, Root
 from gradwatch.hooks.marks import Marks
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
 from gradwatch.hooks.shards import is_shard, offloaded
@@ -68,6 +68,9 @@ class Capture:
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
+        self.unowned: Callable[[list[int], Root | None], None] = (
+            _nothing  # reached parameters of no optimizer
+        )
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
@@ -242,6 +245,26 @@ class Capture:
         self.coverage.outdated()
         return lane
 
+    def adopt_unowned(self, before: Lane | None) -> Lane:
+        """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there."""
+        wanting = [param for param in self.params if param.requires_grad and param is not _GONE]
+        params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
+        lane = Lane(
+            len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
+        )
+        lane.without_optimizer, lane.born = True, False
+        lane.slots = kept
+        lane.position = {int(slot): k for k, slot in enumerate(kept)}
+        if before is not None:
+            lane.step = before.step
+            self.lanes[self.lanes.index(before)] = lane
+        return lane
+
+    @property
+    def optimized(self) -> bool:
+        """Whether an optimizer of torch's has ever been watched here, or is about to be."""
+        return any(not lane.without_optimizer for lane in self.lanes)
+
     def _in_model_order(
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
     ) -> tuple[list[nn.Parameter], np.ndarray]:
@@ -261,7 +284,8 @@ class Capture:
 
     def _predecessor(self, wanted: set[int]) -> Lane | None:
         """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
-        dead = [lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None]
+        gone = (lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None)
+        dead = [*gone, *(lane for lane in self.lanes if lane.without_optimizer)]
         same = [lane for lane in dead if wanted & set(lane.param_ids)]
         return next(iter(same or dead), None)
 
@@ -270,8 +294,11 @@ class Capture:
         for lane in self.lanes:
             if lane.optimizer is not None and lane.optimizer() is None:
                 lane.release()
-        wanted = {id(param) for lane in self.lanes for param in lane.params}
-        wanted |= {id(param) for model in self.models() for param in model.parameters()}
+        wanted = {id(param) for model in self.models() for param in model.parameters()}
+        for lane in self.lanes:
+            if lane.without_optimizer and wanted.isdisjoint(lane.param_ids):
+                lane.release()
+        wanted |= {id(param) for lane in self.lanes for param in lane.params}
         for slot, param in enumerate(self.params):
             if id(param) not in wanted and param is not _GONE:
                 self._release(slot)
@@ -335,6 +362,8 @@ class Capture:
             if optimizer not in self.stepped_inside:
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on
         self._tell_lanes(touched)
+        if touched and not self.optimized:
+            self.unowned(touched, self.losses.latest())
         self._ended()
         if self.after_backward is not _nothing and not graph_task.nested():
             self.after_backward()

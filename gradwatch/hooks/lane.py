@@ -30,8 +30,9 @@ from gradwatch.hooks.norms import CpuReader
 from gradwatch.hooks.rows import UNDERFLOW
 from gradwatch.hooks.sentinels import Sentinels
 from gradwatch.hooks.standing import StandingClips
+from gradwatch.hooks.unmarked import Unmarked
 from gradwatch.hooks.versions import grown_alike, replaced, versions_of
-from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, renewed, repeated, without
+from gradwatch.hooks.window import Reading, Repeats, State, Window, as_usual, repeated, without
 from gradwatch.snapshot import Sites
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
@@ -68,6 +69,7 @@ class Lane:
         self.silent = False  # a gradient arrived that no mark announced, though there should be one
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
+        self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
         self.solitary = (
             False  # known to need nobody at its boundaries: no other rank, no micro-batches to weigh
         )
@@ -90,6 +92,7 @@ class Lane:
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
         self.losses = WindowLoss()
+        self._unmarked = Unmarked()
         self._arrivals = Arrivals(params)
         self._habit = Habit()
         self._ids: list[int] = []
@@ -250,6 +253,7 @@ class Lane:
         self.reduced_total = None
         self._arrivals.restart()
         self.losses.clear()
+        self._unmarked.step()
         self._read_at = 0
         self._norms = self._kept = None
         self._held = []
@@ -274,6 +278,18 @@ class Lane:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
         self.advance()
         self.step -= 1
+
+    def observed(self, factor: float) -> Window:
+        """The window of a loop without an optimizer: what its last backward left, times `factor` after clips."""
+        raw = self._norms
+        assert raw is not None
+        after = raw if factor == 1.0 else raw.divided(1.0 / factor)
+        self._after = after
+        calls, current = self._arrivals.counted().copy(), self._arrivals.current
+        calls[np.array(self._versions) < 0] = 0
+        return Window(
+            self.sites, self.step, raw, after, calls, current, self.late, True, loss=self.losses.total()
+        )
 
     def divide_applied(self, window: Window, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
@@ -406,8 +422,12 @@ class Lane:
         if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
             heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
         if 0 in heard:
-            for k, count in enumerate(heard):
-                if not count and grads[k] is not None and renewed(k, state, self._last):
+            for k, (count, grad) in enumerate(zip(heard, grads, strict=True)):
+                if (
+                    not count
+                    and grad is not None
+                    and self._unmarked.is_new(k, grad, state, self._last, current)
+                ):
                     heard[k], self.silent = 1, True
         return self._arrivals.counted(), True
 

@@ -94,20 +94,6 @@ def repeated(repeats: Repeats, raw: Norms) -> bool:
     return any(ids[k] == last_ids[k] for k in equal)
 
 
-def renewed(k: int, now: State, before: State | None) -> bool:
-    """Whether a gradient no mark announced is new: not the last step's, and not all zero."""
-    if before is None:
-        return True
-    (ids, versions, raw), (last_ids, last_versions, last) = now, before
-    on_host = isinstance(raw, HostReading)
-    if on_host and raw.norms()[k] == 0:
-        return False
-    if not on_host or not isinstance(last, HostReading):
-        return ids[k] != last_ids[k] or versions[k] != last_versions[k]
-    # Not by id: the new gradient may lie where the old one did. An equal norm says that nothing arrived.
-    return bool(raw.norms()[k] != last.norms()[k])
-
-
 def as_usual(raw: Reading, after: Reading) -> bool:
     """Whether a glance was enough for these gradients, and says that they are finite."""
     if not isinstance(raw, HostReading) or raw.looked:
