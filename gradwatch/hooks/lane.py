@@ -213,6 +213,7 @@ class Lane:
         if self.thinned and last is not None and isinstance(last[2], HostReading):
             repeats = ids, last[0], last[2]
         state = ids, versions, raw
+        self._unmarked.step()
         calls, trusted = self._presence(grads, state, current, None if calm else repeats)
         doubtful = unread or self.late or self.tainted or self.distributed or not trusted
         window = Window(
@@ -253,7 +254,6 @@ class Lane:
         self.reduced_total = None
         self._arrivals.restart()
         self.losses.clear()
-        self._unmarked.step()
         self._read_at = 0
         self._norms = self._kept = None
         self._held = []

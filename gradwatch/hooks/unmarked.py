@@ -23,7 +23,7 @@ class Unmarked:
         self._now: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def step(self) -> None:
-        """The gradients looked at since the last call are those of the last step from now on."""
+        """A step is about to be looked at: what was looked at since the last call is the last step's."""
         if self._before or self._now:
             self._before, self._now = self._now, {}
 
