@@ -16,10 +16,12 @@ from torch import nn
 
 import gradwatch
 from gradwatch.checkpoint import read_tag
+from gradwatch.hooks import device
 from gradwatch.hooks.weights import FACTOR, UNREADABLE, Weights
 from gradwatch.sinks.log import LogSink
 from tests.acting_cases import Training, run_folder, watched
 from tests.kept import Kept
+from tests.test_device_path import WAITING, Operations
 
 QUIET = "rules: {r: {detect: {kind: nonfinite}, severity: warning}}"
 
@@ -188,3 +190,30 @@ def test_untouched_is_said_of_weights_that_were_looked_at(broken: bool, capsys: 
         if entry["event"].endswith("firing")
     ]
     assert line.get("weights") == (None if broken else "untouched, finite")
+
+
+def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accelerator's path on CPU tensors: the same answers, no operation that waits, the steps of its beginning."""
+    named: list[tuple[str, torch.Tensor]] = [
+        ("a", nn.Parameter(torch.ones(3))),
+        ("b", nn.Parameter(torch.ones(2))),
+    ]
+    weights, there = Weights(lambda: named), [False]
+    monkeypatch.setattr(device, "on_host", lambda tensor: False)
+    monkeypatch.setattr(device.DeviceReading, "ready", lambda reading: there[0])
+    with Operations() as operations:
+        weights.meet()
+        with torch.no_grad():
+            named[0][1].fill_(1e6)
+        assert weights.glance(lambda: {0: 7}, urgent=True) is None
+        assert weights.glance(lambda: {0: 8}, urgent=True) is None
+    assert not set(WAITING) & set(operations.names)
+    there[0] = True
+    found = weights.glance(lambda: {0: 9}, urgent=False)
+    assert found is not None
+    assert found[0] == {0: 7}
+    assert "a" in found[1][0]
+    assert weights.look() == found[1]
+    with torch.no_grad():
+        named[0][1].fill_(2.0)
+    assert weights.look() == ()

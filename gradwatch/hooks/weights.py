@@ -61,25 +61,38 @@ class Weights:
         self._reference: dict[str, float] = {}
         self._level = 0.0
         self._latest: Looked | None = None
+        self._met: list[Callable[[], Looked]] = []  # taken, and maybe still on their way from a device
+        self._known: set[str] = set()
         self._arriving: tuple[Steps, Callable[[], bool], Callable[[], Looked]] | None = None
         self._next = 0.0
 
     # -- the reference -----------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Take the parameters that are new for healthy as they are: an optimizer is about to move them first."""
+        """Take the parameters that are new for healthy as they are: an optimizer is about to move them first.
+
+        Waits for no device.
+        """
         named, began = self._trained(), time.perf_counter()
-        if all(name in self._reference for name, _ in named) or not readable(named):
+        names = {name for name, _ in named}
+        if names <= self._known or not readable(named):
             return
         with self._lock:
-            self._remember(self._begin(named)[1](), only_new=True)
+            self._known |= names
+            self._met.append(self._begin(named)[1])
             self._rest(began)
 
     def renew(self) -> None:
         """The weights of the latest look are healthy: from now on they are what others are compared with."""
         with self._lock:
             if self._latest is not None:
+                self._arrive()
                 self._remember(self._latest, only_new=False)
+
+    def _arrive(self) -> None:
+        met, self._met = self._met, []
+        for looked in met:
+            self._remember(looked(), only_new=True)
 
     def _remember(self, looked: Looked, only_new: bool) -> None:
         kept = self._reference if only_new else {}
@@ -94,13 +107,18 @@ class Weights:
 
     def to_dict(self) -> dict[str, Any]:
         """The reference, JSON-safe, for a checkpoint."""
-        return {"rms": dict(self._reference), "level": self._level}
+        with self._lock:
+            self._arrive()
+            return {"rms": dict(self._reference), "level": self._level}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from `to_dict()`; None (an earlier version wrote it): the weights are met anew."""
         saved = saved or {"rms": {}, "level": 0.0}
-        self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
-        self._level = float(saved["level"])
+        with self._lock:
+            self._met.clear()
+            self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
+            self._known = set(self._reference)
+            self._level = float(saved["level"])
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -145,7 +163,7 @@ class Weights:
             held = [(name, part) for name, param in named if (part := dense(param)).numel()]
             names, parts = tuple(name for name, _ in held), [part for _, part in held]
             numels = np.array([part.numel() for part in parts], np.float64)
-            if all(part.device.type == "cpu" for part in parts):
+            if all(map(device.on_host, parts)):
                 norms = self._on_host(parts) if parts else np.zeros(0)
                 return (lambda: True), lambda: _looked(names, norms, numels)
             size = sum(part.numel() * part.element_size() for part in parts)
@@ -160,6 +178,7 @@ class Weights:
         return norms
 
     def _judged(self, looked: Looked) -> tuple[str, ...]:
+        self._arrive()
         self._latest = looked
         broken = ~np.isfinite(looked.rms)
         if broken.any():
@@ -188,7 +207,7 @@ def readable(named: list[tuple[str, Tensor]]) -> bool:
     """Whether there are numbers behind these parameters, and reading them would disturb nothing."""
     if any(param.device.type == "meta" or not _stored(param) for _, param in named):
         return False
-    return all(param.device.type == "cpu" for _, param in named) or not device.capturing()
+    return all(device.on_host(param) for _, param in named) or not device.capturing()
 
 
 def _stored(param: Tensor) -> bool:
