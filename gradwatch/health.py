@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from gradwatch.interruption import by_signal_handler
+from gradwatch.interruption import not_ours
 
 
 class Health:
     """Counts of internal errors and which components are up; safe to use from any thread.
 
-    `report` raises nothing but what is no fault of ours: an exception from a signal handler of the script, which
-    arrived while code of ours ran, goes on to the script. `on_first` (if set) is called with (component, error) the
-    first time a component fails, so that each failure is logged once and counted ever after.
+    `report` raises nothing but what is no fault of ours: an exception that the script's signal handler raised, or one
+    of its threads sent, while this code ran, goes on to the script. `on_first` (if set) is called with (component,
+    error) the first time a component fails, so that each failure is logged once and counted ever after.
     """
 
     def __init__(self, on_first: Callable[[str, BaseException], None] | None = None) -> None:
@@ -26,8 +26,8 @@ class Health:
         self._unfed: Callable[[], Mapping[str, str]] = dict
 
     def report(self, component: str, error: BaseException) -> None:
-        """Count one internal error of `component`; raise it again if the script's own signal handler raised it."""
-        if by_signal_handler(error):
+        """Count one internal error of `component`; raise it again if it is the script's own."""
+        if not_ours(error):
             raise error
         with self._lock:
             count = self._errors.get(component, 0) + 1

@@ -1,17 +1,55 @@
-"""Tells an exception that the script's own signal handler raised from a fault of ours.
+"""Tells an exception that the script sent into code of gradwatch from a fault of gradwatch's.
 
 Python runs a signal handler between any two bytecodes of the main thread. While C++ runs a backward, the next
 bytecode is that of a hook of ours, so a `TimeoutError` or `Preempted` that the script raises from its handler
-arrives inside our guards: what is swallowed there never stops the script.
+arrives inside our guards: what is swallowed there never stops the script. The same holds for an exception that
+another thread of the script sends with `PyThreadState_SetAsyncExc` (a timeout, a notebook's interrupt).
+
+An exception sent so has a traceback that ends at an instruction which raises nothing. It is recognised where its class
+is none of those that such an instruction may raise by itself: those of Python and its standard library, of torch, of
+gradwatch, and of the compiled libraries that gradwatch calls. So a `TimeoutError` of Python's that another thread
+sends is taken for a fault: counted, and not raised again.
 """
 
 from __future__ import annotations
 
+import dis
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+_RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
+_MAY_RAISE = {
+    "builtins",
+    "torch",
+    "gradwatch",
+    "numpy",
+    "safetensors",
+    "safetensors_rust",
+    "pydantic_core",
+    "yaml",
+}
+
+
+def not_ours(error: BaseException) -> bool:
+    """Whether an exception that arrived in code of gradwatch is the script's: its signal handler's, or sent by it."""
+    return sent(error) or by_signal_handler(error)
+
+
+def sent(error: BaseException) -> bool:
+    """Whether another thread sent `error` (`PyThreadState_SetAsyncExc`): nothing raised it where it was raised."""
+    package = type(error).__module__.partition(".")[0]
+    if package in _MAY_RAISE or (package in sys.stdlib_module_names and package != "__main__"):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_lasti < 0:
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] not in _RAISES
 
 
 def by_signal_handler(error: BaseException) -> bool:

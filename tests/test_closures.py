@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -304,3 +305,50 @@ def test_later_evaluations_are_clipped_by_what_was_learned_and_teach_nothing() -
         saved = gw.state_dict()["lanes"]["0"]["engine"]["clips"]
         (only,) = saved.values()
         assert only["fields"]["seen"] == [5]
+
+
+# -- closures that are objects -----------------------------------------------------------------------------
+
+
+class Raising:
+    """Whose attributes raise."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run = run
+
+    def __call__(self) -> Any:
+        return self.run()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"lazy proxy: {name}")
+
+
+class Asks(torch.optim.SGD):
+    """Reads an attribute of its closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return closure.run and super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "wrap", [Raising, lambda run: MagicMock(side_effect=run, run=run)], ids=["raising", "mock"]
+)
+def test_closures_that_are_objects(wrap: Callable[[Callable[[], Any]], Any]) -> None:
+    """One whose attributes raise and one that has every attribute: both steps judged, the bad one skipped."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(3, 2), Kept()
+    optimizer = Asks(model.parameters(), 0.1)
+    rules = parse_rules("version: 1\nrules: {nf: {detect: {kind: nonfinite}, do: [skip_step]}}\n")
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[kept]) as gw:
+        for value in (1.0, math.nan):
+
+            def closure(value: float = value) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.full((1, 3), value)).sum()
+                loss.backward()
+                return loss  # type: ignore[no-any-return]
+
+            optimizer.step(wrap(closure))
+    assert len(kept.records) == 2
+    assert model.weight.isfinite().all()
+    assert gw.health.errors() == {}

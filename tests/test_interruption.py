@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -13,7 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.health import Health
-from gradwatch.interruption import by_signal_handler
+from gradwatch.interruption import by_signal_handler, not_ours
 from tests.kept import Kept
 
 
@@ -139,3 +141,47 @@ def test_what_an_enum_raises_is_no_signal_handlers() -> None:
     with pytest.raises(ValueError, match="12345") as raised:
         signal.Handlers(12345)
     assert not by_signal_handler(raised.value)
+
+
+class SentError(Exception):
+    """What a thread of the script sends."""
+
+
+def send(kind: type[Exception] = SentError) -> None:
+    """As a timeout does from its thread; it arrives within some instructions."""
+    ident = ctypes.c_ulong(threading.get_ident())
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(kind))
+    for _ in range(100):
+        pass
+
+
+def test_a_sent_exception_is_told_from_a_fault() -> None:
+    """By its class and by where it was raised: one that a `raise` raised began there."""
+    with pytest.raises(SentError) as caught:
+        send()
+    assert not_ours(caught.value)
+    with pytest.raises(SentError) as caught:
+        raise SentError
+    assert not not_ours(caught.value)
+    with pytest.raises(RuntimeError) as fault:
+        send(RuntimeError)
+    assert not not_ours(fault.value)  # cannot be told apart, and is counted
+
+
+class Sends(Kept):
+    """A sink during whose work the exception arrives."""
+
+    def write(self, record: object) -> None:
+        send()
+
+
+def test_an_exception_sent_during_a_step_reaches_the_loop() -> None:
+    """Wherever of ours it arrives, neither the breaker of a sink nor the guard of a hook keeps it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwatch.watch(model, optimizer, rules="observe-only", sinks=[Sends()]) as gw:
+        for _ in range(5):
+            model(torch.ones(1, 2)).sum().backward()
+            with pytest.raises(SentError):
+                optimizer.step()
+        assert gw.health.errors() == {}

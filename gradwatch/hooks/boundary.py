@@ -7,7 +7,6 @@ inside `step`.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -32,10 +31,27 @@ from gradwatch.hooks.judge import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision
+from gradwatch.taps import guard
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
+
+
+class _Watched:
+    """In the place of a closure: called, it is watched; its attributes are those of the closure, asked for or not."""
+
+    __slots__ = ("_closure", "_run")
+
+    def __init__(self, run: Callable[[], Any], closure: Callable[[], Any]) -> None:
+        self._run = run
+        self._closure = closure
+
+    def __call__(self) -> Any:
+        return self._run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._closure, name)
 
 
 class Boundary:
@@ -55,7 +71,7 @@ class Boundary:
         self.spent_seconds = 0.0
         self.further = 0  # Snapshots beyond the first of one step
         self._thread: int | None = None  # that took the last step
-        self._removes = [step_hooks.listen(self), precision.listen(self)]
+        self._removes = [step_hooks.listen(self), precision.listen(self), guard.listen(judge.failed)]
 
     def close(self) -> None:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
@@ -88,7 +104,7 @@ class Boundary:
             self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-        if closure is not None and hasattr(closure, "gradwatch_evaluations"):
+        if type(closure) is _Watched:
             return None  # a subclass whose step calls super().step(closure): wrapped already
         lane = self._capture.lane_of(optimizer)
         nested = lane is not None and self._inside.get(lane.index, 0) > 0 and self._is_nested(optimizer, lane)
@@ -100,7 +116,6 @@ class Boundary:
         self._evaluations[id(optimizer)] = turn = Evaluations(None)
         self._guarded(self._remember, optimizer, turn)
 
-        @functools.wraps(closure)
         def watched() -> Any:
             if turn.count:
                 self._guarded(self._next_evaluation, optimizer)
@@ -109,10 +124,10 @@ class Boundary:
             self._guarded(self._evaluated, optimizer, turn)
             return result
 
-        watched.gradwatch_evaluations = turn  # type: ignore[attr-defined]
+        instead = _Watched(watched, closure)
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": watched}
-        return (args[0], watched, *args[2:]), kwargs
+            return args, {**kwargs, "closure": instead}
+        return (args[0], instead, *args[2:]), kwargs
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = _grad_enabled()

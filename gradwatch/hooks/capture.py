@@ -421,12 +421,8 @@ class Capture:
 
 def _arm(owner: weakref.ref[Capture]) -> None:
     capture = owner()
-    if capture is None:
-        return
-    try:
+    if capture is not None:
         capture.arm()
-    except Exception as error:
-        capture._failed("capture", error)
 
 
 def _nothing(*_: object) -> None:

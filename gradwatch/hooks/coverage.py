@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import named_parameters
+from gradwatch.taps import guard
 
 RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
@@ -37,8 +38,11 @@ class Registrations:
         owners, count = self._owners, self.counted  # torch's global dicts must not reach this object
 
         def noticed(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in owners:
-                count[0] += 1
+            try:
+                if id(module) in owners:
+                    count[0] += 1
+            except Exception as error:
+                guard.fault("capture", error)
 
         self._handles = [
             register_module_parameter_registration_hook(noticed),

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from gradwatch.taps import guard
+
 NONE = -1
 """What torch says outside backward."""
 IDLE = -2
@@ -74,8 +76,11 @@ class Ends:
 
 
 def _end(owner: weakref.ref[Ends], task: int) -> None:
-    ends = owner()
-    if ends is not None:
-        ends._open.discard(task)
-        ends.task[0] = IDLE
-        ends._ended()
+    try:
+        ends = owner()
+        if ends is not None:
+            ends._open.discard(task)
+            ends.task[0] = IDLE
+            ends._ended()
+    except Exception as error:
+        guard.fault("capture", error)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from gradwatch.taps import guard
 from gradwatch.taps.process_totals import TOTALS
 
 _listeners: list[Callable[[], None]] = []
@@ -24,8 +25,11 @@ class _Noticed:
 
     def __get__(self, instance: Optimizer | None, owner: type[Optimizer] | None = None) -> Any:
         TOTALS.optimizers += instance is not None
-        for listener in tuple(_listeners):
-            listener()
+        try:
+            for listener in tuple(_listeners):
+                listener()
+        except Exception as error:
+            guard.fault("capture", error)
         return self.original.__get__(instance, owner)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.swapped import contents, revive
+from gradwatch.taps import guard
 
 
 class Marks:
@@ -66,13 +67,16 @@ class Marks:
         current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
         def mark(_: torch.Tensor) -> None:
-            if tracing():  # compiled autograd: what follows would break its graph
+            try:
+                if tracing():  # compiled autograd: what follows would break its graph
+                    touched.append(slot)
+                    return
+                # Keyed by the graph task: after a backward that raised, its callback never ran.
+                if task[0] != current():
+                    arm()
                 touched.append(slot)
-                return
-            # Keyed by the graph task: after a backward that raised, its callback never ran.
-            if task[0] != current():
-                arm()
-            touched.append(slot)
+            except Exception as error:
+                guard.fault("capture", error)
 
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(mark)
         self._marked_as[slot] = contents(param), handle.id

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.taps import guard
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 
@@ -126,29 +127,36 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> Any:
-    if not shielded and (_tracing() or _listening() is not None):
-        return _shielded_before(optimizer, args, kwargs, True)
-    if _IGNORED in optimizer.__dict__:
-        return None
-    step_begins(_steps_open)
     changed = None
-    # Not over a copy: a launcher's listener may add the watch that must see this very step.
-    for listener in _listeners:
-        result = listener.before_step(optimizer, args, kwargs)
-        if result is not None:
-            args, kwargs = changed = result
-    return changed if _listeners else (_Leaving(args), kwargs)
+    try:
+        if not shielded and (_tracing() or _listening() is not None):
+            return _shielded_before(optimizer, args, kwargs, True)
+        if _IGNORED in optimizer.__dict__:
+            return None
+        step_begins(_steps_open)
+        # Not over a copy: a launcher's listener may add the watch that must see this very step.
+        for listener in _listeners:
+            result = listener.before_step(optimizer, args, kwargs)
+            if result is not None:
+                args, kwargs = changed = result
+        return changed if _listeners else (_Leaving(args), kwargs)
+    except Exception as error:
+        guard.fault("boundary", error)
+    return changed
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> None:
-    if not shielded and (_tracing() or _listening() is not None):
-        _shielded_after(optimizer, args, kwargs, True)
-        return
-    if _IGNORED in optimizer.__dict__:
-        return
-    step_ends()
-    for listener in tuple(_listeners):
-        listener.after_step(optimizer)
+    try:
+        if not shielded and (_tracing() or _listening() is not None):
+            _shielded_after(optimizer, args, kwargs, True)
+            return
+        if _IGNORED in optimizer.__dict__:
+            return
+        step_ends()
+        for listener in tuple(_listeners):
+            listener.after_step(optimizer)
+    except Exception as error:
+        guard.fault("boundary", error)
 
 
 # Under a compiled `optimizer.step` the hooks are run and not traced. torch's own wrapper costs more than a cold hook

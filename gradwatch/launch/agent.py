@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnmatchedRulesError
 from gradwatch.hooks import clipping, step_hooks
-from gradwatch.interruption import by_signal_handler
+from gradwatch.interruption import not_ours
 from gradwatch.launch import ending
 from gradwatch.launch.first_forwards import FirstForwards
 
@@ -110,7 +110,7 @@ def _attached(optimizer: Optimizer) -> Watch | None:
         print(f"gradwatch: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except Exception as error:
-        if by_signal_handler(error) or os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
+        if not_ours(error) or os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
             raise
         _say_not_watching(error)
         return None

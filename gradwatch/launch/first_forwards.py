@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks import making
-from gradwatch.interruption import by_signal_handler
+from gradwatch.interruption import not_ours
 
 if TYPE_CHECKING:
     from gradwatch.localise.early import Early
@@ -110,7 +110,7 @@ class FirstForwards:
             self._failed("localise", error)
 
     def _failed(self, component: str, error: BaseException) -> None:
-        if by_signal_handler(error):
+        if not_ours(error):
             raise error
         if len(self._faults) < MOST_FAULTS:
             self._faults.append((component, error))

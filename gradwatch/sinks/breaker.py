@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
-from gradwatch.interruption import by_signal_handler
+from gradwatch.interruption import not_ours
 from gradwatch.sinks import Sink
 from gradwatch.snapshot import Record, RunInfo
 
@@ -33,7 +33,7 @@ def _contained(
             except Exception as error:
                 passes = self._strict
                 try:
-                    if by_signal_handler(error):
+                    if not_ours(error):
                         passes = True  # the script's own, and no fault of this sink
                     else:
                         self._fail(error)

@@ -16,6 +16,8 @@ import torch
 from torch._C import _ImperativeEngine as ImperativeEngine
 from torch.autograd import Variable
 
+from gradwatch.taps import guard
+
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -48,16 +50,16 @@ class _Engine(ImperativeEngine):
     @property
     def run_backward(self) -> Any:
         """torch's own method, after the listeners were called."""
-        if _listeners:
+        try:
             call = _call_of(sys._getframe(1))
             listeners = tuple(_listeners)
             for listener in listeners:
                 listener(call)
-            for listener in tuple(
-                _listeners
-            ):  # one of them may have begun to watch: this is its first backward
+            for listener in tuple(_listeners):  # one may have begun to watch: this is its first backward
                 if listener not in listeners:
                     listener(call)
+        except Exception as error:
+            guard.fault("capture", error)
         return super().run_backward
 
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwatch.taps import guard
+
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 """Called with (module, args, kwargs) before the module's own pre-hooks; what is not None replaces `args`."""
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
@@ -93,10 +95,13 @@ class _Noticed:
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         if _tracing():  # dynamo inlines this, and shall depend on nothing of ours
             return self.original.__get__(instance, owner)
-        heard = _heard.get(id(instance))
-        # Where dynamo listens, it would compile the listeners.
-        if heard and heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
-            return self.twin.__get__(instance, owner)
+        try:
+            heard = _heard.get(id(instance))
+            # Where dynamo listens, it would compile the listeners.
+            if heard and heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
+                return self.twin.__get__(instance, owner)
+        except Exception as error:
+            guard.fault("localise", error)
         return self.original.__get__(instance, owner)
 
 
@@ -156,23 +161,29 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    heard = _heard.get(id(module))
-    if heard is None or not heard.before:
-        return None
-    kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
     changed = None
-    for listener in tuple(heard.before):
-        given = listener(module, args, kwargs)
-        if given is not None:
-            args = changed = given
+    try:
+        heard = _heard.get(id(module))
+        if heard is None or not heard.before:
+            return None
+        kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
+        for listener in tuple(heard.before):
+            given = listener(module, args, kwargs)
+            if given is not None:
+                args = changed = given
+    except Exception as error:
+        guard.fault("localise", error)
     return changed
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    heard = _heard.get(id(module))
     changed = None
-    for listener in () if heard is None else tuple(heard.after):
-        made = listener(module, args, output)
-        if made is not None:
-            output = changed = made
+    try:
+        heard = _heard.get(id(module))
+        for listener in () if heard is None else tuple(heard.after):
+            made = listener(module, args, output)
+            if made is not None:
+                output = changed = made
+    except Exception as error:
+        guard.fault("localise", error)
     return changed
