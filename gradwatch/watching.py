@@ -332,8 +332,8 @@ class Watch(Loop):
         if self._closed:
             return
         try:
-            self._checkpoint()
             self._last_state = self.state_dict()
+            self._checkpoint()
         except Exception as error:  # a watch that cannot tell its state must still let go
             self.health.report("close", error)
         self._conclude()
