@@ -41,13 +41,24 @@ def check_ranks(engine: Engine, world_size: int) -> None:
 
 
 def check_shards(engine: Engine, sites: Sites, torn: Sequence[int]) -> None:
-    """Raise `AttachError` where a policy looks at whole rows of parameters of which this rank holds a part.
+    """Raise `AttachError` where a policy or an acting rule needs the whole of parameters this rank holds a part of.
 
     `torn` are the positions of such parameters. Factors made of norms are right there: norms are reduced.
     """
-    refused = torn_rows(engine.bind(sites).clipping, sites, torn) if torn else ""
+    refused = (torn_rows(engine.bind(sites).clipping, sites, torn) or _never_whole(engine)) if torn else ""
     if refused:
         raise AttachError(refused)
+
+
+def _never_whole(engine: Engine) -> str:
+    """Which rules act on what is not put together from shards, and so could never act; "" when none does."""
+    named = [rule.id for rule in engine.ruleset.rules if rule.acts and "max_abs" in rule.detect.columns]
+    if not named:
+        return ""
+    return (
+        f"rules {', '.join(map(repr, named))} act on max_abs, which cannot be put together from a parameter's shards, "
+        "so that they would never act; judge `norm` or `rms`, or use `mode: shadow`"
+    )
 
 
 def torn_rows(clipping: Clipping, sites: Sites, torn: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from gradwatch.detectors import RankOutlier, Sample
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.hooks.assemble import appended
-from gradwatch.rank_rules import check_ranks, wants
+from gradwatch.rank_rules import check_ranks, check_shards, wants
 from gradwatch.rulefile import load_rules, parse_rules
 from gradwatch.snapshot import Column, Snapshot
 from tests.engine_cases import make_sites, make_snapshot
@@ -125,6 +125,16 @@ def test_actions_on_what_one_rank_knows_are_refused() -> None:
         check_ranks(acting, 2)
     assert wants(acting).refused
     assert not wants(shadow).refused
+
+
+def test_an_action_on_what_shards_do_not_add_up_to_is_refused() -> None:
+    """The largest element of a sharded parameter is not known to any rank: an action on it would never happen."""
+    rule = "version: 1\nrules: {r: {detect: {kind: above, of: max_abs, threshold: 1}, do: [skip_step]%s}}"
+    acting, shadow = Engine(parse_rules(rule % "")), Engine(parse_rules(rule % ", mode: shadow"))
+    check_shards(acting, make_sites(4), [])
+    check_shards(shadow, make_sites(4), [1])
+    with pytest.raises(AttachError, match="'r' act on max_abs"):
+        check_shards(acting, make_sites(4), [1])
 
 
 def test_wants_follow_the_rules() -> None:
