@@ -66,7 +66,7 @@ class ByHand:
         lane = self._lane
         if lane is None or any(slot not in lane.position for slot in touched):
             known = lane if lane in self._capture.lanes else None
-            lane = self._lane = self._capture.adopt_unowned(known)
+            lane = self._lane = self._capture.adopt_unowned(known, touched)
         if lane not in self._capture.lanes:  # those were told of it, and are read, with all others
             lane.begins()
             lane.hear(touched, root)

@@ -245,9 +245,17 @@ class Capture:
         self.coverage.outdated()
         return lane
 
-    def adopt_unowned(self, before: Lane | None) -> Lane:
-        """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there."""
-        wanting = [param for param in self.params if param.requires_grad and param is not _GONE]
+    def adopt_unowned(self, before: Lane | None, touched: list[int]) -> Lane:
+        """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there.
+
+        It has the parameters of every model of which some were `touched`, now or before.
+        """
+        reached = {*touched, *(() if before is None else map(int, before.slots))}
+        within: set[int] = set()
+        for model in self.models():
+            slots = {self._slot_of[id(param)] for param in model.parameters() if id(param) in self._slot_of}
+            within |= set() if slots.isdisjoint(reached) else slots
+        wanting = [self.params[slot] for slot in sorted(within | reached)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
         lane = Lane(
             len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
