@@ -25,6 +25,7 @@ class Trained:
         if gw is not None:
             self.status = gw.status()
             gw.close()
+            self.account = gw.account()
 
     def step(self, step: int, clip: bool, micros: int, in_place: bool) -> None:
         """Backwards, perhaps a clip, and the move; gradients are not finite in the last step but one."""
@@ -75,6 +76,7 @@ def test_every_step_is_recorded_and_none_is_touched(clip: bool, micros: int, in_
     assert [one.scalars["loss"] for one in found] == pytest.approx(seen.losses, rel=1e-6)
     assert all(one.scalars["observed_only"] for one in found)
     assert seen.status["observed_only"]
+    assert (seen.account.watched.unowned, seen.account.watched.steps) == (STEPS, 0)
     assert "non-finite" in seen.kept.records[STEPS - 2].verdict.firing
     assert not any(record.decision.acts for record in seen.kept.records)
 

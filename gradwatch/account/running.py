@@ -12,11 +12,13 @@ class RunningTotals:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
     `columns` are the columns, scalars included, that came with any Record: a rule on another one never had data.
-    `cleared` and `unjudged` are counted by whoever notices them; `further` are Records beyond the first of one step.
+    `unowned` are windows of loops without an optimizer, `further` Records beyond the first of one step; `cleared` and
+    `unjudged` are counted by whoever notices them.
     """
 
     def __init__(self) -> None:
         self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.further = 0
+        self.unowned = 0
         self.own_seconds = self.seconds = 0.0
         self.coverage = 1.0
         self.stopped = False
@@ -32,6 +34,8 @@ class RunningTotals:
         self.coverage = snapshot.coverage
         if snapshot.scalars.get("scaler_skip"):
             self.rejected += 1
+        if "observed_only" in snapshot.scalars:
+            self.unowned += 1
         self.columns.update(snapshot.scalars)
         if snapshot.columns:
             self.columns.update(snapshot.columns)
@@ -46,7 +50,7 @@ class RunningTotals:
     @property
     def steps(self) -> int:
         """Optimizer steps watched, those that a GradScaler rejected left out."""
-        return self.records - self.rejected - self.further
+        return self.records - self.rejected - self.further - self.unowned
 
     @property
     def judged(self) -> int:
@@ -58,6 +62,7 @@ class RunningTotals:
         return Watched(
             steps=self.steps,
             rejected=self.rejected,
+            unowned=self.unowned,
             cleared=self.cleared,
             provisional=self.provisional,
             unjudged=self.unjudged,
