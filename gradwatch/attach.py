@@ -68,9 +68,19 @@ def watch(
     return Watch(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)
 
 
-def covers(optimizer: Optimizer) -> bool:
-    """Whether some live Watch watches this optimizer's parameters."""
-    return any(one.owns(optimizer) for one in live_watches())
+def watch_optimizers(
+    models: list[nn.Module], optimizers: list[Optimizer], loose: Sequence[tuple[str, nn.Parameter]]
+) -> Watch:
+    """A launcher's watch of optimizers whose parameters `models` name, and `loose` where no module holds them.
+
+    It lives until `close()`, whatever becomes of the models. Settings and rules are those of the environment.
+
+    Raises:
+        AttachError, RuleFileError: as `watch`.
+    """
+    settings = Settings.resolve()
+    ruleset = load_rules(settings.rules, run=settings.run_id or "")
+    return Watch(models, optimizers, ruleset, settings, None, "launcher", loose=loose)
 
 
 def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -123,10 +123,13 @@ class Courses:
     def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> None:
         """Bind the rules to a lane and its tapped modules; baselines go on by name."""
         sites = with_modules(self._ranks.sites(lane), modules)
-        engine = self._at_step if self.moved_to_step(lane) else self._engine
-        bound = engine.bind(self._ranks.with_ranks(lane, sites))
-        before = self.by_lane.get(lane.index)
-        state = bound.init() if before is None else bound.adopt(before.state, before.bound)
+        sites = self._ranks.with_ranks(lane, sites)
+        before, moved = self.by_lane.get(lane.index), self.moved_to_step(lane)
+        if before is not None and not moved and sites.alike(before.bound.sites):  # an optimizer after another
+            bound, state = before.bound, before.state
+        else:
+            bound = (self._at_step if moved else self._engine).bind(sites)
+            state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
         sampler = Sampler(bound.needs.only(sampling.COLUMNS))
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")

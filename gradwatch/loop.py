@@ -86,9 +86,11 @@ class Loop:
         origin: str,
         active: bool = True,
         on_escalate: Callable[[Event], object] | None = None,
+        loose: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         self.ruleset = ruleset
         self.origin = origin
+        self._loose = loose
         self.health = Health(on_first=self._say_once)
         self.statistics = RunningStatistics(self.models, self._say_once)
         self.weights = Weights(lambda: zip(self._capture.names, self._capture.params, strict=False))
@@ -131,6 +133,7 @@ class Loop:
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
         self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
         self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
+        self._capture.add_loose(self._loose)
         self._capture.cleared = self._cleared
         self._capture.losses.refused = self._no_loss
         self._taps: ModuleTaps | None = None
@@ -396,7 +399,7 @@ class Loop:
         return False
 
     def _waiting(self) -> list[Optimizer]:
-        """Optimizers named at attach that have no lane yet."""
+        """Optimizers named since this was last asked that have no lane yet."""
         if not self._wanted:
             return []
         found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]

@@ -54,6 +54,18 @@ class Sites:
         matches = re.compile(fnmatch.translate(glob)).match
         return np.fromiter((matches(name) is not None for name in self.names), bool, len(self.names))
 
+    def alike(self, other: Sites) -> bool:
+        """Whether these are the same sites, whatever groups a rule file gave them."""
+        same = self.names == other.names and self.kinds == other.kinds
+        return same and all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in (
+                (self.numels, other.numels),
+                (self.ndims, other.ndims),
+                (self.depths, other.depths),
+            )
+        )
+
     def labelled(self, groups: tuple[str, ...]) -> Sites:
         """The same sites carrying the label groups of a rule file."""
         return replace(self, groups=groups)

@@ -22,6 +22,7 @@ from gradwatch.account.unfed import unfed
 from gradwatch.course import json_safe
 from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
+from gradwatch.hooks.lane import Lane
 from gradwatch.localise.early import Early
 from gradwatch.loop import Loop
 from gradwatch.process import here
@@ -288,6 +289,26 @@ class Watch(Loop):
             self._causes.add(added)
         self._ends_with(added)
 
+    def join(
+        self,
+        models: Iterable[nn.Module],
+        optimizers: Iterable[Optimizer],
+        loose: Iterable[tuple[str, nn.Parameter]] = (),
+    ) -> None:
+        """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
+        known = {id(model) for model in self.models()}
+        self.add(model for model in models if id(model) not in known)
+        self._capture.join(optimizers, loose)
+        self._wanted += map(weakref.ref, optimizers)
+
+    def lanes(self) -> list[Lane]:
+        """What is known of every optimizer watched, those that are gone included; for launchers."""
+        return [] if self._closed else list(self._capture.lanes)
+
+    def lane_of(self, optimizer: Optimizer) -> Lane | None:
+        """What is known of this optimizer, None where it is not watched yet; for launchers."""
+        return None if self._closed else self._capture.lane_of(optimizer)
+
     def inherit(self, early: Early) -> None:
         """Localise this step too, by calls held before its models were watched; for launchers, which attach late."""
         if self._causes is not None and not self._closed:
@@ -297,7 +318,7 @@ class Watch(Loop):
         # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it
         # is the end of its models. A container may have been made for the call, and would be gone after it.
         self._containers += [one for one in models if isinstance(one, nn.ModuleList | nn.ModuleDict)]
-        for model in models:
+        for model in models if self.origin != "launcher" else ():
             weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
 
     def flush(self, timeout: float = 5.0) -> bool:
@@ -331,6 +352,9 @@ class Watch(Loop):
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         if self._closed:
             return
+        if os.getpid() != self.run.pid:  # forked: what is open is the parent's
+            self._sinks.clear()
+            self._finalizer.detach()
         try:
             self._last_state = self.state_dict()
             self._checkpoint()

@@ -126,10 +126,10 @@ def test_on_means_on_until_the_script_watches_itself(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "False True", done.stderr
 
 
-def test_nothing_is_armed_before_the_first_step(tmp_path: Path) -> None:
+def test_nothing_is_armed_without_an_optimizer(tmp_path: Path) -> None:
     """A process that imports torch and only runs backward starts no thread and loads no sink."""
     script = (
-        TRAIN.replace("    optimizer.step()\n", "")
+        "\n".join(line for line in TRAIN.splitlines() if "optimizer" not in line)
         + INSPECT
         + "print([m for m in sys.modules if 'sinks' in m])"
     )
@@ -172,19 +172,30 @@ for _ in range(3):
     assert names == {"G.weight", "G.bias", "D.weight", "D.bias"}
 
 
-def test_frozen_garbage_collector_falls_back_to_positions(tmp_path: Path) -> None:
-    """After gc.freeze() no module is found; parameters are named by optimizer, group, place and shape."""
-    done = run(tmp_path, TRAIN.replace("for _", "import gc; gc.freeze()\nfor _"))
+def test_a_frozen_garbage_collector_and_a_copied_model_keep_their_names(tmp_path: Path) -> None:
+    """Modules are known by torch's events: gc.freeze() hides nothing, and an unpickled model passed __setstate__."""
+    twin = "import copy, gc; model = copy.deepcopy(model); "
+    twin += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1); gc.freeze()\nfor _"
+    done = run(tmp_path, TRAIN.replace("for _", twin))
     assert done.returncode == 0, done.stderr
-    assert watched_names(tmp_path)[0] == "opt0.group0.0[8x4]"
+    assert watched_names(tmp_path) == ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
-@pytest.mark.soak
-def test_names_given_to_the_optimizer_are_used_where_no_module_is_found(tmp_path: Path) -> None:
-    """`param_names` of named param groups survive gc.freeze()."""
-    script = TRAIN.replace("model.parameters(), lr", "model.named_parameters(), lr")
-    done = run(tmp_path, script.replace("for _", "import gc; gc.freeze()\nfor _"))
-    assert watched_names(tmp_path)[:2] == ("0.weight", "0.bias"), done.stderr
+def test_parameters_without_a_module_are_named_by_their_optimizer(tmp_path: Path) -> None:
+    """Bare tensors: the names given to the optimizer, else its number, the param group, the place and the shape."""
+    script = """
+import torch
+a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+for optimizer in (torch.optim.SGD([a], 0.1), torch.optim.SGD([("mine", b)], 0.1)):
+    for _ in range(2):
+        (a * b).sum().backward()
+        optimizer.step()
+"""
+    done = run(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    (journal,) = read_journal(tmp_path / "runs" / "r")
+    names = {recorded.record.snapshot.sites.names for recorded in journal.records()}
+    assert names == {("opt0.group0.0[3]",), ("mine",)}
 
 
 @pytest.mark.parametrize("flag", ["-E", pytest.param("-I", marks=pytest.mark.soak)])

@@ -74,6 +74,7 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
+        self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
         self.coverage.attached(self.models())
 
@@ -91,6 +92,20 @@ class Capture:
         self.scan()
         self.coverage.attached(added)
 
+    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch parameters that no module holds."""
+        for name, param in named:
+            if param.numel() or is_shard(param):
+                self.slot(param, name)
+
+    def join(self, optimizers: Iterable[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Have the next backward announce the parameters of these optimizers."""
+        self.drop_dead()
+        self.add_loose(loose)
+        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        if not all(id(param) in self._slot_of for param in params):
+            self.scan()
+
     def scan(self) -> None:
         """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
         models = self.models()
@@ -102,6 +117,7 @@ class Capture:
                 if not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
                     self.names[slot] = name
         self.coverage.scanned(models)
+        self._scanned = self.coverage.registrations[0]
 
     def slot(self, param: nn.Parameter, name: str) -> int:
         """The slot of a parameter, made (and marked) where it is new."""
@@ -159,10 +175,14 @@ class Capture:
         return self.coverage.count(self.models(), self.lanes)
 
     def look_after(self, lane: Lane, window: Window) -> bool:
-        """At a step boundary: count coverage where it may have changed, mark again what lost its mark.
+        """At a step boundary: let go of what is gone, count coverage where it may have changed, renew lost marks.
 
         True if marks of this lane were silenced (`swap_tensors`): other hooks on its parameters are, too.
         """
+        for other in self.lanes:
+            if other.params and other.optimizer is not None and other.optimizer() is None:
+                self.drop_dead()
+                break
         if lane.step % REMARK == 0:
             self.remark(lane)
         silenced = self._heal(lane) if lane.silent or not window.trusted else 0
@@ -277,7 +297,9 @@ class Capture:
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
-        self.scan()  # where a parameter was replaced, added or moved, its name is in the model
+        disturbed = self._scanned != self.coverage.registrations[0]
+        if disturbed or not all(id(param) in self._slot_of for param in fresh):
+            self.scan()  # where a parameter was replaced, added or moved, its name is in the model
         # A gradient on the meta device has no values: its parameter counts as not measured (see Coverage).
         wanting = [
             param for param in fresh if param.requires_grad and not is_lazy(param) and not param.is_meta

@@ -164,13 +164,15 @@ class Coverage:
         return self._registrations.counted
 
     def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
-        """Whether parameters without a slot are the models' all the same; walks them once per optimizer."""
+        """Whether parameters without a slot are the models' all the same; a stranger is asked about once."""
         state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
-        self._strangers[optimizer] = state
         present = {id(param) for model in models for param in model.parameters()}
-        return any(id(param) in present for param in params)
+        if any(id(param) in present for param in params):
+            return True
+        self._strangers[optimizer] = state
+        return False
 
     def close(self) -> None:
         """Remove torch's registration hooks."""

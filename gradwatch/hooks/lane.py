@@ -353,6 +353,7 @@ class Lane:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
+        self.frozen, self._held, self._arrivals = [], [], Arrivals([])
         self._sentinels.let_go()
 
     # -- inside ------------------------------------------------------------------------------------------

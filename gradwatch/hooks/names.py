@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.optim import Optimizer
 
-WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Path components that DDP, torch.compile, FSDP1 and activation checkpointing put into names."""
+from gradwatch.taps.registered import WRAPPERS
 
 
 def canonical(fqn: str) -> str:

@@ -1,10 +1,9 @@
 """The part of `gradwatch run` that lives in the script's process, armed by the import of torch.
 
-Until an optimizer steps it is one entry in a dict: DataLoader workers, compile workers and git helpers start
-no thread, open no socket and print nothing. At the first step of an optimizer that nobody watches it finds
-the models and calls `gradwatch.watch`, exactly as the script could have done itself. A loop that clips is met
-a moment earlier, at its first `clip_grad_norm_`: after it the first step's norm could not be known any more.
-What the forward of that step was like is held from the making of the optimizer on (`first_forwards`).
+Modules and optimizers are known by torch's events (`taps.registered`, `taps.making`). Otherwise it is idle: DataLoader
+workers, compile workers and git helpers start no thread, open no socket and print nothing. Before the first `backward`,
+`scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one Watch, which lives as
+long as the process. What the forward before was like is held from the making of the optimizer on (`first_forwards`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import atexit
 import os
 import sys
 import threading
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -21,136 +19,196 @@ import torch
 from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnmatchedRulesError
-from gradwatch.hooks import clipping, step_hooks
+from gradwatch.hooks import clipping, precision, step_hooks
+from gradwatch.imports import filters_kept
 from gradwatch.interruption import not_ours
 from gradwatch.launch import ending
+from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
+from gradwatch.taps import backward_entry, guard, making
+from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
-    from gradwatch.launch.discovery import LooseParameters
+    from gradwatch.launch.baselines import Baselines
+    from gradwatch.taps.backward_entry import BackwardCall
     from gradwatch.watching import Watch
 
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_MANY = 64  # known optimizers before those that are gone are looked for
+
 _watches: list[Watch] = []
-_stand_ins: list[LooseParameters] = []
-_forwards: list[FirstForwards] = []
-_armed = False
-_attaching = threading.RLock()
-
-
-def _unlocked() -> None:
-    """In a forked child: the thread that attached in the parent is not here to unlock."""
-    global _attaching
-    _attaching = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_unlocked)
+_agents: list[Agent] = []
 
 
 def arm() -> None:
-    """Start waiting for the first optimizer step; called once torch has been imported. Idempotent."""
-    global _armed
-    if not _armed:
-        _armed = True
+    """Know modules and optimizers from now on; called once torch has been imported. Idempotent."""
+    if not _agents:
         ending.arm()
-        step_hooks.listen(FirstStep())
-        FirstClip()
-        _forwards.append(FirstForwards(lambda: _attaching))
+        _agents.append(Agent())
 
 
-class FirstStep:
-    """Listens to every optimizer step of the process and attaches at an optimizer's first one, once."""
-
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Attach; never raises into the script unless `--strict` asks for that."""
-        _attach_once(optimizer)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Nothing: the watch, once attached, listens itself."""
-
-
-class FirstClip:
-    """Listens for torch's gradient clipping until an optimizer with gradients was found, then never again."""
+class Agent:
+    """Attaches to every optimizer of the process before its first gradient is computed, scaled, clipped or used."""
 
     def __init__(self) -> None:
-        self._tries = 4  # two clips: a look at all objects costs up to 0.2 s, and this may be no training
-        self._ignore = clipping.listen(self.about_to_clip)
+        self.registered = Registered()
+        self._lock = threading.RLock()
+        self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
+        self._seen: dict[int, weakref.ref[Optimizer]] = {}
+        self._prune_at = _MANY
+        self._inherited: list[Watch] = []  # of the process that this one was forked from
+        self._numbered = 0  # optimizers in made-up names
+        self._baselines: Baselines | None = None
+        self._forwards = FirstForwards(self.registered, lambda: self._lock)
+        making.listen(self._making)
+        backward_entry.listen(self._about_to_run)
+        clipping.listen(self._about_to_clip)
+        precision.hear_scale(self._scaled)
+        step_hooks.listen(self)
+        guard.listen(_strictly)
+        os.register_at_fork(after_in_child=self._forked)
 
-    def about_to_clip(self, clip: object = None) -> None:
-        """Attach, and have the gradients read before they are clipped; raises only with `--strict`."""
-        from gradwatch.launch.discovery import stepping
+    # -- told by taps ------------------------------------------------------------------------------------
 
-        self._tries -= 1
-        found = [optimizer for optimizer in stepping() if optimizer not in _seen]
-        if found or _seen or not self._tries:
-            self._ignore()
-        for optimizer in found:
-            watch = _attach_once(optimizer)
-            if watch is not None:
-                watch.about_to_clip()
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Attach to an optimizer that nothing announced; raises only with `--strict`."""
+        if not self._knows(optimizer):
+            self.attach_waiting(optimizer)
+        if self._baselines is not None:
+            self._baselines.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Save the baselines when it is time."""
+        if self._baselines is not None:
+            self._baselines.after_step()
+
+    def _making(self, optimizer: Optimizer) -> None:
+        self._forwards.look()
+        self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock
+
+    def _about_to_run(self, call: BackwardCall) -> None:
+        if self._waiting and call.accumulates and not call.nested:
+            self.attach_waiting()
+
+    def _about_to_clip(self, clip: object = None) -> None:
+        if not self._waiting:
+            return
+        watch = self.attach_waiting()
+        if watch is not None:
+            watch.about_to_clip()
+
+    def _scaled(self, scale: torch.Tensor) -> None:
+        if self._waiting:
+            self.attach_waiting()
+
+    def _forked(self) -> None:
+        """In a forked child nothing is watched until it trains; then it is an attempt of its own."""
+        self._lock = threading.RLock()  # the thread that held it in the parent is not here to unlock
+        self._inherited += _watches
+        _watches.clear()
+        self._baselines = None
+        now = self.registered.clock
+        for key, ref in self._seen.items():
+            self._waiting.setdefault(key, (ref, now))
+        self._seen.clear()
+
+    def save(self) -> None:
+        """Save the baselines for a job that is started again."""
+        if self._baselines is not None:
+            self._baselines.save()
+
+    # -- attaching ---------------------------------------------------------------------------------------
+
+    def attach_waiting(self, stepping: Optimizer | None = None) -> Watch | None:
+        """Watch the optimizers made since the last call, and `stepping`; the Watch, None where there were none.
+
+        Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
+        script nothing but a line, unless `--strict` lets it raise.
+        """
+        with self._lock:
+            ready = self._ready(stepping)
+            if not ready:
+                return None
+            try:
+                return self._attach(ready)
+            except UnmatchedRulesError as error:  # only with --strict-rules: no step is taken
+                print(f"gradwatch: {error}", file=sys.stderr, flush=True)
+                raise SystemExit(2) from None
+            except Exception as error:
+                if not_ours(error) or _strict():
+                    raise
+                _say_not_watching(error)
+                return None
+            finally:
+                for optimizer, _ in ready:
+                    self._forwards.close(optimizer)
+
+    def _ready(self, stepping: Optimizer | None) -> list[tuple[Optimizer, int]]:
+        """Optimizers that train something and were not looked at yet, with the registrations before each."""
+        ready = []
+        for key, (ref, made) in list(self._waiting.items()):
+            optimizer = ref()
+            if optimizer is None:
+                del self._waiting[key]
+            elif trains(optimizer):
+                del self._waiting[key]
+                ready.append((optimizer, made))
+        if stepping is not None and not any(one is stepping for one, _ in ready) and trains(stepping):
+            ready.append((stepping, self.registered.clock))
+        for optimizer, _ in ready:
+            self._seen[id(optimizer)] = weakref.ref(optimizer)
+        if len(self._seen) > self._prune_at:
+            self._seen = {key: ref for key, ref in self._seen.items() if ref() is not None}
+            self._prune_at = max(_MANY, 2 * len(self._seen))
+        return ready
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        ref = self._seen.get(id(optimizer))
+        return ref is not None and ref() is optimizer
+
+    def _attach(self, ready: list[tuple[Optimizer, int]]) -> Watch | None:
+        # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
+        with filters_kept():
+            from gradwatch.attach import watch_optimizers
+            from gradwatch.launch.baselines import Baselines
+            from gradwatch.watching import live_watches
+        while self._inherited:
+            self._inherited.pop().close()
+        here = [watch for watch in live_watches() if not watch.resting()]
+        own = next((watch for watch in here if watch in _watches), None)
+        others = [watch for watch in here if watch is not own]
+        ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
+        if not ready:
+            return None
+        roots, loose = discover(self.registered, ready, self._numbered)
+        self._numbered += len(ready)
+        optimizers = [optimizer for optimizer, _ in ready]
+        if own is not None:  # one run, one port and one journal per process, however many models it trains
+            own.join(roots, optimizers, loose)
+        else:
+            with filters_kept():
+                own = watch_optimizers(roots, optimizers, loose)
+            _watches.append(own)
+            _close_at_exit()
+            # Of several processes that call themselves the same rank, the job's own keeps the state.
+            self._baselines = Baselines(own) if own.run.world_size > 1 or not _is_worker() else None
+            _greet(own, optimizers)
+        self._forwards.handed_over(own)
+        return own
 
 
-def _attach_once(optimizer: Optimizer) -> Watch | None:
-    """`attach`, the first time this optimizer is met; a failure costs the script nothing but a line.
+def _close_at_exit() -> None:
+    """The processes of `multiprocessing` that are forked end without Python's own exit handlers."""
+    atexit.register(close_all, os.getpid())
+    if _is_worker():
+        from multiprocessing.util import Finalize
 
-    Threads that train models of their own come here together: one attaches, the others wait, so that there is one
-    watch and no step is met by half of one.
-    """
-    with _attaching:
-        return _attached(optimizer)
-
-
-def _attached(optimizer: Optimizer) -> Watch | None:
-    if optimizer in _seen:
-        return None
-    _seen.add(optimizer)
-    try:
-        return attach(optimizer)
-    except UnmatchedRulesError as error:  # only with --strict-rules: no step is taken
-        print(f"gradwatch: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    except Exception as error:
-        if not_ours(error) or os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0"):
-            raise
-        _say_not_watching(error)
-        return None
-    finally:
-        for forwards in _forwards:
-            forwards.close(optimizer)
+        Finalize(None, close_all, args=(os.getpid(),), exitpriority=1)
 
 
-def attach(optimizer: Optimizer) -> Watch | None:
-    """Watch the models that `optimizer` trains; None where a live Watch covers it already."""
-    # Here, not at the top: pydantic, structlog and the sinks are for processes that train. And ruamel.yaml
-    # installs warning filters when imported: the script keeps its own.
-    with warnings.catch_warnings():
-        import gradwatch
-        from gradwatch.attach import covers
-        from gradwatch.launch.discovery import LooseParameters, discover
-
-    if covers(optimizer):
-        return None
-    models, optimizers = discover(optimizer, covers)
-    _seen.update(optimizers)
-    # Nobody else holds a stand-in, and a Watch holds models weakly.
-    _stand_ins.extend(model for model in models if isinstance(model, LooseParameters))
-    running = [watch for watch in _watches if watch.run.pid == os.getpid() and watch.models()]
-    if running:  # one run, one port and one journal per process, however many models it trains
-        running[-1].add(models)
-        _hand_over(running[-1])
-        return running[-1]
-    watch = gradwatch.watch(models, optimizers, origin="launcher")
-    if not _watches:
-        atexit.register(close_all, os.getpid())
-    _watches.append(watch)
-    _hand_over(watch)
-    _greet(watch, models)
-    return watch
-
-
-def _hand_over(watch: Watch) -> None:
-    for forwards in _forwards:
-        forwards.handed_over(watch)
+def _is_worker() -> bool:
+    """Whether `multiprocessing` started this process."""
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is not None and processes.parent_process() is not None
 
 
 def close_all(pid: int) -> None:
@@ -159,18 +217,30 @@ def close_all(pid: int) -> None:
         from gradwatch.watching import conclude_all
 
         conclude_all()
+        for agent in _agents:
+            agent.save()
         while _watches:
             _watches.pop().close()
 
 
-def _greet(watch: Watch, models: list[torch.nn.Module]) -> None:
+def _greet(watch: Watch, optimizers: list[Optimizer]) -> None:
     """One line for a person at a terminal; nothing into a pipe or a log file, nothing from other ranks."""
     if watch.run.rank != 0 or not _on_terminal():
         return
-    names = ", ".join(type(model).__name__ for model in models[:3]) + (", …" if len(models) > 3 else "")
-    count = sum(1 for model in models for _ in model.parameters())
+    names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
+    count = len({id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)})
     where = " · ".join(part for part in (watch.url, os.path.relpath(watch.run.directory)) if part)
     print(f"gradwatch: watching {count} parameters of {names} · {where}", file=sys.stderr, flush=True)
+
+
+def _strict() -> bool:
+    return os.environ.get("GRADWATCH_STRICT", "0") not in ("", "0")
+
+
+def _strictly(component: str, error: BaseException) -> None:
+    """With `--strict` a fault stops the script, also where no watch could be made."""
+    if _strict():
+        raise error
 
 
 def _say_not_watching(error: Exception) -> None:

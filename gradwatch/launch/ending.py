@@ -18,8 +18,9 @@ from pathlib import Path
 from gradwatch.account import Account, lines
 from gradwatch.account.ending import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
-from gradwatch.hooks import clipping, making
+from gradwatch.hooks import clipping
 from gradwatch.settings import DEFAULT_DIR, quiet_asked
+from gradwatch.taps import making
 from gradwatch.taps.process_totals import TOTALS, count_backwards
 
 LAUNCHED = "GRADWATCH_LAUNCH_PID"

@@ -1,7 +1,7 @@
-"""The forwards before the first step, held until there is a Watch to hold them.
+"""The forwards before the first backward, held until there is a Watch to hold them.
 
-The launcher attaches at the first step, and then its forward is over: a NaN in it could not be traced to its cause. So
-when an optimizer is made the calls of every model that may train are held, and the Watch takes them over. Nothing is
+The launcher attaches at the first backward, and then its forward is over: a NaN in it could not be traced to its cause.
+So when an optimizer is made the calls of every model that may train are held, and the Watch takes them over. Nothing is
 opened, started or printed.
 """
 
@@ -17,16 +17,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.hooks import making
 from gradwatch.interruption import not_ours
+from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
     from gradwatch.localise.early import Early
     from gradwatch.watching import Watch
 
-LOOKS = (
-    8  # in a row that found nothing new; some loops make an optimizer per batch, and a look may take 0.1 s
-)
 MOST_MODELS = 16
 MOST_FAULTS = 8  # kept, to be counted by the Watch
 
@@ -38,36 +35,33 @@ class FirstForwards:
     models are looked for: threads may make optimizers, and attach, at the same time.
     """
 
-    def __init__(self, lock: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, registered: Registered, lock: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._registered = registered
         self._lock = lock
         self._early: Early | None = None
         self._faults: list[tuple[str, BaseException]] = []
         self._wraps: RemovableHandle | None = None
-        self._looks = LOOKS
-        self._ignore = making.listen(self._making)
-
-    def _making(self) -> None:
-        self._guarded(self.look)
 
     def look(self) -> None:
-        """An optimizer is being made: hold the calls of the models that are there and that nobody watches."""
+        """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
+        self._guarded(self._look)
+
+    def _look(self) -> None:
+        fresh = [root for root in self._registered.fresh_roots() if _trainable(root) and not _watched(root)]
+        if not fresh:
+            return
         # Here, not at the top: most processes that import torch make no optimizer.
-        from gradwatch.launch.discovery import trainable
         from gradwatch.localise.early import Early
 
-        early = self._early or Early(self._failed)
-        found = [model for model in trainable() if not early.holds(model) and not _watched(model)]
-        for model in found[:MOST_MODELS]:
-            early.add(model)
-        self._looks = LOOKS if found else self._looks - 1
-        if not self._looks:
-            self._ignore()
-        if found and self._early is None:
-            self._early = early
+        if self._early is None:
+            self._early = Early(self._failed)
             self._wraps = register_module_module_registration_hook(self._wrapped)
+        for model in fresh[:MOST_MODELS]:
+            if not self._early.holds(model):
+                self._early.add(model)
 
     def handed_over(self, watch: Watch) -> None:
-        """Give a new Watch what was held of its models, and let go of the rest."""
+        """Give a Watch what was held of its models, and let go of the rest."""
         early, self._early = self._early, None
         self._stop()
         faults, self._faults = self._faults, []
@@ -116,10 +110,14 @@ class FirstForwards:
             self._faults.append((component, error))
 
 
+def _trainable(model: nn.Module) -> bool:
+    return any(param.requires_grad for param in model.parameters())
+
+
 def _watched(model: nn.Module) -> bool:
     """Whether a live Watch has a parameter of it; nothing is imported to find out."""
     watching = sys.modules.get("gradwatch.watching")
     if watching is None:
         return False
-    watches = watching.live_watches()
+    watches = [watch for watch in watching.live_watches() if not watch.resting()]
     return any(watch.knows(id(param)) for param in model.parameters() for watch in watches)

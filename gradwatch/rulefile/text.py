@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import codecs
 import re
-import warnings
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from gradwatch.imports import filters_kept
 from gradwatch.rulefile.nodes import Map, Mark, Node, Problems, Scalar, Seq, Source, quoted, shown
 from gradwatch.rulefile.scalars import resolve
 
-with warnings.catch_warnings():  # ruamel adds warning filters of its own when it is imported
+with filters_kept():  # ruamel adds warning filters of its own when it is imported
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError
     from ruamel.yaml.events import (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.health import Health
+from gradwatch.imports import filters_kept
 from gradwatch.rules import SINK_KINDS
 from gradwatch.snapshot import Record, RunInfo
 
@@ -138,7 +138,7 @@ def undisturbed() -> Iterator[None]:
     """
     state = random.getstate()
     try:
-        with warnings.catch_warnings():
+        with filters_kept():
             yield
     finally:
         random.setstate(state)

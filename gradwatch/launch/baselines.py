@@ -1,0 +1,146 @@
+"""The baselines of a run kept in its folder, for the job that is started again under the same run id.
+
+`state-rank0.json` holds `Watch.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
+many steps it had counted itself. They are taken up where these fit the optimizer at hand. An optimizer that counts no
+steps cannot tell a training that goes on from one that begins, and one that has taken none begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from gradwatch.sinks.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from gradwatch.hooks.lane import Lane
+    from gradwatch.watching import Watch
+
+EVERY_SECONDS = 60.0
+SHARE = 200  # the time between two savings is at least so many times what one took
+MAX_BYTES = 256 << 20
+
+
+class Baselines:
+    """Takes up, saves and replaces the state of one launcher's Watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")
+        self._saved = _load(self._path)
+        self._met: dict[int, weakref.ref[Optimizer]] = {}
+        self._due = time.monotonic() + EVERY_SECONDS
+        self._failed = False
+        self._said = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Before the first step of an optimizer, take up what was saved of it; never raises."""
+        if not self._saved:
+            return
+        ref = self._met.get(id(optimizer))
+        if ref is not None and ref() is optimizer:
+            return
+        self._met[id(optimizer)] = weakref.ref(optimizer)
+        try:
+            lane = self._watch.lane_of(optimizer)
+            if lane is not None:
+                self._take_up(optimizer, lane)
+        except Exception as error:
+            self._watch.health.report("state", error)
+
+    def after_step(self) -> None:
+        """Save, if the last time was long enough ago; never raises."""
+        if time.monotonic() >= self._due:
+            self.save()
+
+    def save(self) -> None:
+        """Write the state beside the journal, atomically; a failure is counted, and training goes on."""
+        watch = self._watch
+        started = time.monotonic()
+        try:
+            if watch.resting() or not os.path.isdir(watch.run.directory):
+                return
+            lanes = {str(lane.index): entry for lane in watch.lanes() if (entry := _entry(lane)) is not None}
+            write_whole(self._path, {"version": 1, "lanes": lanes, "state": watch.state_dict()}, 0o600)
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                watch.health.report("state", error)
+        now = time.monotonic()
+        self._due = now + max(EVERY_SECONDS, SHARE * (now - started))
+
+    def _take_up(self, optimizer: Optimizer, lane: Lane) -> None:
+        saved = self._saved["lanes"].pop(str(lane.index), None)
+        if saved is None:
+            return
+        refusal = _refusal(saved, lane, optimizer)
+        if refusal:
+            if self._watch.run.rank == 0 and not self._said:
+                self._said = True
+                print(f"gradwatch: baselines of the run before are not used: {refusal}", file=sys.stderr)
+            return
+        state = self._saved["state"]
+        self._watch.load_state_dict({**state, "lanes": {str(lane.index): state["lanes"][str(lane.index)]}})
+
+
+def _refusal(saved: Mapping[str, Any], lane: Lane, optimizer: Optimizer) -> str:
+    """Why what was saved is not of this training; "" where it is."""
+    if list(saved["names"]) != list(lane.sites.names):
+        return "the parameters have other names"
+    if saved["shapes"] != _shapes(lane):
+        return "the parameters have other shapes"
+    counted, now = saved["counted"], _counted(optimizer)
+    if counted is None or now is None:
+        return f"{type(optimizer).__name__} counts no steps, so it is not known whether this training goes on"
+    if now == 0:
+        return "the optimizer has taken no step, so this training begins"
+    if now > counted:
+        return f"the optimizer has taken {now} steps, and they are of {counted}"
+    return ""
+
+
+def _entry(lane: Lane) -> dict[str, Any] | None:
+    optimizer = None if lane.optimizer is None else lane.optimizer()
+    if optimizer is None:
+        return None
+    return {"names": list(lane.sites.names), "shapes": _shapes(lane), "counted": _counted(optimizer)}
+
+
+def _shapes(lane: Lane) -> list[list[int]]:
+    return [list(param.shape) for param in lane.params]
+
+
+def _counted(optimizer: Optimizer) -> int | None:
+    """The steps that the optimizer says it has taken: 0 where it has no state yet, None where it counts none."""
+    counts = [state.get("step") for state in optimizer.state.values()]
+    known = [int(count) for count in counts if count is not None]
+    if known:
+        return max(known)
+    return None if counts or not _counts(optimizer) else 0
+
+
+def _counts(optimizer: Optimizer) -> bool:
+    """Whether an optimizer without state will have one: plain SGD never has."""
+    return type(optimizer).__name__ != "SGD"
+
+
+def _load(path: str) -> dict[str, Any]:
+    """What was saved there; nothing where there is no such file, or none of this version."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags), encoding="utf-8") as file:
+            found = json.loads(file.read(MAX_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        print(f"gradwatch: the state of the run before cannot be read: {error}", file=sys.stderr)
+        return {}
+    whole = isinstance(found, dict) and found.get("version") == 1
+    return found if whole and isinstance(found.get("lanes"), dict) else {}

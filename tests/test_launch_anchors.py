@@ -1,0 +1,146 @@
+"""Who is watched under `gradwatch run`: optimizers and their parameters, whatever becomes of the modules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from gradwatch.journal import read_journal
+from tests.test_launch_training import run
+
+NET = """
+import copy, gc, os, sys, warnings, weakref
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+"""
+
+
+def steps(tmp_path: Path) -> list[list[int]]:
+    """The recorded steps of every journal of the run, in the order of its attempts."""
+    return [
+        [one.record.snapshot.step for one in journal.records()]
+        for journal in read_journal(tmp_path / "runs" / "r")
+    ]
+
+
+def ended(done: subprocess.CompletedProcess[str]) -> str:
+    """What a script that ended well printed."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_models_may_be_wrapped_for_a_forward_replaced_deleted_and_made_anew(tmp_path: Path) -> None:
+    """A passing wrapper renames nothing, an assigned checkpoint is healed, and what is deleted is freed."""
+    script = (
+        NET
+        + """
+class Wrap(nn.Module):
+    def __init__(self, f):
+        super().__init__(); self.base_func = f
+    def forward(self, x): return self.base_func(x)
+
+net = nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(n, nan=-1):
+    for t in range(n):
+        w = Wrap(net)
+        warnings.warn("once, please")
+        loss = w(torch.randn(8, 4)).pow(2).mean() * (float("nan") if t == nan else 1)
+        opt.zero_grad(); loss.backward(); opt.step()
+train(8, 5)
+net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+opt = torch.optim.SGD(net.parameters(), 0.05)
+train(8, 5)
+other = nn.Linear(8, 8)
+second = torch.optim.SGD(other.parameters(), 0.1)
+other(torch.ones(1, 8)).sum().backward(); second.step(); second.zero_grad()
+gone = weakref.ref(other.weight)
+del other, second
+train(2)
+print(gone() is None, all(bool(p.isfinite().all()) for p in net.parameters()))
+"""
+    )
+    done = run(tmp_path, script)
+    assert ended(done).split() == ["True", "True"]
+    assert done.stderr.count("once, please\n  warnings.warn") == 1
+    (journal,) = read_journal(tmp_path / "runs" / "r")
+    records = [one.record for one in journal.records()]
+    mine = [one for one in records if one.snapshot.optimizer == 0]
+    assert [one.snapshot.step for one in mine] == list(range(18))
+    assert [one.snapshot.step for one in records if one.decision.skip] == [5, 13]
+    assert {name for one in mine for name in one.snapshot.sites.names} == {"weight", "bias"}
+
+
+def test_a_scaler_that_rejects_every_step_is_watched(tmp_path: Path) -> None:
+    """No optimizer ever steps: the rejected steps are recorded, and the collapse of the scale is told."""
+    script = (
+        NET
+        + """
+m = nn.Linear(4, 1)
+o = torch.optim.SGD(m.parameters(), 0.01)
+s = torch.amp.GradScaler("cpu")
+for t in range(40):
+    o.zero_grad()
+    s.scale(m(torch.full((8, 4), float("inf"))).pow(2).mean()).backward()
+    s.step(o)
+    s.update()
+"""
+    )
+    done = run(tmp_path, script)
+    ended(done)
+    assert steps(tmp_path) == [list(range(40))]
+    assert "rule=scale-collapse" in done.stderr
+
+
+def test_a_forked_child_that_trains_is_an_attempt_of_its_own(tmp_path: Path) -> None:
+    """Hogwild: the parent's steps in one journal, the child's in another, and the same numbers as unwatched."""
+    script = (
+        NET
+        + """
+import torch.multiprocessing as mp
+m = nn.Linear(4, 1).share_memory()
+o = torch.optim.SGD(m.parameters(), 0.01)
+def train(n):
+    for _ in range(n):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+if __name__ == "__main__":
+    train(4)
+    p = mp.get_context("fork").Process(target=train, args=(8,))
+    p.start(); p.join(); train(2)
+    print("done", p.exitcode)
+"""
+    )
+    assert ended(run(tmp_path, script)) == "done 0\n"
+    journals = list(read_journal(tmp_path / "runs" / "r"))
+    assert sorted(len(list(journal.records())) for journal in journals) == [6, 8]
+    assert all(journal.complete for journal in journals)
+
+
+RESUMED = (
+    NET
+    + """
+m = nn.Linear(4, 1)
+o = torch.optim.Adam(m.parameters(), 0.01)
+if os.path.exists("saved.pt"):
+    saved = torch.load("saved.pt")
+    m.load_state_dict(saved[0]); o.load_state_dict(saved[1])
+for t in range(6):
+    o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+torch.save((m.state_dict(), o.state_dict()), "saved.pt")
+"""
+)
+
+
+def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
+    """The second attempt goes on at step 6; without its checkpoint it begins at 0 and says why."""
+    ended(run(tmp_path, RESUMED))
+    state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+    assert state["lanes"]["0"]["counted"] == 6
+    assert "baselines" not in run(tmp_path, RESUMED).stderr
+    (tmp_path / "saved.pt").unlink()
+    again = run(tmp_path, RESUMED)
+    assert "baselines of the run before are not used: the optimizer has taken no step" in again.stderr
+    assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
