@@ -119,7 +119,7 @@ class Causes:
                 ask = _ask(self._asked[rule], event, snapshot)
                 together = Together(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
                 found.append(self._localiser.localise(ask, late, together))
-        return (*found, *self._localiser.recorded())
+        return (*found, *self._localiser.recorded(None if late else snapshot.step))
 
 
 def localising(ruleset: RuleSet) -> dict[str, Action]:

@@ -162,6 +162,11 @@ class Finding:
         return self.phase != "unknown"
 
     @property
+    def exactness(self) -> int:
+        """0 where no cause is known, 1 where only the side of the model's outputs is ("loss"), 2 for an operation."""
+        return 0 if not self.found else 1 if self.phase == "loss" else 2
+
+    @property
     def frame(self) -> Frame | None:
         """The line that called the operation: the innermost of the user's own, a library's where there is none."""
         own = (frame for frame in self.frames if not frame.is_library)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 
 from gradwatch import explanation
-from gradwatch.incident import Incident, StepNorms
+from gradwatch.incident import Incident
 from gradwatch.sinks.printable import one_line
 from gradwatch.snapshot import Order
 
@@ -29,7 +29,7 @@ def page(
         yield f"## {incident.name}: {incident.title}"
     yield ""
     yield from _happened(incident)
-    yield from _norms(incident.around, incident.step)
+    yield from _norms(incident)
     yield from _done(incident.done)
     yield from _kept(bundle, obstacle, tuple(missing))
 
@@ -57,20 +57,29 @@ def _happened(incident: Incident) -> Iterator[str]:
     yield ""
 
 
-def _norms(around: tuple[StepNorms, ...], step: int) -> Iterator[str]:
-    if not around:
+def _norms(incident: Incident) -> Iterator[str]:
+    if not incident.around:
         return
     yield "### Norms around it"
     yield ""
     yield "| step | total norm | as applied | loss | |"
     yield "|---|---|---|---|---|"
-    for one in around:
+    for one in incident.around:
         loss = "" if one.loss is None else _number(one.loss)
-        said = ["← here"] if one.step == step else []
-        said += ["skipped"] if one.skipped else []
+        said = [*_marks(incident, one.step), *(["skipped"] if one.skipped else [])]
         applied = "" if one.skipped else _number(one.total_norm_applied)
         yield f"| {one.step} | {_number(one.total_norm)} | {applied} | {loss} | {', '.join(said)} |"
     yield ""
+
+
+def _marks(incident: Incident, step: int) -> list[str]:
+    """What a step is to the incident: where it fired, and where its cause was found, which may be a later step."""
+    event, finding = incident.event, incident.finding
+    fired = incident.step if event is None else event.step
+    found = fired if finding is None or not finding.found else finding.step
+    if fired == found:
+        return ["← here"] if step == fired else []
+    return {fired: ["← fired here"], found: ["← cause found here"]}.get(step, [])
 
 
 def _done(done: tuple[Order, ...]) -> Iterator[str]:

@@ -79,9 +79,7 @@ def better(finding: Finding | None, than: Finding | None) -> bool:
 
 
 def _worth(finding: Finding | None) -> int:
-    if finding is None:
-        return 0
-    return {"unknown": 1, "loss": 2}.get(finding.phase, 3)
+    return -1 if finding is None else finding.exactness
 
 
 def _place(event: Event | None, finding: Finding | None) -> tuple[int, int]:

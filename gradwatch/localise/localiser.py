@@ -83,7 +83,7 @@ class Localiser:
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()
-        self._recorded: list[Finding] = []
+        self._recorded: list[tuple[int, Finding]] = []  # steps taken when the recording ended
         self._closure: Kept | None = None
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
@@ -186,10 +186,17 @@ class Localiser:
             self._incidents.pop(next(iter(self._incidents)))
         return self._signed(finding, ask)
 
-    def recorded(self) -> tuple[Finding, ...]:
-        """What recording came to since this was last asked."""
-        found, self._recorded = tuple(self._recorded), []
-        return found
+    def recorded(self, step: int | None) -> tuple[Finding, ...]:
+        """What recording came to since this was last asked.
+
+        `step` is the number of the step that is about to be taken, None where that is not known: a recording that has
+        just ended is of that step, and not of the one whose incident asked for it.
+        """
+        found, self._recorded = self._recorded, []
+        return tuple(
+            finding if not finding.found else _of_step(finding, step if ended == self._steps else None)
+            for ended, finding in found
+        )
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -198,7 +205,7 @@ class Localiser:
         if (
             self._recorded and ask.way != "detect_anomaly" and apart
         ):  # else the others wait for this rank to agree
-            return self._recorded.pop()  # the step under judgement is one that was recorded
+            return self._recorded.pop()[1]  # the step under judgement is one that was recorded
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
@@ -355,7 +362,7 @@ class Localiser:
             finding = diagnose([trace], by="record")
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
             finding = finding.told(note=note, batch=self._batch_of(finding))
-            self._recorded.append(self._signed(finding, self._ask))
+            self._recorded.append((self._steps, self._signed(finding, self._ask)))
             if self._together is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
             live.left = 0
@@ -372,7 +379,7 @@ class Localiser:
         except Refused as refusal:
             self._live = None
             finding = Finding("unknown", "record", note=f"not recorded: {refusal}")
-            self._recorded.append(self._signed(finding, self._ask))
+            self._recorded.append((self._steps, self._signed(finding, self._ask)))
         except Exception as error:
             self._live = None
             self._failed("localise", error)
@@ -389,6 +396,13 @@ def _unless_skipped(traces: list[Trace]) -> Finding:
     return finding.told(
         note=_joined(finding.note, f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}")
     )
+
+
+def _of_step(finding: Finding, step: int | None) -> Finding:
+    """A recorded finding with the number of its own step, or with a note that this is not known."""
+    if step is not None:
+        return finding.told(step=step)
+    return finding.told(note=_joined(finding.note, "in a later step, whose number is not known"))
 
 
 def _in_backward() -> bool:

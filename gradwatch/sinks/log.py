@@ -92,7 +92,9 @@ class LogSink:
         self._logger = make_logger(format, stream)
         self._clock = clock
         self._said: dict[str, _Said] = {}
-        self._caused: dict[str, float] = {}
+        self._caused: dict[
+            str, tuple[float, int]
+        ] = {}  # when a rule's cause was last logged, and how exact it was
         self._next_due = math.inf
         self._silent = False
 
@@ -153,9 +155,10 @@ class LogSink:
         self._log(event, done, suppressed)
 
     def _cause(self, finding: Finding, now: float) -> None:
-        """One line a minute for the causes of one rule: the rest is in the journal."""
-        if now >= self._caused.get(finding.rule, -math.inf) + QUIET_SECONDS:
-            self._caused[finding.rule] = now
+        """One line a minute for the causes of one rule, and one more for each that is more exact than those before."""
+        at, exactness = self._caused.get(finding.rule, (-math.inf, 0))
+        if now >= at + QUIET_SECONDS or finding.exactness > exactness:
+            self._caused[finding.rule] = now, finding.exactness
             self._logger.warning("gradwatch cause", **dict(explanation.fields(finding)))
 
     def _sum_up(self, now: float) -> None:

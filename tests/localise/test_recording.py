@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import warnings
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import gradwatch
+from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
 from tests.kept import Kept
 from tests.localise.models import Faulty, SqrtAtZero
@@ -55,6 +58,18 @@ def test_the_loss_side_is_found_by_recording() -> None:
     assert (second.op, second.module, second.by) == ("log", "", "record")
     assert second.frame is not None
     assert second.frame.source.endswith("# loss")
+
+
+def test_an_exact_cause_is_logged_after_a_vague_one_and_with_its_own_step() -> None:
+    """The loss side is said at once, the line a step later: both in the log, each with the step that it is of."""
+    lines = io.StringIO()
+    loop = Loop(nn.Linear(4, 3), bad=(), loss=trap, steps=5, sinks=[LogSink("json", lines)])
+    said = [json.loads(line) for line in lines.getvalue().splitlines()]
+    causes = [line for line in said if line["event"] == "gradwatch cause"]
+    assert [line["step"] for line in causes] == [0, 1]
+    assert [finding.step for finding in loop.findings] == [0, 1]
+    assert causes[0]["cause"].startswith("the loss side")
+    assert causes[1]["cause"].startswith("the backward of log")
 
 
 def test_by_record_holds_nothing_and_finds_it_in_the_next_steps() -> None:
