@@ -36,7 +36,9 @@ class Family:
         self._waited = 0
         self._whole = hold(model, self.outermost)
         if not self._whole.refused and not anything_compiled():
-            self._whole.parts = [hold(part, self.outermost) for part in _within(model)]
+            parts = [hold(part, self.outermost) for part in _within(model)]
+            # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
+            self._whole.parts = [part for part in parts if not part.refused]
         self.holdings = [self._whole, *self._whole.parts]
 
     def step_taken(self, optimizer: Optimizer) -> None:

@@ -58,6 +58,12 @@ def spread(model: nn.Module, **how: Any) -> nn.Module:
     return fully_shard(model, **how)
 
 
+def block_and_root(model: nn.Module) -> nn.Module:
+    """FSDP2 of one block and of the root, which takes the parameters of the other layers."""
+    fully_shard(model.b)
+    return fully_shard(model)
+
+
 def mixed(model: nn.Module) -> nn.Module:
     """FSDP2 computing in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -153,6 +159,7 @@ SITUATIONS = {
     "ddp": told(DistributedDataParallel),
     "ddp with a replay that fails": told(DistributedDataParallel, broken=fails_on_one),
     "fsdp2": told(spread),
+    "fsdp2 block and root": told(block_and_root),
     "fsdp2 mixed": told(mixed),
     "fsdp2 hybrid": told(hybrid),
     "fsdp2 with a replay that fails": told(spread, broken=fails_on_one),

@@ -11,7 +11,7 @@ from gradwatch.localise.together import chosen
 from tests.ranks import causes
 from tests.ranks.launch import launch
 
-REPLAYED = ("ddp", "fsdp2", "fsdp2 mixed", "fsdp2 hybrid")
+REPLAYED = ("ddp", "fsdp2", "fsdp2 block and root", "fsdp2 mixed", "fsdp2 hybrid")
 UNKNOWN = {
     "ddp with a replay that fails": "MemoryError",
     "fsdp2 with a replay that fails": "MemoryError",
