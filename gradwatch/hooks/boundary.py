@@ -91,6 +91,7 @@ class Boundary:
         for waiting in self._deferred.values():
             self._guarded(waiting.judge_all, self._judging_failed)
         self._guarded(self._in_backward.settle_deferred)
+        self._by_hand.settle()
 
     def _judging_failed(self, error: Exception) -> None:
         self._judge.failed("boundary", error)

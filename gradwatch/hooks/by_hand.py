@@ -35,6 +35,7 @@ class ByHand:
         self._failed = failed
         self._lane: Lane | None = None
         self._weights: list[Tensor] = []
+        self._ending = False  # binding rules to a new lane asks for everything to be settled
         self._factor = 1.0  # of clips before the loop was known to train by hand
         self._deferred: Callable[[], object] | None = None
         capture.unowned = self._arrived
@@ -44,9 +45,14 @@ class ByHand:
         """Judge the last step, if the weights have moved since its backward; listen no more."""
         for remove in self._removes:
             remove()
-        self._guarded(self._finish)
+        self.settle()
 
-    def _finish(self) -> None:
+    def settle(self) -> None:
+        """Judge the step whose weights have moved, before somebody asks what was seen."""
+        if not self._ending:
+            self._guarded(self._settle)
+
+    def _settle(self) -> None:
         lane = self._open()
         if lane is not None and self._moved():
             self._end(lane)
@@ -111,7 +117,11 @@ class ByHand:
         """Judge what the last backward left."""
         if lane not in self._capture.lanes:
             self._capture.lanes.append(lane)
-            self._judge.bound(lane)
+            self._ending = True
+            try:
+                self._judge.bound(lane)
+            finally:
+                self._ending = False
         window = lane.observed(self._factor)
         self._factor = 1.0
         self._capture.look_after(lane, window)

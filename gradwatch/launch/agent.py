@@ -16,6 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnmatchedRulesError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from gradwatch.taps.backward_entry import BackwardCall
     from gradwatch.watching import Watch
 
+_TRIES = 8
 _MANY = 64  # known optimizers before those that are gone are looked for
 
 _watches: list[Watch] = []
@@ -57,6 +59,7 @@ class Agent:
         self._prune_at = _MANY
         self._inherited: list[Watch] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
+        self._tried = 0  # looks for models that train without an optimizer
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, lambda: self._lock)
         making.listen(self._making)
@@ -86,8 +89,12 @@ class Agent:
         self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock
 
     def _about_to_run(self, call: BackwardCall) -> None:
-        if self._waiting and call.accumulates and not call.nested:
-            self.attach_waiting()
+        if (
+            call.accumulates
+            and not call.nested
+            and (self._waiting or not (self._seen or self._tried == _TRIES))
+        ):
+            self.attach_waiting(by_hand=True)
 
     def _about_to_clip(self, clip: object = None) -> None:
         if not self._waiting:
@@ -110,6 +117,7 @@ class Agent:
         for key, ref in self._seen.items():
             self._waiting.setdefault(key, (ref, now))
         self._seen.clear()
+        self._tried = 0
 
     def save(self) -> None:
         """Save the baselines for a job that is started again."""
@@ -118,18 +126,20 @@ class Agent:
 
     # -- attaching ---------------------------------------------------------------------------------------
 
-    def attach_waiting(self, stepping: Optimizer | None = None) -> Watch | None:
+    def attach_waiting(self, stepping: Optimizer | None = None, by_hand: bool = False) -> Watch | None:
         """Watch the optimizers made since the last call, and `stepping`; the Watch, None where there were none.
 
+        With `by_hand`, and where no optimizer has ever been made, the models that want gradients are watched.
         Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
         script nothing but a line, unless `--strict` lets it raise.
         """
         with self._lock:
             ready = self._ready(stepping)
-            if not ready:
+            models = self._without_optimizer() if by_hand and not (ready or self._seen) else []
+            if not (ready or models):
                 return None
             try:
-                return self._attach(ready)
+                return self._attach(ready, models)
             except UnmatchedRulesError as error:  # only with --strict-rules: no step is taken
                 print(f"gradwatch: {error}", file=sys.stderr, flush=True)
                 raise SystemExit(2) from None
@@ -161,11 +171,21 @@ class Agent:
             self._prune_at = max(_MANY, 2 * len(self._seen))
         return ready
 
+    def _without_optimizer(self) -> list[nn.Module]:
+        """The models that a backward of a process without optimizers may be training."""
+        self._tried += 1
+        known = self.registered
+        roots = {id(root): root for root in (known.root(module, known.clock) for module in known)}
+        found = [root for root in roots.values() if any(param.requires_grad for param in root.parameters())]
+        if found:
+            self._tried = _TRIES
+        return found
+
     def _knows(self, optimizer: Optimizer) -> bool:
         ref = self._seen.get(id(optimizer))
         return ref is not None and ref() is optimizer
 
-    def _attach(self, ready: list[tuple[Optimizer, int]]) -> Watch | None:
+    def _attach(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Watch | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
         with filters_kept():
             from gradwatch.attach import watch_optimizers
@@ -177,9 +197,10 @@ class Agent:
         own = next((watch for watch in here if watch in _watches), None)
         others = [watch for watch in here if watch is not own]
         ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
-        if not ready:
+        if not ready and (here or not models):
             return None
         roots, loose = discover(self.registered, ready, self._numbered)
+        roots = models + roots
         self._numbered += len(ready)
         optimizers = [optimizer for optimizer, _ in ready]
         if own is not None:  # one run, one port and one journal per process, however many models it trains

@@ -46,12 +46,27 @@ class ProcessTotals:
 
 
 TOTALS = ProcessTotals()
+_counting: dict[object, Callable[[], None]] = {}  # who wants backwards counted, and under None the tap
 _stepping: dict[int, int] = {}  # optimizer steps under way, by thread
 
 
 def count_backwards() -> Callable[[], None]:
-    """Count every call of the autograd engine that is not inside another one; the returned call ends that."""
-    return backward_entry.listen(_about_to_run)
+    """Count every call of the autograd engine that is not inside another one, once; the returned call ends that."""
+    user = object()
+    if not _counting:
+        _counting[None] = backward_entry.listen(_about_to_run)
+    _counting[user] = _nothing
+
+    def remove() -> None:
+        _counting.pop(user, None)
+        if len(_counting) == 1:
+            _counting.pop(None)()
+
+    return remove
+
+
+def _nothing() -> None:
+    """What one of several users of the count has to undo."""
 
 
 def step_begins(under_way: Callable[[], int]) -> None:
