@@ -45,9 +45,9 @@ def run(shape: Shape, seed: int, fault: Fault | None = None) -> Course:
         known: dict[str, Any] = {"scalars": {"lr": 1e-3, "loss": 2.0 + 0.1 * float(rng.normal())}}
         if step % 100 < 3:
             known["columns"] = {
-                "update_ratio": everywhere(1e-3 * np.exp(rng.normal(0, 0.3, SIZE))),
-                "weight_norm": everywhere(np.ones(SIZE)),
-                "zero_fraction": everywhere(np.full(SIZE, 0.4)),
+                "update_ratio:bursts": everywhere(1e-3 * np.exp(rng.normal(0, 0.3, SIZE))),
+                "weight_norm:bursts": everywhere(np.ones(SIZE)),
+                "zero_fraction:bursts": everywhere(np.full(SIZE, 0.4)),
             }
         row = norms.tolist()
         if fault is not None and step >= ONSET:
@@ -102,7 +102,7 @@ def zeroed(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
 def overshooting(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
     """Updates are as large as the weights."""
     if "columns" in known:
-        known["columns"]["update_ratio"] = everywhere(np.full(SIZE, 0.9))
+        known["columns"]["update_ratio:bursts"] = everywhere(np.full(SIZE, 0.9))
     return norms.tolist()
 
 
