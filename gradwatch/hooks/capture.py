@@ -88,7 +88,7 @@ class Capture:
         """Watch further models."""
         known = {id(model) for model in self.models()}
         added = [model for model in models if id(model) not in known]
-        self._models += map(weakref.ref, added)
+        self._models = [weakref.ref(model) for model in (*self.models(), *added)]
         self.scan()
         self.coverage.attached(added)
 

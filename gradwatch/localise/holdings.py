@@ -41,6 +41,11 @@ class Family:
             self._whole.parts = [part for part in parts if not part.refused]
         self.holdings = [self._whole, *self._whole.parts]
 
+    @property
+    def gone(self) -> bool:
+        """Whether its model is."""
+        return self._whole.model() is None
+
     def step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
         if not any(holding.moves(optimizer) for holding in self.holdings):
@@ -107,6 +112,10 @@ class Holdings:
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model."""
+        for family in [one for one in self._families if one.gone]:
+            for holding in family.holdings:
+                holding.close()
+            self._families.remove(family)
         self._families.append(Family(model, self._model))
 
     def inherit(self, former: Sequence[Holding], steps: int) -> None:

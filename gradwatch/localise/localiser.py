@@ -93,6 +93,7 @@ class Localiser:
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Hold the calls of further models."""
+        self._models = [ref for ref in self._models if ref() is not None]
         for model in models:
             self._models.append(weakref.ref(model))
             if self._hold:
