@@ -133,16 +133,21 @@ class Boundary:
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = _grad_enabled()
         try:
-            started = perf_counter()
-            _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
-            call(*args)
-            self.spent_seconds += perf_counter() - started
+            try:
+                started = perf_counter()
+                _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
+                call(*args)
+                self.spent_seconds += perf_counter() - started
+            finally:
+                _set_grad_enabled(graded)
         except TrainingStopped:
             raise
         except Exception as error:
             self._judge.failed("boundary", error)
         finally:
-            _set_grad_enabled(graded)
+            _set_grad_enabled(
+                graded
+            )  # once more: what arrived at the first must not leave training without a graph
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer):

@@ -372,14 +372,17 @@ class Capture:
     def _backward_end(self) -> None:
         graded = _grad_enabled()  # where the backward makes a graph of its own
         try:
-            started = perf_counter()
-            _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
-            self._end()
-            self.spent_seconds += perf_counter() - started
+            try:
+                started = perf_counter()
+                _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
+                self._end()
+                self.spent_seconds += perf_counter() - started
+            finally:
+                _set_grad_enabled(graded)
         except Exception as error:
             self._failed("capture", error)
         finally:
-            _set_grad_enabled(graded)
+            _set_grad_enabled(graded)  # once more, as in Boundary
 
     def _end(self) -> None:
         touched = self.touched[:]

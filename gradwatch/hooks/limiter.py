@@ -148,10 +148,10 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
 
     def limit(grad: Tensor | None) -> Tensor | None:
-        # A custom Function may return None for it; compiled autograd: what this does would break its graph.
-        if grad is None or tracing():
-            return None
         try:
+            # A custom Function may return None for it; compiled autograd: what this does would break its graph.
+            if grad is None or tracing():
+                return None
             if task[0] != current():
                 turn.begin(k)
             try:
@@ -181,9 +181,9 @@ def _closely(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExcepti
     seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
 
     def limit(grad: Tensor | None) -> Tensor | None:
-        if grad is None or tracing():
-            return None
         try:
+            if grad is None or tracing():
+                return None
             if task[0] != current():
                 turn.begin(k)
             if not on_cpu or not grad.is_cpu:

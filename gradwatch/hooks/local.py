@@ -153,10 +153,10 @@ def _hooks(
     found = _norm_of_small if small else alias
 
     def observe(grad: Tensor | None) -> None:
-        # A custom Function may return None for it.
-        if tracing() or grad is None or (not grad.is_cpu and capturing()):
-            return
         try:
+            # A custom Function may return None for it.
+            if tracing() or grad is None or (not grad.is_cpu and capturing()):
+                return
             kept = found(grad)
             if kept is not None:
                 running.arrives(k, kept)
@@ -164,10 +164,9 @@ def _hooks(
             failed("norm_local", error)
 
     def accumulated(_: Tensor) -> None:
-        if tracing():
-            return
         try:
-            running.accumulated(k)
+            if not tracing():
+                running.accumulated(k)
         except Exception as error:
             failed("norm_local", error)
 

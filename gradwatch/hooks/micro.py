@@ -200,9 +200,9 @@ def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
     current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
     def first(grad: Tensor | None) -> None:
-        if tracing() or seen[0] == current():
-            return
         try:
+            if tracing() or seen[0] == current():
+                return
             found = owner()
             if found is not None:
                 with torch.no_grad():

@@ -169,9 +169,9 @@ class ModuleTaps:
         tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what follows would break its graph
 
         def add(grad: Tensor | None) -> None:
-            if tracing() or not isinstance(grad, Tensor) or capturing():
-                return
             try:
+                if tracing() or not isinstance(grad, Tensor) or capturing():
+                    return
                 kept = alias(grad)
                 if kept is not None:
                     square = torch.linalg.vector_norm(dense(kept).float()).square()

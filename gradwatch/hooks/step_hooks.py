@@ -127,8 +127,8 @@ class _Leaving(tuple):  # type: ignore[type-arg]
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> Any:
-    changed = None
     try:
+        changed = None
         if not shielded and (_tracing() or _listening() is not None):
             return _shielded_before(optimizer, args, kwargs, True)
         if _IGNORED in optimizer.__dict__:
@@ -142,7 +142,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         return changed if _listeners else (_Leaving(args), kwargs)
     except Exception as error:
         guard.fault("boundary", error)
-    return changed
+        return None
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> None:

@@ -58,6 +58,7 @@ class _Engine(ImperativeEngine):
             for listener in tuple(_listeners):  # one may have begun to watch: this is its first backward
                 if listener not in listeners:
                     listener(call)
+            return super().run_backward
         except Exception as error:
             guard.fault("capture", error)
         return super().run_backward

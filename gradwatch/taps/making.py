@@ -26,13 +26,14 @@ class _Noticed:
         self.original = original
 
     def __get__(self, instance: Optimizer | None, owner: type[Optimizer] | None = None) -> Any:
-        if isinstance(instance, Optimizer):
-            TOTALS.optimizers += 1
-            try:
+        try:
+            if isinstance(instance, Optimizer):
+                TOTALS.optimizers += 1
                 for listener in tuple(_listeners):
                     listener(instance)
-            except Exception as error:
-                guard.fault("capture", error)
+            return self.original.__get__(instance, owner)
+        except Exception as error:
+            guard.fault("capture", error)
         return self.original.__get__(instance, owner)
 
 

@@ -93,13 +93,14 @@ class _Noticed:
         self.twin = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
 
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
-        if _tracing():  # dynamo inlines this, and shall depend on nothing of ours
-            return self.original.__get__(instance, owner)
         try:
+            if _tracing():  # dynamo inlines this, and shall depend on nothing of ours
+                return self.original.__get__(instance, owner)
             heard = _heard.get(id(instance))
             # Where dynamo listens, it would compile the listeners.
             if heard and heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
                 return self.twin.__get__(instance, owner)
+            return self.original.__get__(instance, owner)
         except Exception as error:
             guard.fault("localise", error)
         return self.original.__get__(instance, owner)
@@ -161,8 +162,8 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    changed = None
     try:
+        changed = None
         heard = _heard.get(id(module))
         if heard is None or not heard.before:
             return None
@@ -171,19 +172,21 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             given = listener(module, args, kwargs)
             if given is not None:
                 args = changed = given
+        return changed
     except Exception as error:
         guard.fault("localise", error)
-    return changed
+        return None
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    changed = None
     try:
+        changed = None
         heard = _heard.get(id(module))
         for listener in () if heard is None else tuple(heard.after):
             made = listener(module, args, output)
             if made is not None:
                 output = changed = made
+        return changed
     except Exception as error:
         guard.fault("localise", error)
-    return changed
+        return None

@@ -1,0 +1,183 @@
+"""An exception at every line of gradwatch that a step executes: its own never reach training, the script's do."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import linecache
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.rulefile import parse_rules
+from tests.kept import Kept
+
+PACKAGE = os.path.dirname(gradwatch.__file__)
+SKIP = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
+RULES = {
+    "observe": "version: 1\nrules: {n: {detect: {kind: nonfinite}}}\n",
+    "skip": SKIP,
+    "clip": SKIP + "clip: {total: {method: norm, max_norm: 0.5}}\n",
+}
+AT = 2  # the step into which the exception goes
+LINES = 20  # of each kind in the short version
+
+
+class SentError(Exception):
+    """What another thread of the script sends."""
+
+
+class Injected:
+    """Traces the lines of gradwatch; raises `kind` at line number `at`, each counted when it is first executed."""
+
+    def __init__(self, at: int, kind: type[BaseException]) -> None:
+        self.at = at
+        self.kind = kind
+        self.lines: dict[tuple[str, int], int] = {}
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event != "line" or place in self.lines:
+            return self.line
+        self.lines[place] = len(self.lines)
+        if self.lines[place] == self.at:
+            sys.settrace(None)
+            self.where = linecache.getline(*place).strip()
+            if self.kind is not SentError:
+                raise self.kind("injected")
+            sent = ctypes.py_object(self.kind)  # it arrives as this call returns
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), sent)
+        return self.line
+
+
+def job(
+    rules: str | None, injected: Injected, folder: Path
+) -> tuple[BaseException | None, list[torch.Tensor]]:
+    """What reached the loop of four steps, and the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    gw = None
+    if rules is not None:
+        gw = gradwatch.watch(
+            model, optimizer, rules=parse_rules(RULES[rules]), sinks=[Kept()], run_dir=folder
+        )
+    reached: BaseException | None = None
+    before = sys.gettrace()
+    for step in range(4):
+        x = torch.ones(2, 3)
+        if step == AT and rules == "skip":
+            x[0, 0] = float("nan")
+        sys.settrace(injected if step == AT else before)
+        try:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        except BaseException as error:
+            reached = error
+        finally:
+            sys.settrace(before)
+    if gw is not None:
+        gw.close()
+    return reached, [param.detach().clone() for param in model.parameters()]
+
+
+def escaped(rules: str, kind: type[BaseException], every: int, folder: Path) -> list[str]:
+    """The lines at which it went wrong, of every so-many-th that the step executes."""
+    seen = Injected(-1, kind)
+    assert job(rules, seen, folder)[0] is None
+    bare = job(None, Injected(-1, kind), folder)[1]
+    wrong = []
+    for at in range(0, len(seen.lines), every or max(1, len(seen.lines) // LINES)):
+        injected = Injected(at, kind)
+        reached, weights = job(rules, injected, folder)
+        if (
+            not injected.where or injected.where == "try:"
+        ):  # that of the guard itself, or a line of a busier step
+            continue
+        place = [f"{Path(file).name}:{line}" for file, line in injected.lines][-1] + f" {injected.where}"
+        if kind is RuntimeError:
+            if reached is not None:
+                wrong.append(f"{place}: {reached!r}")
+            elif rules == "observe" and not all(
+                torch.equal(a, b) for a, b in zip(weights, bare, strict=True)
+            ):
+                wrong.append(f"{place}: other weights")
+        elif not isinstance(reached, kind):
+            wrong.append(f"{place}: kept {kind.__name__}")
+    return wrong
+
+
+KINDS = [RuntimeError, KeyboardInterrupt, SentError]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rules", RULES)
+def test_a_sample_of_lines(rules: str, kind: type[BaseException], tmp_path: Path) -> None:
+    """Twenty lines of each kind, spread over the step."""
+    assert escaped(rules, kind, 0, tmp_path / "run") == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rules", RULES)
+def test_every_line(rules: str, kind: type[BaseException], tmp_path: Path) -> None:
+    """All of them."""
+    assert escaped(rules, kind, 1, tmp_path / "run") == []
+
+
+# (file, function) of everything that torch calls for its own ends; the rest is called by these.
+ENTRIES = [
+    ("hooks/marks.py", "mark"),
+    ("hooks/graph_task.py", "_end"),
+    ("hooks/step_hooks.py", "_before"),
+    ("hooks/step_hooks.py", "_after"),
+    ("taps/making.py", "__get__"),
+    ("hooks/coverage.py", "noticed"),
+    ("hooks/limiter.py", "limit"),
+    ("hooks/local.py", "observe"),
+    ("hooks/micro.py", "first"),
+    ("hooks/modules.py", "observe"),
+    ("hooks/modules.py", "add"),
+    ("hooks/modules.py", "before"),
+    ("hooks/modules.py", "after"),
+    ("hooks/clipping.py", "noticed"),
+    ("hooks/flat.py", "_observe"),
+    ("hooks/flat.py", "_begin"),
+    ("localise/held.py", "guarded"),
+    ("localise/held.py", "hear"),
+    ("taps/backward_entry.py", "run_backward"),
+    ("taps/module_calls.py", "__get__"),
+    ("taps/module_calls.py", "_before"),
+    ("taps/module_calls.py", "_after"),
+]
+
+
+@pytest.mark.parametrize(("file", "name"), ENTRIES)
+def test_what_torch_calls_begins_with_its_guard(file: str, name: str) -> None:
+    """The first statement is `try:` and what is caught is an Exception: no line but that one is outside."""
+    tree = ast.parse(Path(PACKAGE, file).read_text())
+    found = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == name]
+    assert found
+    for function in found:
+        body = [
+            one
+            for one in function.body
+            if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        ]
+        if file == "hooks/modules.py" and len(body) > 1 and isinstance(body[0], ast.For):
+            continue  # of a full-backward hook: calls two that are guarded
+        assert isinstance(body[0], ast.Try)
+        assert ast.unparse(body[0].handlers[0].type or ast.Constant(0)) == "Exception"
