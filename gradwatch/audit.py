@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
+from gradwatch.account import Account
+from gradwatch.explanation import sentence
+from gradwatch.finding import Finding
+from gradwatch.journal import EndEntry, EventsEntry, JournalReader, StepsEntry
+from gradwatch.journal.incidents import better
 from gradwatch.snapshot import Event, Order
 
 _CLIPPED = 1 - 1e-6
 _MOST_SITES = 5
+_MOST_INCIDENTS = 5
 
 
 @dataclass(slots=True)
@@ -70,11 +75,33 @@ class Line:
 
 
 @dataclass(slots=True)
+class Fired:
+    """One rule that fired, `times` in all; `incidents` names the first few, `cause` is the first that was found."""
+
+    rule: str
+    severity: str
+    times: int = 0
+    first_step: int = -1
+    last_step: int = -1
+    incidents: list[str] = field(default_factory=list)
+    cause: str = ""
+
+    def add(self, event: Event) -> None:
+        """Count one firing."""
+        self.times += 1
+        self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
+        self.last_step = max(self.last_step, event.step)
+        if event.incident not in self.incidents and len(self.incidents) < _MOST_INCIDENTS:
+            self.incidents.append(event.incident)
+
+
+@dataclass(slots=True)
 class Audit:
     """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
     whose gradients got smaller though nothing of ours was due: the script's own clipping. `unfinished`: some journal
     has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
-    by rule and action, the incidents that were acknowledged at steps which are missing.
+    by rule and action, the incidents that were acknowledged at steps which are missing. `accounts` are those that the
+    attempts gave of themselves at their ends.
     """
 
     steps: int = 0
@@ -86,6 +113,19 @@ class Audit:
     escalated: dict[str, int] = field(default_factory=dict)
     unfinished: bool = False
     unrecorded: dict[tuple[str, str], int] = field(default_factory=dict)
+    rules: dict[str, Fired] = field(default_factory=dict)
+    causes: dict[str, Finding] = field(default_factory=dict)
+    accounts: list[Account] = field(default_factory=list)
+
+    def fired(self) -> list[Fired]:
+        """The rules that fired, most severe first, then by their first step; each with a cause if one was found."""
+        found = sorted(
+            self.rules.values(), key=lambda one: (one.severity != "critical", one.first_step, one.rule)
+        )
+        for one in found:
+            known = (self.causes.get(incident) for incident in one.incidents)
+            one.cause = next((sentence(cause) for cause in known if cause is not None and cause.found), "")
+        return found
 
     def sorted(self) -> list[Line]:
         """The lines, most frequent first; shadow last."""
@@ -102,6 +142,8 @@ class Audit:
             "skipped_steps": self.skipped,
             "clipped_by_others": self.clipped_by_others,
             "actions": [line.to_dict(self.steps) for line in self.sorted()],
+            "fired": [asdict(one) for one in self.fired()],
+            "accounts": [account.to_dict() for account in self.accounts],
             "failed": self.failed,
             "escalated": self.escalated,
             "unrecorded": [
@@ -124,12 +166,25 @@ class Audit:
             self.clipped_by_others += smaller and not ours
 
     def take_events(self, events: Iterable[Event]) -> None:
-        """Count what failed and what escalated."""
+        """Count what fired, what failed and what escalated."""
         for event in events:
-            if event.kind == "failed":
+            if event.kind == "firing":
+                self.rules.setdefault(event.rule, Fired(event.rule, event.severity)).add(event)
+            elif event.kind == "failed":
                 self.failed[event.rule] = self.failed.get(event.rule, 0) + 1
             elif event.kind == "escalated":
                 self.escalated[event.rule] = self.escalated.get(event.rule, 0) + 1
+
+    def take_findings(self, findings: Iterable[Finding]) -> None:
+        """Keep the best cause of each incident."""
+        for finding in findings:
+            if better(finding, self.causes.get(finding.incident)):
+                self.causes[finding.incident] = finding
+
+    def take_end(self, entry: EndEntry) -> None:
+        """Keep the account of an attempt; journals of earlier versions have none."""
+        if entry.account:
+            self.accounts.append(Account.from_dict(entry.account))
 
     def take_unrecorded(self, events: Iterable[Event]) -> None:
         """Count incidents whose steps were lost; an incident is durable before its step is."""
@@ -156,7 +211,10 @@ def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
         elif isinstance(entry, EventsEntry) and entry.number not in seen:
             seen.add(entry.number)
             audit.take_events(entry.events)
+            audit.take_findings(entry.findings)
             opened += [event for event in entry.events if event.kind == "firing" and event.actions]
+        elif isinstance(entry, EndEntry):
+            audit.take_end(entry)
     if not journal.complete:
         audit.unfinished = True
         audit.take_unrecorded(event for event in opened if event.step > last.get(event.optimizer, -1))

@@ -227,7 +227,10 @@ def test_a_stopped_run_exits_with_86_and_its_journal_is_complete(
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines() == ["stepped 0", "stepped 1", "stepped 2", "left in order"]
     if status == 86:
-        assert done.stderr.rstrip().splitlines()[-1].endswith("stopped training at step 3: rule r says stop")
+        *_, error, account = done.stderr.rstrip().splitlines()
+        assert error.endswith("stopped training at step 3: rule r says stop")
+        assert account.startswith("gradwatch: 4 of 4 steps watched")
+        assert " · stopped · " in account
         assert "Traceback" in done.stderr
     (journal,) = read_journal(tmp_path / "runs" / "r")
     records = [step.record for step in journal.records()]

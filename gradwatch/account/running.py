@@ -12,13 +12,11 @@ class RunningTotals:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
     `columns` are the columns, scalars included, that came with any Record: a rule on another one never had data.
-    `unowned` are windows of loops without an optimizer, `further` Records beyond the first of one step; `cleared` and
-    `unjudged` are counted by whoever notices them.
+    `unowned` are windows of loops without an optimizer; `cleared` and `unjudged` are counted by whoever notices them.
     """
 
     def __init__(self) -> None:
-        self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.further = 0
-        self.unowned = 0
+        self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
         self.own_seconds = self.seconds = 0.0
         self.coverage = 1.0
         self.stopped = False
@@ -48,19 +46,14 @@ class RunningTotals:
             self._judged(record)
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps watched, those that a GradScaler rejected left out."""
-        return self.records - self.rejected - self.further - self.unowned
-
-    @property
     def judged(self) -> int:
         """Records that every rule could judge."""
         return self.records - self.provisional - self.unjudged
 
-    def watched(self, optimizers: int, parameters: int) -> Watched:
-        """The totals of now."""
+    def watched(self, steps: int, optimizers: int, parameters: int) -> Watched:
+        """The totals of now; several Records may belong to one of the `steps`."""
         return Watched(
-            steps=self.steps,
+            steps=steps,
             rejected=self.rejected,
             unowned=self.unowned,
             cleared=self.cleared,

@@ -1,4 +1,4 @@
-"""`gradwatch audit [RUN]`: what gradwatch did to a training, how often, by which rule, how hard."""
+"""`gradwatch audit [RUN]`: what was watched of a training, what fired, what gradwatch did to it, how hard."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.runs import journals, newest
+from gradwatch.cli.runs import default_directory, journals, newest
 from gradwatch.cli.terminal import paint, table
 
 if TYPE_CHECKING:
     from gradwatch.audit import Audit, Line
     from gradwatch.journal import JournalReader
 
-DESCRIPTION = """What was done to a training: every clip, rescale, skip and stop, by rule, from its journal.
+DESCRIPTION = """What was watched of a training, what fired, and what was done to it, by rule, from its journal:
+every clip, rescale, skip and stop.
 
 RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks act alike, so one rank's
 journal is enough (--rank). Exit 1 where an action failed."""
 _PATIENCE = 1.0
+_MOST_ACCOUNTS = 5
+_LONGEST_CAUSE = 120
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
     parser.add_argument(
-        "--dir", default="gradwatch-runs", metavar="DIR", help="where runs are (default: %(default)s)"
+        "--dir", default=default_directory(), metavar="DIR", help="where runs are (default: %(default)s)s)"
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose journal (default: 0)")
     parser.add_argument("--json", action="store_true", help="for a machine")
@@ -72,7 +75,7 @@ def follow(journal: JournalReader, audit: Audit) -> None:
 def report(audit: Audit, where: Path) -> str:
     """The audit for a person."""
     bound = " (thinned to stay within its cap: counts are lower bounds)" if audit.thinned else ""
-    parts = [f"{where}: {audit.steps:,} steps recorded{bound}"]
+    parts = [f"{where}: {audit.steps:,} steps recorded{bound}", *told(audit), *fired(audit)]
     lines = audit.sorted()
     if lines:
         header = (
@@ -108,6 +111,41 @@ def report(audit: Audit, where: Path) -> str:
     if audit.clipped_by_others:
         parts.append(f"  the script's own clipping: {audit.clipped_by_others:,} steps")
     return "\n".join(parts)
+
+
+def told(audit: Audit) -> Iterable[str]:
+    """The accounts that the last few attempts gave of themselves, and the rules that never had data in the last."""
+    from gradwatch.account.text import PREFIX, lines, never_evaluated
+
+    for account in audit.accounts[-_MOST_ACCOUNTS:]:
+        yield from (f"  {line.removeprefix(PREFIX)}" for line in lines(account))
+    for account in audit.accounts[-1:]:
+        yield from (
+            f"  no data: {rule}: {reason}" for rule, reason in sorted(never_evaluated(account).items())
+        )
+
+
+def fired(audit: Audit) -> Iterable[str]:
+    """The rules that fired, with the cause where one was found."""
+    from gradwatch.sinks.printable import one_line
+
+    found = audit.fired()
+    if not found:
+        yield "  no rule fired"
+        return
+    header = ("fired", "severity", "times", "first", "last", "cause")
+    rows = [
+        (
+            one.rule,
+            one.severity,
+            f"{one.times:,}",
+            str(one.first_step),
+            str(one.last_step),
+            one_line(one.cause, _LONGEST_CAUSE) or "not known",
+        )
+        for one in found
+    ]
+    yield table(header, rows, indent="  ")
 
 
 def row(line: Line, steps: int) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gradwatch.cli.named import from_here, load
 from gradwatch.cli.run import listen_address
+from gradwatch.cli.runs import default_directory
 from gradwatch.cli.terminal import paint
 from gradwatch.cli.version import versions
 from gradwatch.errors import RuleFileError
@@ -49,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="FACTORY() returns (model, loss); loss(model) is a scalar tensor",
     )
     add("--listen", default="127.0.0.1:29440", type=listen_address, metavar="HOST:PORT", help="port to check")
-    add("--dir", default="gradwatch-runs", metavar="DIR", help="folder to check (default: gradwatch-runs)")
+    add("--dir", default=default_directory(), metavar="DIR", help="folder to check (default: %(default)s)")
     add(
         "--seconds",
         type=float,
@@ -95,6 +97,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     yield check_switch()
     yield check_port(arguments.listen)
     yield check_directory(arguments.dir)
+    yield from check_newest_run(arguments.dir)
     ruleset, findings = check_rules(arguments.rules)
     yield from findings
     taps = list(check_taps())
@@ -164,6 +167,17 @@ def check_directory(path: str) -> Check:
         return Check("here", "run directory", "fail", f"{place}: {error.strerror}", "give another --dir")
     free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
     return Check("here", "run directory", "ok", f"{place} can be written, {free / 2**30:.1f} GiB free")
+
+
+def check_newest_run(path: str) -> Iterator[Check]:
+    """What the newest run says of itself, while it runs too: steps watched of steps taken, what was not seen."""
+    from gradwatch.cli.last_run import newest_account
+
+    found = newest_account(Path(path))
+    if found is not None:
+        name, told, whole = found
+        for line in told:
+            yield Check("newest run", name, "ok" if whole else "note", line)
 
 
 def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.runs import journals, newest
+from gradwatch.cli.runs import default_directory, journals, newest
 from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
+    from gradwatch.audit import Audit
     from gradwatch.incident import Incident
 
 DESCRIPTION = """The cause of an incident as its journal tells it: operation, module, line, evidence, likely remedy;
 what was done about it, the norms around it, and, where the action `snapshot` kept a bundle, how to run the step again.
 
-INCIDENT is the name that the log gives it ("non-finite-0-40"); without one, every incident that was localised. The
+INCIDENT is the name that the log gives it ("non-finite-0-40"); without one, every incident whose cause was looked for,
+and a list of all rules that fired. The
 journals of all ranks are read, for only the rank on which a NaN was born can say where. Exit 1 where no cause is
 known."""
 
@@ -55,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--run", metavar="RUN", help="folder of a run, or a journal file (default: the newest of --dir)"
     )
     parser.add_argument(
-        "--dir", default="gradwatch-runs", metavar="DIR", help="where runs are (default: %(default)s)"
+        "--dir", default=default_directory(), metavar="DIR", help="where runs are (default: %(default)s)s)"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for a machine")
@@ -71,18 +72,55 @@ def handle(arguments: argparse.Namespace) -> int:
     best = [explained(where, incident) for incident in chosen(where, arguments.incident)]
     if arguments.incident and not best:
         raise GradwatchError(f"nothing is known of {arguments.incident} in {where}{_known(where)}")
+    audit = None if arguments.incident else audited(where)
     if arguments.json:
         documents = [document(one) for one in best]
-        print(json.dumps({"run": str(where), "findings": documents}, indent=2, allow_nan=False))
+        told = {} if audit is None else {"fired": [asdict(one) for one in audit.fired()]}
+        print(json.dumps({"run": str(where), "findings": documents, **told}, indent=2, allow_nan=False))
     elif arguments.markdown:
         from gradwatch.incident_page import markdown
 
-        print("\n".join(markdown(page(one)) for one in best), end="")
-    elif best:
-        print("\n\n".join(shown(page(one)) for one in best))
+        print("\n".join([*(markdown(page(one)) for one in best), *listed(audit)]), end="")
     else:
-        print(f"{where}: no incident was localised", file=sys.stderr)
+        pages = [shown(page(one)) for one in best]
+        print("\n\n".join([*pages, *([] if audit is None else [summary(audit, where)])]))
     return int(not any(one.found for one in best))
+
+
+def audited(where: Path) -> Audit:
+    """What fired, as the journals of all ranks have it; of one rule the rank on which it fired most often."""
+    from gradwatch.audit import Audit, read
+
+    everything = Audit()
+    for journal in journals(where):
+        found = Audit()
+        for _ in read(journal, found):
+            continue
+        for rule, one in found.rules.items():
+            if one.times > getattr(everything.rules.get(rule), "times", 0):
+                everything.rules[rule] = one
+        everything.take_findings(found.causes.values())
+    return everything
+
+
+def listed(audit: Audit | None) -> Iterable[str]:
+    """As `summary`, in Markdown."""
+    from gradwatch.incident_page import markdown
+
+    if audit is not None:
+        rules = (
+            f"- `{one.rule}` ({one.severity}) ×{one.times:,}, steps {one.first_step} to {one.last_step}: "
+            f"{one.cause or 'cause not known'}"
+            for one in audit.fired()
+        )
+        yield markdown(["## What fired", "", *rules])
+
+
+def summary(audit: Audit, where: Path) -> str:
+    """Every rule that fired, with the cause where one is known."""
+    from gradwatch.cli.audit import fired
+
+    return "\n".join([f"{where}: what fired", *fired(audit)])
 
 
 def chosen(where: Path, name: str | None) -> list[Incident]:

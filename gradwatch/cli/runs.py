@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch.errors import GradwatchError
+from gradwatch.settings import DEFAULT_DIR
 
 if TYPE_CHECKING:
     from gradwatch.journal import JournalReader
+
+
+def default_directory() -> str:
+    """The folder of all runs: GRADWATCH_DIR, else ./gradwatch-runs."""
+    return os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
 
 
 def newest(directory: Path) -> Path:

@@ -31,7 +31,7 @@ from gradwatch.hooks.judge import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision
-from gradwatch.taps import guard
+from gradwatch.taps import guard, process_totals
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -69,7 +69,8 @@ class Boundary:
         self._by_hand = ByHand(capture, judge, self._judging_failed)
         self._registrations = capture.coverage.registrations
         self.spent_seconds = 0.0
-        self.further = 0  # Snapshots beyond the first of one step
+        self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
+        self._counted = 0  # number of the step counted last
         self._thread: int | None = None  # that took the last step
         self._removes = [step_hooks.listen(self), precision.listen(self), guard.listen(judge.failed)]
 
@@ -92,6 +93,13 @@ class Boundary:
             self._guarded(waiting.judge_all, self._judging_failed)
         self._guarded(self._in_backward.settle_deferred)
         self._by_hand.settle()
+
+    def _count(self) -> None:
+        """One more step was measured, unless it is the one counted last."""
+        number = process_totals.present_step()
+        if number != self._counted:
+            self._counted = number
+            self.steps += 1
 
     def _judging_failed(self, error: Exception) -> None:
         self._judge.failed("boundary", error)
@@ -152,6 +160,7 @@ class Boundary:
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer):
             self._in_backward.step(optimizer)
+            self._count()
 
     # -- closures ----------------------------------------------------------------------------------------
 
@@ -185,7 +194,6 @@ class Boundary:
             turn.spoilt = True
             self._inside[lane.index] = 0
             lane.step += 1  # a Snapshot of its own
-            self.further += 1
             self._at_step(optimizer, lane)
             return
         decision = self._judge.clips_again(lane, norms)
@@ -268,11 +276,13 @@ class Boundary:
         if not lane.on_cpu and not self._must_wait(lane, optimizer):
             waiting.judge_arrived()
             waiting.add(self._judge.measure(lane, window))
+            self._count()
             self._acting.on_device(
                 optimizer, lane, self._judge.max_norm(lane), self._judge.skips_nonfinite(lane)
             )
             return
         measured = self._judge.measure(lane, window)
+        self._count()
         max_norm, turn = self._judge.max_norm(lane), self._evaluations.get(id(optimizer))
         if max_norm is not None and turn is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too

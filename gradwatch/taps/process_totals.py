@@ -7,6 +7,7 @@ number is written by the one tap that notices it, while that tap is installed: b
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ class ProcessTotals:
 TOTALS = ProcessTotals()
 _counting: dict[object, Callable[[], None]] = {}  # who wants backwards counted, and under None the tap
 _stepping: dict[int, int] = {}  # optimizer steps under way, by thread
+_outermost: dict[int, int] = {}  # the number of the last step that was part of no other one, by thread
+_numbers = itertools.count(1)
 
 
 def count_backwards() -> Callable[[], None]:
@@ -81,7 +84,13 @@ def step_begins(under_way: Callable[[], int]) -> None:
         TOTALS.nested += 1
         return
     _stepping[thread] = 1
+    _outermost[thread] = next(_numbers)
     TOTALS.steps += 1
+
+
+def present_step() -> int:
+    """A number for the outermost step that this thread has begun last; 0 before the first. Never used twice."""
+    return _outermost.get(threading.get_ident(), 0)
 
 
 def step_ends() -> None:
@@ -117,6 +126,7 @@ def _start_again() -> None:
     """In a forked child: what the parent did is counted there."""
     TOTALS.reset()
     _stepping.clear()
+    _outermost.clear()
 
 
 os.register_at_fork(after_in_child=_start_again)

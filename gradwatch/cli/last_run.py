@@ -1,0 +1,118 @@
+"""The newest run as `gradwatch doctor` tells of it: its account if it has ended, its counters while it runs."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+
+from gradwatch.account import Account, Taken, Watched, gaps, lines
+from gradwatch.account.text import PREFIX
+from gradwatch.audit import Audit, read
+from gradwatch.cli.runs import journals, newest
+from gradwatch.errors import GradwatchError
+from gradwatch.serve.discover import read_endpoint
+
+_SERIES = re.compile(r"^(gradwatch_\w+?)(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LOOPBACK = ("127.0.0.1", "::1")
+_LARGEST = 16 << 20
+_SECONDS = 2.0
+
+
+def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
+    """(the run's name, what it tells of itself, whether all was seen); None where there is no run.
+
+    A run that has not ended is asked at its endpoint, if that is on this machine.
+    """
+    try:
+        where = newest(directory)
+        audit = Audit()
+        for journal in journals(where, 0):
+            for _ in read(journal, audit):
+                continue
+    except GradwatchError:
+        return None
+    if audit.accounts and not audit.unfinished:
+        account = audit.accounts[-1]
+        return where.name, _plain(lines(account)), not gaps(account)
+    running = account_of_endpoint(where)
+    if running is None:
+        return (
+            where.name,
+            [f"{audit.steps:,} steps recorded; it was killed, or runs without an endpoint here"],
+            False,
+        )
+    return where.name, ["running: " + line for line in _plain(lines(running))], not gaps(running)
+
+
+def account_of_endpoint(where: Path) -> Account | None:
+    """What rank 0 of a run that is going on shows on its endpoint; None where nothing answers."""
+    endpoint = read_endpoint(where / "endpoint-rank0.json")
+    if endpoint is None or not endpoint.is_open_here:
+        return None
+    host = endpoint.address.host if endpoint.address.host in _LOOPBACK else "127.0.0.1"
+    url = (
+        f"http://[{host}]:{endpoint.address.port}"
+        if ":" in host
+        else f"http://{host}:{endpoint.address.port}"
+    )
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=_SECONDS) as answer:
+            return account_of_metrics(answer.read(_LARGEST).decode("utf-8", "replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def account_of_metrics(text: str) -> Account:
+    """The account that a scrape amounts to, as far as metrics tell it."""
+    totals: dict[str, float] = {}
+    coverage, fired, actions, inactive = 1.0, dict[str, int](), dict[str, int](), dict[str, str]()
+    rules: set[str] = set()
+    for name, labels, value in _SERIES.findall(text):
+        told = dict(_LABEL.findall(labels))
+        totals[name] = totals.get(name, 0.0) + float(value)
+        if name == "gradwatch_coverage_ratio":
+            coverage = min(coverage, float(value))
+        elif name == "gradwatch_rule_firings_total":
+            rules.add(told["rule"])
+            _add(fired, told["rule"], float(value))
+        elif name == "gradwatch_actions_total":
+            _add(actions, told["action"], float(value))
+        elif name == "gradwatch_rule_inactive":
+            inactive[told["rule"]] = told["reason"]
+
+    def number(name: str) -> int:
+        return int(totals.get(f"gradwatch_{name}", 0))
+
+    rejected = number("scaler_skips_total")
+    optimizers = sum(series[0] == "gradwatch_steps_total" for series in _SERIES.findall(text))
+    return Account(
+        Taken(
+            backwards=number("process_backwards_total"),
+            grad_calls=number("process_grad_calls_total"),
+            steps=number("process_steps_total"),
+            rejected=number("process_rejected_steps_total"),
+            clips=number("process_clips_total"),
+        ),
+        Watched(
+            steps=number("steps_total") - rejected,
+            rejected=rejected,
+            optimizers=optimizers,
+            parameters=number("params"),
+            coverage=coverage,
+        ),
+        fired=fired,
+        actions=actions,
+        inactive=inactive,
+        rules=len(rules),
+    )
+
+
+def _add(counts: dict[str, int], key: str, value: float) -> None:
+    if value:
+        counts[key] = counts.get(key, 0) + int(value)
+
+
+def _plain(told: list[str]) -> list[str]:
+    return [line.removeprefix(PREFIX) for line in told]
