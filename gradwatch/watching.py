@@ -258,7 +258,7 @@ class Watch(Loop):
         waiting = courses.warming_up() if totals.judged else {}
         return Account(
             taken=TOTALS.taken().since(self._before, self._elsewhere() - self._steps_elsewhere),
-            watched=totals.watched(len(courses.by_lane), courses.parameters()),
+            watched=totals.watched(self._boundary.steps, courses.parameters()),
             ended="stopped" if totals.stopped else self._ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),
@@ -276,9 +276,7 @@ class Watch(Loop):
 
     def _elsewhere(self) -> int:
         """Optimizer steps that other watches of this process have watched."""
-        others = (
-            one._publishing.totals.steps for one in live_watches() if one is not self and not one._concluding
-        )
+        others = (one._boundary.steps for one in live_watches() if one is not self and not one._concluding)
         return sum(others) + sum(one.watched.steps for one in _concluded)
 
     def add(self, models: Iterable[nn.Module]) -> None:

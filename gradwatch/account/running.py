@@ -23,6 +23,7 @@ class RunningTotals:
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
         self.columns: set[str] = set()
+        self.optimizers: set[int] = set()
 
     def observe(self, record: Record) -> None:
         """Add one published Record."""
@@ -34,6 +35,8 @@ class RunningTotals:
             self.rejected += 1
         if "observed_only" in snapshot.scalars:
             self.unowned += 1
+        else:
+            self.optimizers.add(snapshot.optimizer)
         self.columns.update(snapshot.scalars)
         if snapshot.columns:
             self.columns.update(snapshot.columns)
@@ -50,7 +53,7 @@ class RunningTotals:
         """Records that every rule could judge."""
         return self.records - self.provisional - self.unjudged
 
-    def watched(self, steps: int, optimizers: int, parameters: int) -> Watched:
+    def watched(self, steps: int, parameters: int) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`."""
         return Watched(
             steps=steps,
@@ -59,7 +62,8 @@ class RunningTotals:
             cleared=self.cleared,
             provisional=self.provisional,
             unjudged=self.unjudged,
-            optimizers=optimizers,
+            unowned=self.unowned,
+            optimizers=len(self.optimizers),
             parameters=parameters,
             coverage=self.coverage,
             own_seconds=self.own_seconds,

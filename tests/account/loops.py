@@ -232,7 +232,7 @@ LOOPS = (
         ),
     ),
     Loop("gradients set to None", plain(DEFAULT_STEP).replace("opt.zero_grad()", PARAM_GRAD_NONE), seen=True),
-    Loop("two threads", THREADS, seen=True),
+    Loop("two threads", THREADS),
     Loop("forked child", FORKED),
     Loop("spawned child", SPAWNED),
     Loop("optimizer inside the backward", IN_BACKWARD),

@@ -1,0 +1,56 @@
+"""The account at the end of a process: on every way out that runs Python, once, on stderr, and in the journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradwatch.cli import main
+from tests.launch_cases import TRAIN
+from tests.test_launch_training import run
+
+COUNTED = "gradwatch: 3 of 3 steps watched · 1 optimizer, 4 parameters, coverage 100%"
+
+
+@pytest.mark.parametrize(
+    ("leave", "status", "ended"),
+    [
+        ("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)", -2, "stopped"),
+        pytest.param("1 / 0", 1, "failed", marks=pytest.mark.soak),
+        pytest.param("import sys\nsys.exit(3)", 3, "finished", marks=pytest.mark.soak),
+    ],
+    ids=["ctrl-c", "exception", "sys.exit"],
+)
+def test_every_way_out_is_told_and_kept(
+    leave: str, status: int, ended: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, the last one; `audit` of the run says the same, and how it ended."""
+    done = run(tmp_path, f"{TRAIN}\n{leave}\n")
+    assert done.returncode == status, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(COUNTED)
+    assert done.stderr.count("steps watched") == 1
+    assert (f" · {ended} · " in line) == (ended != "finished")
+    assert line.endswith("next: gradwatch audit runs/r")
+    assert main(["audit", str(tmp_path / "runs" / "r"), "--json"]) == 0
+    (account,) = json.loads(capsys.readouterr().out)["accounts"]
+    assert account["ended"] == ended
+    assert account["taken"]["backwards"] == account["watched"]["steps"] == 3
+
+
+@pytest.mark.soak
+def test_a_process_that_trains_nothing_is_told_once(tmp_path: Path) -> None:
+    """By the launched process, not by its DataLoader's workers; and `--quiet` says nothing."""
+    script = """
+import torch
+from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    for batch in DataLoader(list(range(8)), num_workers=2):
+        print(batch)
+"""
+    assert run(tmp_path, script).stderr == (
+        "gradwatch: no training seen in this process (0 backwards, 0 steps)\n"
+    )
+    assert run(tmp_path, script, options=("--quiet",)).stderr == ""
