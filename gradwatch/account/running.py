@@ -58,7 +58,6 @@ class RunningTotals:
         return Watched(
             steps=steps,
             rejected=self.rejected,
-            unowned=self.unowned,
             cleared=self.cleared,
             provisional=self.provisional,
             unjudged=self.unjudged,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import urllib.request
 from pathlib import Path
@@ -49,7 +50,7 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
 def account_of_endpoint(where: Path) -> Account | None:
     """What rank 0 of a run that is going on shows on its endpoint; None where nothing answers."""
     endpoint = read_endpoint(where / "endpoint-rank0.json")
-    if endpoint is None or not endpoint.is_open_here:
+    if endpoint is None or endpoint.node != platform.node():
         return None
     host = endpoint.address.host if endpoint.address.host in _LOOPBACK else "127.0.0.1"
     url = (
