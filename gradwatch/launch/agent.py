@@ -84,8 +84,10 @@ class Agent:
         if self._baselines is not None:
             self._baselines.after_step()
 
-    def _making(self, optimizer: Optimizer) -> None:
+    def _making(self, optimizer: Optimizer | None) -> None:
         self._forwards.look()
+        if optimizer is None:  # known at its first step
+            return
         self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock
 
     def _about_to_run(self, call: BackwardCall) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradwatch.taps import guard
 from gradwatch.taps.process_totals import TOTALS
 
-Listener = Callable[[Optimizer], None]
+Listener = Callable[[Optimizer | None], None]
 
 _listeners: list[Listener] = []
 
@@ -27,10 +27,9 @@ class _Noticed:
 
     def __get__(self, instance: Optimizer | None, owner: type[Optimizer] | None = None) -> Any:
         try:
-            if isinstance(instance, Optimizer):
-                TOTALS.optimizers += 1
-                for listener in tuple(_listeners):
-                    listener(instance)
+            TOTALS.optimizers += instance is not None
+            for listener in tuple(_listeners):
+                listener(instance)
             return self.original.__get__(instance, owner)
         except Exception as error:
             guard.fault("capture", error)
@@ -40,7 +39,8 @@ class _Noticed:
 def listen(about_to_make: Listener) -> Callable[[], None]:
     """Call `about_to_make(optimizer)` before any optimizer is initialised; the returned call ends that.
 
-    The optimizer has no parameters yet. The listener must not raise. The last listener out puts the class back as
+    The optimizer has no parameters yet; it is None where a subclass names the class, as `Optimizer.__init__(self, …)`,
+    to call it. The listener must not raise. The last listener out puts the class back as
     found. Not noticed: `super(Optimizer, …)`, copies and unpickled optimizers, which are not initialised.
     """
     _listeners.append(about_to_make)
