@@ -2,7 +2,8 @@
 
 Its backward is over, but the tensors that the loop still holds know the nodes of the graph they came from. Those made
 after the model's outputs are the loss side; where one operation among them is the only one whose result or slope can
-be infinite, it is named, with the line that assigned what came of it. That is a conclusion, not something seen.
+be infinite, it is named, with the line that assigned what came of it. That is a conclusion, not something seen: it is
+not drawn where the loss is not finite and the loop holds a NaN or Inf (a label, a weight, a mask) that may have made it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradwatch.finding import Finding, Frame
 from gradwatch.localise.frames import frame_of, is_of_user, locals_of
 from gradwatch.localise.operations import of_node
-from gradwatch.localise.values import describe
+from gradwatch.localise.values import describe, state, tensors
 
 OUTWARD = 3  # functions of the user's, from `optimizer.step()` outwards
 MOST = 64  # nodes on the loss side; a graph that has more is another model
@@ -55,6 +56,9 @@ def told(finding: Finding, since: int) -> Finding:
     suspects = [node for node in last.nodes if singular(node)]
     if len({node.name() for node in suspects}) != 1:
         return finding.told(note=note)
+    # A NaN or Inf among the constants shows in the value: of a finite one only a slope was infinite.
+    if value.nan + value.inf and any(map(takes_constant, last.nodes)) and (name := nonfinite_constant()):
+        return finding.told(note=f"{note}; `{name}`, which no gradient flows to, was not finite")
     op = of_node(suspects[-1].name())
     note += f"; of these only {op} can be infinite, or have an infinite slope"
     nearest = min((one for one in held if suspects[-1] in one.nodes), key=lambda one: len(one.nodes))
@@ -110,6 +114,25 @@ def singular(node: Node) -> bool:
         if isinstance(exponent, (int, float)):
             return exponent < 1
     return op in SINGULAR
+
+
+def nonfinite_constant() -> str:
+    """The name by which the loop holds a tensor that is not finite and has no gradient; "" = none.
+
+    Numbers are not looked at: many a loop holds `best = float("inf")`.
+    """
+    for frame in _frames():
+        for name, value in locals_of(frame).items():
+            if not isinstance(value, nn.Module) and any(
+                not (each.requires_grad or state(each).finite) for each in tensors(value)
+            ):
+                return name
+    return ""
+
+
+def takes_constant(node: Node) -> bool:
+    """Whether it has an operand that no gradient flows to: a label, a mask, a factor; its value is not known here."""
+    return any(following is None for following, _ in node.next_functions)
 
 
 def _assigned(held: _Held) -> tuple[Frame, ...]:

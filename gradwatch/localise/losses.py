@@ -41,12 +41,13 @@ def told_of_loss(finding: Finding, calls: Sequence[Call]) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Nodes made after the outputs of a call: how long after, the name, and whether something infinite can come of it.
+    """Nodes made after the outputs of a call: how long after, the name, whether something infinite can come of it, and
+    whether it has an operand that no gradient flows to.
 
     `caller` is the line that began the backward.
     """
 
-    nodes: tuple[tuple[int, str, bool], ...]
+    nodes: tuple[tuple[int, str, bool, bool], ...]
     caller: tuple[CodeType, int] | None = field(default=None, compare=False)
 
 
@@ -64,11 +65,13 @@ class Losses:
         )
         if self.last is None or not nodes:
             return finding
-        operations = ", ".join(of_node(name) for _, name, _ in nodes)
+        operations = ", ".join(of_node(name) for _, name, _, _ in nodes)
         note = f"{finding.note}; in the steps looked at, the loss was computed by {operations}"
-        suspects = [name for _, name, infinite in nodes if infinite]
+        suspects = [name for _, name, infinite, _ in nodes if infinite]
         if len(set(suspects)) != 1:
             return finding.told(note=note)
+        if any(constant for *_, constant in nodes) and (held := loss_side.nonfinite_constant()):
+            return finding.told(note=f"{note}; `{held}`, which no gradient flows to, was not finite")
         op = of_node(suspects[-1])
         note += f"; of these only {op} can be infinite, or have an infinite slope"
         frames = frame_of(self.last.caller) or finding.frames
@@ -92,7 +95,7 @@ class Losses:
             self.last = found
 
 
-def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool], ...]:
+def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool, bool], ...]:
     """Those from the root down to the call's outputs, the oldest first; () where they are many."""
     found: dict[Node, int] = {}
     waiting = [root]
@@ -106,7 +109,10 @@ def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool], ...]:
             return ()
         waiting += [following for following, _ in node.next_functions if following is not None]
     oldest_first = sorted(found, key=found.__getitem__)
-    return tuple((found[node] - since, node.name(), loss_side.singular(node)) for node in oldest_first)
+    return tuple(
+        (found[node] - since, node.name(), loss_side.singular(node), loss_side.takes_constant(node))
+        for node in oldest_first
+    )
 
 
 def _caller(frame: FrameType | None) -> tuple[CodeType, int] | None:
