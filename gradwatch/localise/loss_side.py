@@ -3,7 +3,7 @@
 Its backward is over, but the tensors that the loop still holds know the nodes of the graph they came from. Those made
 after the model's outputs are the loss side; where one operation among them is the only one whose result or slope can
 be infinite, it is named, with the line that assigned what came of it. That is a conclusion, not something seen: it is
-not drawn where the loss is not finite and the loop holds a NaN or Inf (a label, a weight, a mask) that may have made it.
+not drawn where the loss is not finite and the loop holds a NaN or Inf (a label, a mask) that may have made it.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def _nodes(root: Node, since: int) -> tuple[Node, ...]:
 def singular(node: Node) -> bool:
     """Whether it can make something that is not finite of finite numbers, forward or backward."""
     op = of_node(node.name())
-    if (
-        node.name() == "PowBackward0"
-    ):  # its exponent is a number; a tensor's may have been freed with the graph
+    if op == "div" and node.next_functions[-1][0] is None:
+        return False  # by a constant: as far as the graph tells, a multiplication
+    if node.name() == "PowBackward0":
+        # The exponent is a number. A tensor's may have been freed with the graph, and is not asked for.
         exponent = node._saved_exponent  # type: ignore[attr-defined]
         if isinstance(exponent, (int, float)):
             return exponent < 1
