@@ -154,6 +154,8 @@ ENTRIES = [
     ("hooks/modules.py", "before"),
     ("hooks/modules.py", "after"),
     ("hooks/clipping.py", "noticed"),
+    ("hooks/skipping.py", "last"),
+    ("hooks/skipping.py", "first"),
     ("hooks/flat.py", "_observe"),
     ("hooks/flat.py", "_begin"),
     ("localise/held.py", "guarded"),

@@ -48,7 +48,7 @@ class Acting:
     def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
         self._failed = failed
         self._done = done
-        self._skips = Skips(lambda error: failed("action", error))
+        self._skips = Skips()
         self._gates: dict[int, list[Gate]] = {}
         # Lanes for whose step something may be set aside, or set on their optimizer.
         self.held: set[int] = set()

@@ -30,13 +30,13 @@ from gradwatch.hooks import step_hooks
 from gradwatch.hooks.copies import Copy, keeps_own_lists, with_inner
 from gradwatch.hooks.empty_lists import EmptyLists
 from gradwatch.hooks.stand_in import RandomNumbers, stand_in_for
+from gradwatch.taps import guard
 
 
 class Skips:
-    """The steps withheld at present, by lane; `failed(error)` counts a fault of ours."""
+    """The steps withheld at present, by lane."""
 
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
+    def __init__(self) -> None:
         self._open: dict[int, Withheld] = {}
         self._empty_lists = EmptyLists()
 
@@ -49,14 +49,7 @@ class Skips:
         if at_once or step_hooks.steps_under_way(optimizer) != 1:
             withheld.withhold()
         else:
-            withheld.after_other_hooks(self._guarded)
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            self._failed(error)
-            return None
+            withheld.after_other_hooks()
 
     def unfinished(self, index: int) -> bool:
         """Whether a step was withheld with empty parameter lists and has not come back: it raised."""
@@ -97,15 +90,22 @@ class Withheld:
         """Whether its parameter lists are empty."""
         return bool(self._lists)
 
-    def after_other_hooks(self, guarded: Callable[[Callable[[], Any]], Any]) -> None:
+    def after_other_hooks(self) -> None:
         """Withhold the step once everybody else's pre-hooks have run; give back before their post-hooks do."""
 
         def last(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            return guarded(lambda: self.withhold((args, kwargs)))
+            try:
+                return self.withhold((args, kwargs))
+            except Exception as error:
+                guard.fault("action", error)
+                return None
 
         def first(*_: Any) -> None:
-            if step_hooks.steps_under_way(self.optimizer) == 1:  # not at the end of its `super().step()`
-                guarded(lambda: self.give_back(True))
+            try:
+                if step_hooks.steps_under_way(self.optimizer) == 1:  # not at the end of its `super().step()`
+                    self.give_back(True)
+            except Exception as error:
+                guard.fault("action", error)
 
         self._handles.append(self.optimizer.register_step_pre_hook(last))
         after = self.optimizer.register_step_post_hook(first)
