@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from gradwatch.account.unfed import Reads
 from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.checkpoint import Vitals
 from gradwatch.course import Course, standing_of
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.backward import asks_backward, at_step, drops_micro
+from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.hooks import precision, sampling
 from gradwatch.hooks.assemble import with_modules
@@ -42,7 +44,6 @@ class Courses:
         self._publishing = publishing
         self.by_lane: dict[int, Course] = {}
         self._restored: Mapping[str, Any] = {}
-        self.reads: dict[str, str] = {}  # the column of each rule that was bound to any lane, by rule
         self._early: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
@@ -144,8 +145,7 @@ class Courses:
         if self._drops and not lane.without_optimizer:
             course.micro = self._micro(lane, before)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
-        # Replaced, never written to: an endpoint's thread may be reading it.
-        self.reads = self.reads | {one.rule.id: one.series.source for one in bound.plan.rules}
+        self._publishing.totals.unfed.bind(lane.index, reads_of(bound))
         self._restore(lane)
         self.publish_bounds(course)
 
@@ -278,3 +278,13 @@ class Courses:
         self.publish_bounds(course)
         lane.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
+
+
+def reads_of(bound: BoundEngine) -> dict[str, Reads]:
+    """What each rule bound to a lane reads, and at which steps, by rule."""
+    return {
+        one.rule.id: Reads(
+            one.series.source, one.rule.every, one.series.source in ALWAYS, one.detector.finiteness
+        )
+        for one in bound.plan.rules
+    }

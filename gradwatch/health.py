@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from gradwatch.errors import GradwatchError
 from gradwatch.interruption import not_ours
+
+MOST_NOTICES = 64
 
 
 class Health:
@@ -22,6 +25,7 @@ class Health:
         self._errors: dict[str, int] = {}
         self._up: dict[str, bool] = {}
         self._inactive: dict[str, str] = {}
+        self._noticed: set[tuple[str, str]] = set()
         self._process: Callable[[], Mapping[str, int]] = dict
         self._unfed: Callable[[], Mapping[str, str]] = dict
 
@@ -38,6 +42,21 @@ class Health:
             except Exception:
                 with self._lock:
                     self._errors["log"] = self._errors.get("log", 0) + 1
+
+    def notice(self, component: str, text: str) -> None:
+        """Have something said that is no internal error, and is not counted: once per component and text.
+
+        After `MOST_NOTICES` different ones no more are said.
+        """
+        with self._lock:
+            if (component, text) in self._noticed or len(self._noticed) >= MOST_NOTICES:
+                return
+            self._noticed.add((component, text))
+        if self.on_first is not None:
+            try:
+                self.on_first(component, GradwatchError(text))
+            except Exception as error:
+                self.report("log", error)
 
     def mark(self, component: str, up: bool) -> None:
         """Say whether a component works at present."""

@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 
 from gradwatch.account import NOTHING_TAKEN, Account, Ending, Taken, merged
 from gradwatch.account.ending import ended_by, how_it_ends, printed_at_exit
-from gradwatch.account.unfed import unfed
 from gradwatch.course import json_safe
-from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.hooks.lane import Lane
 from gradwatch.localise.early import Early
@@ -117,8 +115,8 @@ class Watch(Loop):
         for name, value in scalars.items():
             try:
                 self._judging.observe(name, value)
-            except AttachError as error:  # said once, with the reason; the value is not used
-                self.health.report("observe", error)
+            except AttachError as error:  # the value is not used
+                self.health.notice("observe", str(error))
             except Exception as error:
                 self.failed("observe", error)
 
@@ -272,7 +270,7 @@ class Watch(Loop):
     def _unfed(self) -> dict[str, str]:
         """Why a rule has had no data so far; also asked by the endpoint's thread."""
         totals = self._publishing.totals
-        return unfed(self._courses.reads, totals.columns | ALWAYS, totals.judged)
+        return totals.unfed.reasons() if totals.judged else {}
 
     def _elsewhere(self) -> int:
         """Optimizer steps that other watches of this process have watched."""

@@ -90,8 +90,11 @@ def test_a_name_that_gradwatch_measures_is_not_observed(tmp_path: Path) -> None:
             (model(torch.ones(8, 4)).mean() * (float("nan") if step == 2 else 1)).backward()
             optimizer.step()
         assert "non-finite" in gw.status()["firing"]
+        assert gw.status()["internal_errors"] == {}
     assert bool(model.weight.isfinite().all())
-    assert said.getvalue().count("observe(scaler_skip=…) is not used") == 1
+    for name in ("scaler_skip", "lr", "total_norm"):
+        assert said.getvalue().count(f"observe({name}=…) is not used") == 1
+    assert "internal error" not in said.getvalue()
 
 
 def test_a_taken_port_is_one_line_with_the_new_address(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 from gradwatch.account.facts import Watched
+from gradwatch.account.unfed import Unfed
 from gradwatch.snapshot import Record
 
 
 class RunningTotals:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
-    `columns` are the columns, scalars included, that came with any Record: a rule on another one never had data.
+    `unfed` are the rules that have had no data so far.
     `unowned` are windows of loops without an optimizer; `cleared` and `unjudged` are counted by whoever notices them.
     """
 
@@ -22,7 +23,7 @@ class RunningTotals:
         self.stopped = False
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
-        self.columns: set[str] = set()
+        self.unfed = Unfed()
         self.optimizers: set[int] = set()
 
     def observe(self, record: Record) -> None:
@@ -37,11 +38,7 @@ class RunningTotals:
             self.unowned += 1
         else:
             self.optimizers.add(snapshot.optimizer)
-        self.columns.update(snapshot.scalars)
-        if snapshot.columns:
-            self.columns.update(snapshot.columns)
-        if snapshot.loss_scale is not None:
-            self.columns.add("loss_scale")
+        self.unfed.observe(snapshot)
         if record.step_seconds is not None and math.isfinite(record.step_seconds):
             self.seconds += record.step_seconds
             self.own_seconds += record.overhead_seconds

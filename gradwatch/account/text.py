@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from textwrap import shorten
 
 from gradwatch.account.facts import Account
 from gradwatch.account.gaps import gaps
@@ -11,7 +12,7 @@ from gradwatch.account.gaps import gaps
 PREFIX = "gradwatch: "
 MOST_NAMED = 4
 """Rules named in the line; the others are counted, and `gradwatch audit` names them all."""
-LONGEST_REASON = 60
+LONGEST_REASON = 90
 
 
 def lines(account: Account, folder: str = "") -> list[str]:
@@ -100,10 +101,10 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _reasons(silent: Mapping[str, str]) -> str:
-    """Each reason once and without its particulars, the most frequent first."""
+    """Each reason once, without what it adds in brackets or after a semicolon, the most frequent first."""
     counts: dict[str, int] = {}
     for reason in silent.values():
-        short = re.split("[,:;(]", reason, maxsplit=1)[0].strip()[:LONGEST_REASON]
+        short = shorten(re.split(r"; | \(", reason, maxsplit=1)[0], LONGEST_REASON, placeholder=" …")
         counts[short] = counts.get(short, 0) + 1
     ordered = sorted(counts, key=lambda reason: -counts[reason])
     return "; ".join(ordered[:MOST_NAMED]) + ("; …" if len(ordered) > MOST_NAMED else "")

@@ -125,8 +125,8 @@ class PrometheusSink:
             unread = strangers(self._file_sd)
             if unread:
                 listed = ", ".join(map(printable, unread[:3])) + (", …" if len(unread) > 3 else "")
-                self._failed(
-                    OSError(f"{self._file_sd} holds what is no list of targets, left alone: {listed}")
+                self._health.notice(
+                    self.name, f"{self._file_sd} holds what is no list of targets, left alone: {listed}"
                 )
         except OSError as error:
             self._failed(error)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gradwatch.account import Account, Taken, Watched, gaps, lines, merged
 from gradwatch.account.text import nothing_seen
-from gradwatch.account.unfed import unfed
 
 counts = st.integers(0, 50)
 takens = st.builds(Taken, counts, counts, counts, counts, counts, counts, counts)
@@ -104,11 +103,17 @@ def test_watches_of_one_process_add_up(found: list[Account], taken: Taken) -> No
     assert set(together.no_data) == set.intersection(*(set(one.no_data) for one in found))
 
 
-def test_a_rule_without_data_says_why() -> None:
-    """By the column it reads; and nothing before a step was judged."""
-    reads = {"loss-spike": "loss", "big": "max_abs", "spike": "norm"}
-    assert unfed(reads, {"norm"}, 3) == {
-        "loss-spike": "no loss was observed",
-        "big": "max_abs was never measured",
-    }
-    assert unfed(reads, {"norm"}, 0) == {}
+def test_the_whole_short_reason_is_shown() -> None:
+    """Each reason once, with the groups it names; only what it adds in brackets is left out."""
+    account = Account(
+        Taken(steps=9),
+        Watched(steps=9),
+        inactive={
+            "a": "matches no parameter of groups: layer4",
+            "b": "matches no parameter of groups: layer4",
+        },
+        no_data={"c": "needs several ranks, all of them watching (DDP, FSDP2)"},
+        rules=5,
+    )
+    reasons = "(matches no parameter of groups: layer4; needs several ranks, all of them watching)"
+    assert f"no data for 3 of 5 rules {reasons}" in lines(account)[0]
