@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.engine import BoundEngine, Engine
-from gradwatch.engine.backward import asks_backward, asks_of_modules, drops_micro
+from gradwatch.engine import BoundEngine
+from gradwatch.engine.backward import (
+    asks_backward,
+    asks_of_modules,
+    clips_in_backward,
+    drop_micro_rules,
+    drops_micro,
+)
+from gradwatch.engine.unfit import Refusal, clip_places
 from gradwatch.errors import AttachError
 from gradwatch.hooks.elementwise import Elementwise
 from gradwatch.hooks.lane import Lane
@@ -18,22 +25,35 @@ from gradwatch.hooks.module_bounds import ModuleBounds
 from gradwatch.hooks.shards import is_shard
 from gradwatch.rules import RuleSet
 
+AT_STEP = (
+    "use `at: step`, or insist with `local: true`: then each rank bounds what it has before the reduction"
+)
+DROP = frozenset({"drop_micro"})
 
-def check_backward(engine: Engine, models: Iterable[nn.Module], world_size: int) -> None:
-    """Raise `AttachError` where acting inside the backward would mean something else than the rule file says.
 
-    Allowed all the same by `local: true`. What shows only later (accumulation, a GradScaler, a process group)
-    switches the hooks off when it shows.
+def refused_in_backward(ruleset: RuleSet, models: Iterable[nn.Module], world_size: int) -> list[Refusal]:
+    """What acts inside the backward where that would mean something else than the rule file says.
+
+    Allowed all the same by `local: true`, but for `drop_micro`. What shows only later (accumulation, a GradScaler, a
+    process group) switches the hooks off when it shows.
     """
-    reasons = _reasons(models, world_size)
-    if reasons and drops_micro(engine.ruleset):
-        raise AttachError(f"`drop_micro` works in one process only: {'; '.join(reasons)}. Use `skip_step`")
-    asking = [what for what, local in asks_backward(engine.ruleset) if not local]
-    if asking and reasons:
-        raise AttachError(
-            f"`at: backward` of {', '.join(asking)} would not do what it says here: {'; '.join(reasons)}. "
-            "Use `at: step`, or insist with `local: true`: then each rank bounds what it has before the reduction"
-        )
+    reasons = "; ".join(_reasons(models, world_size))
+    if not reasons:
+        return []
+    moved = f"`at: backward` would not do what it says here: {reasons}"
+    found = [
+        Refusal(f"`drop_micro` works in one process only: {reasons}", "use `skip_step`", rule, "", DROP)
+        for rule in drop_micro_rules(ruleset)
+    ]
+    found += [
+        Refusal(moved, AT_STEP, rule, "", frozenset({"clip"}))
+        for rule, local in clips_in_backward(ruleset)
+        if not local
+    ]
+    clip = ruleset.clip
+    if clip is not None and clip.at == "backward" and not clip.local:
+        found += [Refusal(moved, AT_STEP, clip=place) for place in clip_places(clip)]
+    return found
 
 
 def _reasons(models: Iterable[nn.Module], world_size: int) -> list[str]:

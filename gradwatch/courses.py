@@ -27,7 +27,7 @@ from gradwatch.hooks.sampling import Sampler
 from gradwatch.hooks.shards import is_shard
 from gradwatch.hooks.standing import StandingClips
 from gradwatch.publishing import Publishing
-from gradwatch.rank_rules import torn_rows
+from gradwatch.rank_rules import WHOLE_ROWS, torn_rows
 from gradwatch.snapshot import RANK_COLUMNS, Sites
 from gradwatch.surroundings import Surroundings
 
@@ -199,7 +199,7 @@ class Courses:
         torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
         refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
         if refused:
-            self._around.failed("action", AttachError(refused))
+            self._around.failed("action", AttachError(f"{refused}; {WHOLE_ROWS}"))
         return standing_of(clipping, [place[name] for name in names], names, torn)
 
     @functools.cached_property

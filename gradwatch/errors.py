@@ -17,7 +17,11 @@ class AttachError(GradwatchError):
     """
 
 
-class UnmatchedRulesError(AttachError):
+class UnfitRulesError(AttachError):
+    """Rules ask for what cannot be carried out on this model, or with these ranks; the message names each."""
+
+
+class UnmatchedRulesError(UnfitRulesError):
     """Rules or groups match nothing of the model, and `strict_rules` was asked for; the message names each."""
 
 

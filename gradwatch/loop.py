@@ -6,6 +6,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,16 +14,18 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.backward_rules import check_backward, module_bounds_of
-from gradwatch.bundle.asked import check_snapshots, snapshots
+from gradwatch.backward_rules import module_bounds_of
+from gradwatch.bundle.asked import refused_snapshots, snapshots
 from gradwatch.bundles import Bundles
 from gradwatch.causes import Causes, localising
 from gradwatch.courses import Courses
 from gradwatch.engine import Engine
 from gradwatch.engine.admission import described
 from gradwatch.engine.backward import asks_backward, drops_micro
+from gradwatch.engine.unfit import Refusal
 from gradwatch.errors import AttachError, TrainingStopped
 from gradwatch.finding import Finding
+from gradwatch.fitting import Fitting, refused_here
 from gradwatch.health import Health
 from gradwatch.hooks.assemble import with_modules
 from gradwatch.hooks.boundary import Boundary
@@ -32,19 +35,18 @@ from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import capturing
 from gradwatch.hooks.flat import FlatTaps
 from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
-from gradwatch.hooks.modules import ModuleTaps, taps_on
+from gradwatch.hooks.modules import ModuleTaps
 from gradwatch.hooks.pipeline import PipelineStages
 from gradwatch.hooks.placement import placed
 from gradwatch.hooks.ranks import Ranks
 from gradwatch.hooks.running_statistics import RunningStatistics
-from gradwatch.hooks.shards import local_taps, torn
+from gradwatch.hooks.shards import local_taps
 from gradwatch.hooks.weights import Weights
 from gradwatch.hooks.window import Window
 from gradwatch.judging import Judging
 from gradwatch.process import here
 from gradwatch.publishing import Publishing
-from gradwatch.rank_rules import check_ranks, check_shards, wants
+from gradwatch.rank_rules import wants
 from gradwatch.rules import RuleSet
 from gradwatch.settings import Settings, check_directory, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
@@ -88,8 +90,8 @@ class Loop:
         on_escalate: Callable[[Event], object] | None = None,
         loose: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
-        self.ruleset = ruleset
         self.origin = origin
+        self._fitting = Fitting(origin == "launcher" and not settings.strict_rules)
         self._loose = loose
         self.health = Health(on_first=self._say_once)
         self.statistics = RunningStatistics(self.models, self._say_once)
@@ -109,15 +111,23 @@ class Loop:
         self._paused_until = 0.0
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
-        self._engine = Engine(ruleset, self.run.rank)
-        name, needs = f"{self.run.attempt}/{next(_ordinal)}", wants(self._engine)
-        self._ranks = Ranks(name, needs, self.models, self._of_ranks, lambda: self._stages.taken())
-        self._publishing = publishing = Publishing()
-        self._sinks: list[Breaker] = publishing.sinks
-        self._courses = Courses(self._engine, self._ranks, self, publishing)
-        self._judging = Judging(self._engine, self._ranks, self, self._courses, publishing)
+        self._publishing = Publishing()
+        self._sinks: list[Breaker] = self._publishing.sinks
+        self._number = next(_ordinal)
+        self._judge_by(ruleset)
         if active:
             self._attach(models, optimizers, settings, sinks)
+
+    def _judge_by(self, ruleset: RuleSet) -> None:
+        """Make all that asks the rules; before anything is attached."""
+        self.ruleset = ruleset
+        engine, publishing = Engine(ruleset, self.run.rank), self._publishing
+        name = f"{self.run.attempt}/{self._number}"
+        self._engine = engine
+        self.run = replace(self.run, rules=engine.rule_infos)
+        self._ranks = Ranks(name, wants(engine), self.models, self._of_ranks, lambda: self._stages.taken())
+        self._courses = Courses(engine, self._ranks, self, publishing)
+        self._judging = Judging(engine, self._ranks, self, self._courses, publishing)
 
     def _attach(
         self,
@@ -126,7 +136,7 @@ class Loop:
         settings: Settings,
         sinks: Sequence[Sink] | None,
     ) -> None:
-        check_snapshots(self.ruleset)
+        self._fit(refused_snapshots(self.ruleset))
         specs = sink_specs(self.ruleset, settings, self.run.rank)
         if sinks is None and any(spec.kind == "journal" for spec in specs):
             check_directory(settings.run_root(self.ruleset))
@@ -144,15 +154,12 @@ class Loop:
                     "no parameter of the model wants a gradient, so there is nothing to watch; "
                     "attach after unfreezing it (requires_grad_)"
                 )
-            asked, needs = self.ruleset.modules, self._engine.needs.only(MODULE_COLUMNS)
-            if asked is not None and needs.columns:
-                self._taps = taps_on(models, asked.names, asked.tap, needs, self.failed)
+            self._taps = self._fitting.taps(self._engine, models, self.failed)
             self._flat = FlatTaps(models, self._capture.hear, self.failed)
-            self._engine.check(self._all_sites(), settings.strict_rules)
-            check_ranks(self._engine, self.run.world_size)
             wanted = [param for param in self._capture.params if param.requires_grad]
-            check_shards(self._engine, self._all_sites(), torn(wanted, self._capture.models()))
-            check_backward(self._engine, models, self.run.world_size)
+            sites = self._all_sites()
+            self._fit(refused_here(self._engine, sites, models, wanted, self.run.world_size))
+            self._engine.check(sites, settings.strict_rules)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
@@ -185,6 +192,12 @@ class Loop:
         self._stages = PipelineStages(self._stage_scaled, self.failed)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
         self._serving = self.run.pid
+
+    def _fit(self, refusals: list[Refusal]) -> None:
+        """Go on without what is refused; raise `UnfitRulesError` unless that may be."""
+        fitted = self._fitting.without(refusals, self.ruleset)
+        if fitted is not self.ruleset:
+            self._judge_by(fitted)
 
     def _catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
@@ -425,11 +438,15 @@ class Loop:
 
     def _note_inactive(self) -> None:
         """Which rules judge nothing of the model as it is now: to the health, and to the log where one is new."""
-        before, now = self.health.inactive(), self._courses.inactive(self._all_sites)
+        before = self.health.inactive()
+        now = {**self._fitting.off, **self._courses.inactive(self._all_sites)}
         if now == before:
             return
         self.health.set_inactive(now)
-        new = {key: reason for key, reason in now.items() if key not in before}
+        news = self._fitting.news()
+        if news:
+            self._say_once("rules", AttachError(news))
+        new = {key: reason for key, reason in now.items() if key not in {*before, *self._fitting.off}}
         if new:
             self._say_once("rules", AttachError(OFF.format("; ".join(described(new, self.ruleset)))))
 

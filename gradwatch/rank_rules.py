@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
-from gradwatch.errors import AttachError
+from gradwatch.engine.unfit import Refusal, clip_places, only_at
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.ranks import Wants
 from gradwatch.hooks.sampling import COLUMNS as SAMPLED_COLUMNS
@@ -14,6 +15,14 @@ from gradwatch.snapshot import RANK_COLUMNS, Sites
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
+PARTING = "which differs from rank to rank, so that an action on it would let the weights part"
+SHADOW = "use `mode: shadow`, take `do:` out, or judge `norm` or `total_norm`, which are reduced"
+NEVER_WHOLE = (
+    "acts on max_abs, which cannot be put together from a parameter's shards, so that it would never act"
+)
+WHOLE_ROWS = (
+    "take these parameters out of its groups, or use a method that multiplies (norm, baseline, block_rms)"
+)
 REDUCED_COLUMNS = RANK_COLUMNS | {"loss"}
 """Columns that differ from rank to rank and are judged after a reduction; the loss is averaged."""
 
@@ -23,42 +32,39 @@ def wants(engine: Engine) -> Wants:
     rules = engine.ruleset.rules
     clip = engine.ruleset.clip
     return Wants(
-        rules=engine.ruleset.digest or repr(sorted(rule.id for rule in rules)),
+        rules=(engine.ruleset.digest or repr(sorted(rule.id for rule in rules))) + _armed(engine),
         acts=clip is not None or any(rule.acts for rule in rules),
         facts=bool(RANK_COLUMNS & engine.columns)
         or any(rule.acts and REDUCED_COLUMNS.intersection(rule.detect.columns) for rule in rules),
         ranked=bool(RANK_COLUMNS & engine.columns),
         sampled=tuple(sorted(engine.needs.only(SAMPLED_COLUMNS).columns)),
-        refused=_refusal(engine),
+        refused="\n".join(one.told(engine.ruleset) for one in _on_local(engine)),
     )
 
 
-def check_ranks(engine: Engine, world_size: int) -> None:
-    """Raise `AttachError` where a rule acts on a number that only this rank knows, and there are several."""
-    refused = _refusal(engine)
-    if refused and world_size > 1:
-        raise AttachError(refused)
+def refused_on_ranks(engine: Engine, world_size: int) -> list[Refusal]:
+    """The rules that act on a number that only this rank knows, where there are several."""
+    return _on_local(engine) if world_size > 1 else []
 
 
-def check_shards(engine: Engine, sites: Sites, torn: Sequence[int]) -> None:
-    """Raise `AttachError` where a policy or an acting rule needs the whole of parameters this rank holds a part of.
+def refused_on_shards(engine: Engine, sites: Sites, torn: Sequence[int]) -> list[Refusal]:
+    """The clips and acting rules that need the whole of parameters of which this rank holds a part.
 
     `torn` are the positions of such parameters. Factors made of norms are right there: norms are reduced.
     """
-    refused = (torn_rows(engine.bind(sites).clipping, sites, torn) or _never_whole(engine)) if torn else ""
-    if refused:
-        raise AttachError(refused)
-
-
-def _never_whole(engine: Engine) -> str:
-    """Which rules act on what is not put together from shards, and so could never act; "" when none does."""
-    named = [rule.id for rule in engine.ruleset.rules if rule.acts and "max_abs" in rule.detect.columns]
-    if not named:
-        return ""
-    return (
-        f"rules {', '.join(map(repr, named))} act on max_abs, which cannot be put together from a parameter's shards, "
-        "so that they would never act; judge `norm` or `rms`, or use `mode: shadow`"
-    )
+    if not torn:
+        return []
+    ruleset, found = engine.ruleset, []
+    for place in clip_places(ruleset.clip):
+        alone = Engine(replace(ruleset, clip=only_at(ruleset.clip, place)))
+        reason = torn_rows(alone.bind(sites).clipping, sites, torn)
+        if reason:
+            found.append(Refusal(reason, WHOLE_ROWS, clip=place))
+    return found + [
+        Refusal(NEVER_WHOLE, "judge `norm` or `rms`, or use `mode: shadow`", rule=rule.id)
+        for rule in ruleset.rules
+        if rule.acts and "max_abs" in rule.detect.columns
+    ]
 
 
 def torn_rows(clipping: Clipping, sites: Sites, torn: Sequence[int]) -> str:
@@ -68,24 +74,26 @@ def torn_rows(clipping: Clipping, sites: Sites, torn: Sequence[int]) -> str:
         if policy.rowwise and names:
             return (
                 f"clip method {policy.method!r} looks at whole rows, and {names[0]!r} is sharded over the ranks "
-                f"({len(names)} parameters are): each rank would see rows of its own making; take these parameters "
-                "out of its groups, or use a method that multiplies, such as norm, baseline or block_rms"
+                f"({len(names)} parameters are): each rank would see rows of its own making"
             )
     return ""
 
 
-def _refusal(engine: Engine) -> str:
-    """Which rules act on what differs from rank to rank; "" when none does."""
-    found = {
+def _on_local(engine: Engine) -> list[Refusal]:
+    """The rules that act on what differs from rank to rank."""
+    local = {
         rule.id: sorted(LOCAL_COLUMNS.intersection(rule.detect.columns))
         for rule in engine.ruleset.rules
         if rule.acts
     }
-    refused = [f"  - rule {rule!r} acts on {', '.join(names)}" for rule, names in found.items() if names]
-    if not refused:
-        return ""
-    return (
-        "these columns differ from rank to rank, so that an action on them would let the weights part:\n"
-        + "\n".join(refused)
-        + "\nuse `mode: shadow`, take `do:` out, or judge `norm` or `total_norm`, which are reduced"
-    )
+    return [
+        Refusal(f"acts on {', '.join(names)}, {PARTING}", SHADOW, rule=rule)
+        for rule, names in local.items()
+        if names
+    ]
+
+
+def _armed(engine: Engine) -> str:
+    """What acts: ranks of which some have switched it off must not act together."""
+    acting = sorted(f"{rule.id}:{action.name}" for rule in engine.ruleset.rules for action in rule.do)
+    return repr([acting, sorted(clip_places(engine.ruleset.clip))])

@@ -220,7 +220,9 @@ class Watch(Loop):
     def inactive(self) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) of the rule file judges nothing of the model as it is now.
 
-        Those with `optional: true` are not listed.
+        Those with `optional: true` are not listed. A reason that begins with "not armed: " is of a rule that judges,
+        but whose actions `gradwatch run` has switched off since they cannot be carried out here; or of a place of the
+        rule file's clip (`clip:total`, `clip:groups.NAME`), or its taps (`modules:TAP`).
         """
         return self.health.inactive()
 

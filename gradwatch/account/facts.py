@@ -34,6 +34,8 @@ class Taken:
 
 
 NOTHING_TAKEN = Taken()
+NOT_ARMED = "not armed: "
+"""Begins the reason in `Account.inactive` for a rule that judges, but whose actions are off; or for a clip."""
 COUNTS = ("steps", "rejected", "unowned", "cleared", "provisional", "unjudged", "optimizers", "parameters")
 
 
@@ -69,7 +71,8 @@ class Watched:
 class Account:
     """One process: `taken` beside `watched`.
 
-    `fired` times by rule, `actions` times by name; `inactive` why a rule matched nothing, `no_data` why a rule was
+    `fired` times by rule, `actions` times by name; `inactive` why a rule matched nothing, or what of its
+    actions is off (`NOT_ARMED`), `no_data` why a rule was
     never evaluated, by rule; `rules` how many are enabled. `reasons` are what is known to have kept steps from being
     watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
     """

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from textwrap import shorten
 
-from gradwatch.account.facts import Account
+from gradwatch.account.facts import NOT_ARMED, Account
 from gradwatch.account.gaps import gaps
 
 PREFIX = "gradwatch: "
@@ -37,6 +37,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
         "no_data": f"{len(silent)} of {account.rules} rules: {_reasons(silent)}" if silent else "",
+        "not_armed": _unarmed(account),
         "own_cost": "" if share is None else f"{share:.1%}",
         "ended": "" if account.ended == "finished" else account.ended,
         "directory": account.directory,
@@ -56,7 +57,24 @@ def nothing_seen(account: Account) -> str:
 
 def never_evaluated(account: Account) -> dict[str, str]:
     """Why a rule judged nothing, by rule: it matches nothing, or what it reads never came."""
-    return {**account.no_data, **account.inactive}
+    unmatched = {rule: why for rule, why in account.inactive.items() if not why.startswith(NOT_ARMED)}
+    return {**account.no_data, **unmatched}
+
+
+def not_armed(account: Account) -> dict[str, str]:
+    """Why actions are off, by rule or `clip:` and a place of it."""
+    return {
+        rule: why.removeprefix(NOT_ARMED)
+        for rule, why in account.inactive.items()
+        if why.startswith(NOT_ARMED)
+    }
+
+
+def _unarmed(account: Account) -> str:
+    off = not_armed(account)
+    names = sorted(off)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more} ({_reasons(off)})" if off else ""
 
 
 def _parts(account: Account, folder: str) -> Iterator[str]:
@@ -69,6 +87,8 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
         silent = never_evaluated(account)
         if silent:
             yield f"no data for {len(silent)} of {max(account.rules, len(silent))} rules ({_reasons(silent)})"
+        if not_armed(account):
+            yield f"not armed: {_unarmed(account)}"
         if account.watched.own_share is not None:
             yield f"own cost {account.watched.own_share:.1%}"
     if account.ended in ("stopped", "failed"):

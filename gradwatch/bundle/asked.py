@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwatch.errors import AttachError, MissingDependencyError
+from gradwatch.engine.unfit import Refusal
+from gradwatch.errors import MissingDependencyError
 from gradwatch.rules import Action, RuleSet
 from gradwatch.sinks.extras import require
 
@@ -20,19 +21,13 @@ def snapshots(ruleset: RuleSet) -> dict[str, Action]:
     }
 
 
-def unavailable(ruleset: RuleSet) -> list[str]:
-    """Why bundles cannot be kept here, one sentence for each of `snapshots`; torch is not needed to tell."""
+def refused_snapshots(ruleset: RuleSet) -> list[Refusal]:
+    """Why bundles cannot be kept here, for each of `snapshots`; torch is not needed to tell."""
     asked = snapshots(ruleset)
     try:
         if asked:
             require("safetensors", "bundle")
     except MissingDependencyError as error:
-        return [f"rule {rule!r}: action 'snapshot' cannot be carried out: {error}" for rule in asked]
+        reason = f"action 'snapshot' cannot be carried out: {error}"
+        return [Refusal(reason, rule=rule, actions=frozenset({SNAPSHOT})) for rule in asked]
     return []
-
-
-def check_snapshots(ruleset: RuleSet) -> None:
-    """Raise `AttachError` where a rule keeps bundles and the library that writes their tensors is not installed."""
-    problems = unavailable(ruleset)
-    if problems:
-        raise AttachError("\n".join(problems))

@@ -115,7 +115,7 @@ def report(audit: Audit, where: Path) -> str:
 
 def told(audit: Audit) -> Iterable[str]:
     """The accounts that the last few attempts gave of themselves, and the rules that never had data in the last."""
-    from gradwatch.account.text import PREFIX, lines, never_evaluated
+    from gradwatch.account.text import PREFIX, lines, never_evaluated, not_armed
 
     for account in audit.accounts[-_MOST_ACCOUNTS:]:
         yield from (f"  {line.removeprefix(PREFIX)}" for line in lines(account))
@@ -123,6 +123,7 @@ def told(audit: Audit) -> Iterable[str]:
         yield from (
             f"  no data: {rule}: {reason}" for rule, reason in sorted(never_evaluated(account).items())
         )
+        yield from (f"  not armed: {rule}: {why}" for rule, why in sorted(not_armed(account).items()))
 
 
 def fired(audit: Audit) -> Iterable[str]:

@@ -182,7 +182,7 @@ def check_newest_run(path: str) -> Iterator[Check]:
 
 def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     """The rules, if the file is valid, and what there is to say about it."""
-    from gradwatch.bundle.asked import unavailable
+    from gradwatch.bundle.asked import refused_snapshots
     from gradwatch.rulefile import load_rules
 
     try:
@@ -198,8 +198,8 @@ def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
         Check("rules", rule, "note", f"inactive: {reason}") for rule, reason in ruleset.inactive.items()
     ]
     checks += [
-        Check("rules", source, "fail", reason, "pip install 'gradwatch[bundle]'")
-        for reason in unavailable(ruleset)
+        Check("rules", one.rule, "fail", one.reason, "pip install 'gradwatch[bundle]'")
+        for one in refused_snapshots(ruleset)
     ]
     return ruleset, checks
 

@@ -20,12 +20,12 @@ def load(source: str, run: str = "") -> RuleSet:
 
 def refused(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
     """(place, reason) of bundles and sinks that cannot be had: libraries that are missing, options that do not fit."""
-    from gradwatch.bundle.asked import snapshots, unavailable
+    from gradwatch.bundle.asked import refused_snapshots
     from gradwatch.settings import Settings, sink_specs
     from gradwatch.sinks import make_sink
 
-    for rule, reason in zip(snapshots(ruleset), unavailable(ruleset), strict=False):
-        yield f"{rule}.do", reason
+    for one in refused_snapshots(ruleset):
+        yield f"{one.rule}.do", f"rule {one.rule!r}: {one.reason}"
     if ruleset.sinks is None:
         return
     for number, spec in enumerate(sink_specs(ruleset, Settings.resolve(env={}), rank=0)):

@@ -8,9 +8,10 @@ from gradwatch.engine.backward import misplaced
 from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
 from gradwatch.engine.series import MODULE_COLUMNS, group_masks, labels, series_of
-from gradwatch.errors import AttachError, UnmatchedRulesError
+from gradwatch.engine.unfit import Refusal, clip_places, refuse
+from gradwatch.errors import UnmatchedRulesError
 from gradwatch.policies import POLICIES, find_policy
-from gradwatch.rules import NOT_BUILT, Clip, Rule, RuleSet
+from gradwatch.rules import NOT_BUILT, Rule, RuleSet
 from gradwatch.snapshot import RANK_COLUMNS, Sites
 
 BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
@@ -22,17 +23,13 @@ GROUP = "group:"
 
 
 def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
-    """Raise one `AttachError` that lists everything the rules ask for that cannot be carried out on these sites.
+    """Raise one `UnfitRulesError` that lists everything the rules ask for that cannot be carried out on these sites.
 
     A rule or a group that matches nothing is no reason: it is off by itself (`unmatched`). With `strict` it is one,
     as `UnmatchedRulesError`.
     """
     labelled = sites.labelled(labels(ruleset.groups, sites))
-    problems = [f"{reason}{_origin(ruleset, place)}" for place, reason in objections(ruleset)]
-    if ruleset.clip is not None and not _unbuilt_clip(ruleset.clip):
-        problems += misfits(ruleset, labelled)
-    if problems:
-        raise AttachError("the rules do not fit this model:\n" + "\n".join(f"  - {one}" for one in problems))
+    refuse(refusals(ruleset, labelled), ruleset)
     off = unmatched(ruleset, labelled) if strict else {}
     if off:
         listed = "\n".join(f"  - {one}" for one in described(off, ruleset))
@@ -42,8 +39,23 @@ def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
         )
 
 
+def refusals(ruleset: RuleSet, sites: Sites) -> Iterator[Refusal]:
+    """Everything that cannot be carried out on these sites, which must carry their labels."""
+    yield from _objections(ruleset)
+    for place, reason, advice in misfits(ruleset, sites):
+        yield Refusal(reason, advice, clip=place)
+
+
 def objections(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
     """(place, reason) of everything that cannot be carried out whatever the model: a place is "RULE.do" or "clip"."""
+    for one in _objections(ruleset):
+        if one.rule:
+            yield f"{one.rule}.do", f"rule {one.rule!r}: {one.reason}"
+        else:
+            yield "clip", f"clip.{one.clip}: {one.reason}"
+
+
+def _objections(ruleset: RuleSet) -> Iterator[Refusal]:
     for rule in ruleset.rules:
         reasons = [*_not_built(rule), *_meaningless(rule), *misplaced(rule, ruleset)] if rule.enabled else []
         if rule.acts and ruleset.modules is None and rule.detect.columns[0] in MODULE_COLUMNS:
@@ -51,9 +63,10 @@ def objections(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
                 f"{rule.detect.columns[0]} is read by module taps only: add `modules: {{tap: output}}`"
             )
         for reason in reasons:
-            yield f"{rule.id}.do", f"rule {rule.id!r}: {reason}"
-    for reason in () if ruleset.clip is None else _unbuilt_clip(ruleset.clip):
-        yield "clip", reason
+            yield Refusal(reason, rule=rule.id)
+    for place, method in clip_places(ruleset.clip).items():
+        if find_policy(method) is None:
+            yield Refusal(f"no method {method!r}; known: {', '.join(sorted(POLICIES))}", clip=place)
 
 
 def _not_built(rule: Rule) -> Iterator[str]:
@@ -88,20 +101,6 @@ def _meaningless(rule: Rule) -> Iterator[str]:
 
 def _listed(names: set[str]) -> str:
     return " and ".join(sorted(names))
-
-
-def _unbuilt_clip(clip: Clip) -> list[str]:
-    """The methods that nobody provides, and `at: backward`."""
-    said = {**({} if clip.total is None else {"total": clip.total}), **clip.groups}
-    return [
-        f"clip.{place if place == 'total' else 'groups.' + place}: no method {one.method!r}; known: {_known()}"
-        for place, one in said.items()
-        if find_policy(one.method) is None
-    ]
-
-
-def _known() -> str:
-    return ", ".join(sorted(POLICIES))
 
 
 def may_miss(ruleset: RuleSet) -> bool:

@@ -38,22 +38,33 @@ class Asked:
         return bool(self.covered.any()) or bool(self.elementwise)
 
 
-def asks_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
-    """(what, whether it insists with `local: true`) for everything in a rule file that acts in the backward."""
-    found = [
-        (f"rule {rule.id!r}", bool(action.params.get("local")))
+def clips_in_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
+    """(rule id, whether it insists with `local: true`) for every rule that clips in the backward."""
+    return [
+        (rule.id, bool(action.params.get("local")))
         for rule in ruleset.rules
         for action in rule.do
         if rule.acts and _at_backward(action)
     ]
+
+
+def asks_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
+    """(what, whether it insists with `local: true`) for everything in a rule file that acts in the backward."""
+    found = [(f"rule {rule!r}", local) for rule, local in clips_in_backward(ruleset)]
     if ruleset.clip is not None and ruleset.clip.at == "backward":
         found.append(("`clip`", ruleset.clip.local))
     return found
 
 
+def drop_micro_rules(ruleset: RuleSet) -> list[str]:
+    """The rules that have a poisoned micro-batch dropped."""
+    drops = (rule for rule in ruleset.rules if rule.acts)
+    return [rule.id for rule in drops if any(action.name == "drop_micro" for action in rule.do)]
+
+
 def drops_micro(ruleset: RuleSet) -> bool:
     """Whether some rule has a poisoned micro-batch dropped."""
-    return any(rule.acts and any(action.name == "drop_micro" for action in rule.do) for rule in ruleset.rules)
+    return bool(drop_micro_rules(ruleset))
 
 
 def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
-from gradwatch.engine.admission import admit, may_miss, unmatched
+from gradwatch.engine.admission import admit, may_miss, refusals, unmatched
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
@@ -21,6 +21,7 @@ from gradwatch.engine.plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.quiet import Quiet
 from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.state import EngineState, empty_state
+from gradwatch.engine.unfit import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.limits import Limits
 from gradwatch.rules import ClipAt, Rule, RuleSet
@@ -95,11 +96,15 @@ class Engine:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
 
     def check(self, sites: Sites, strict: bool = False) -> None:
-        """Raise `AttachError` unless all that is asked of these sites (all the model's) can be carried out.
+        """Raise `UnfitRulesError` unless all that is asked of these sites (all the model's) can be carried out.
 
         With `strict`, rules and groups that match nothing raise `UnmatchedRulesError`; see `unmatched`.
         """
         admit(self.ruleset, sites, strict)
+
+    def refusals(self, sites: Sites) -> list[Refusal]:
+        """What cannot be carried out on these sites; what `check` raises for, item by item."""
+        return list(refusals(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites))))
 
     def unmatched(self, sites: Sites) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) matches nothing of these sites; not those that are optional."""

@@ -254,22 +254,23 @@ def make_policy(said: ClipPolicy) -> AnyPolicy:
     return cls(**{name: value for name, value in said.params.items() if name != "scope"})
 
 
-def misfits(ruleset: RuleSet, sites: Sites) -> list[str]:
-    """What of `clip:` does not fit these parameters, one sentence each; `sites` must carry their labels."""
-    problems = []
+def misfits(ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, str, str]]:
+    """(place, reason, advice) of what of `clip:` does not fit these parameters; `sites` must carry their labels."""
     for place, said, mask in _covered(ruleset.clip or Clip(), ruleset, sites):
+        if find_policy(said.method) is None:
+            continue
         policy = make_policy(said)
         if isinstance(policy, ElementwisePolicy) and mask.any() and not _reached(policy, mask, sites).any():
-            advice = "agc leaves the last layer alone, and nothing else is there; set `last_layer: true`"
-            problems.append(f"clip.{place}: {advice}")
+            yield (
+                place,
+                "agc leaves the last layer alone, and nothing else is there",
+                "set `last_layer: true`",
+            )
         if isinstance(policy, AutoClip) and mask.any():
             series = len(_bound(place, policy, _scope(policy, said, place), mask, sites).names)
             if series * policy.history > MOST_REMEMBERED:
                 advice = f"at most history: {max(1, MOST_REMEMBERED // series)} for so many, or another scope"
-                problems.append(
-                    f"clip.{place}: autoclip would remember {policy.history} norms of {series} series; {advice}"
-                )
-    return problems
+                yield place, f"autoclip would remember {policy.history} norms of {series} series", advice
 
 
 def _covered(clip: Clip, ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, ClipPolicy, BoolArray]]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.errors import GradwatchError, UnmatchedRulesError
+from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.hooks import clipping, precision, step_hooks
 from gradwatch.imports import filters_kept
 from gradwatch.interruption import not_ours
@@ -142,7 +142,7 @@ class Agent:
                 return None
             try:
                 return self._attach(ready, models)
-            except UnmatchedRulesError as error:  # only with --strict-rules: no step is taken
+            except UnfitRulesError as error:  # only with --strict-rules: no step is taken
                 print(f"gradwatch: {error}", file=sys.stderr, flush=True)
                 raise SystemExit(2) from None
             except Exception as error:

@@ -38,6 +38,7 @@ _PROSE = (
     "event",
     "not_seen",
     "no_data",
+    "not_armed",
     "summary",
     "description",
     "error",

@@ -305,7 +305,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_rule_inactive",
         "gauge",
-        "1 for a rule, or group (group:NAME), that judges nothing of this model, or has had no data so far.",
+        "1 for a rule or group (group:NAME) that judges nothing here, has had no data so far, or is not armed.",
         "Health.inactive, Health.unfed",
         ("rule", "reason"),
         per_optimizer=False,

@@ -43,11 +43,8 @@ rules:
   rank-mismatch: {detect: {kind: rank_mismatch}, severity: critical}
 """
 OBSERVING = "version: 1\nrules:\n  rail: {detect: {kind: above, of: total_norm, threshold: 1e9}}\n"
-SKIPPING = """
-version: 1
-rules:
-  non-finite: {detect: {kind: nonfinite}, do: [skip_step]}
-"""
+NAN_RULE = "  non-finite: {detect: {kind: nonfinite}, do: [skip_step]}\n"
+SKIPPING = f"version: 1\nrules:\n{NAN_RULE}"
 ON_LOSS = "version: 1\nrules:\n  loss: {detect: {kind: loss_nonfinite}, do: [skip_step]}\n"
 ON_LOCAL = (
     "version: 1\nrules:\n  far: {detect: {kind: above, of: norm_local, threshold: 9}, do: [skip_step]}\n"
@@ -316,13 +313,27 @@ def on_the_loss(rank: int) -> dict[str, Any]:
 
 
 def on_the_local_norm(rank: int) -> dict[str, Any]:
-    """An action on what only this rank knows is refused before training starts."""
-    _, model, optimizer = made()
+    """An action on what only this rank knows is refused before training starts; a launcher's watch goes on without."""
+    plain, model, optimizer = made()
+    refused = ""
     try:
         with watched(model, optimizer, ON_LOCAL):
-            return {"refused": ""}
+            pass
     except AttachError as error:
-        return {"refused": str(error)}
+        refused = str(error)
+    poison = Poison(plain, rank, "b.weight")
+    with watched(model, optimizer, ON_LOCAL + NAN_RULE, origin="launcher") as (gw, collector):
+        for step in range(5):
+            poison.now = step == 3
+            take_step(model, optimizer, step, rank)
+        return {
+            "refused": refused,
+            "off": gw.inactive(),
+            "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+            "measured": all(r.snapshot.column("norm_local") is not None for r in collector.records),
+            "hash": weights(model),
+            "errors": gw.health.errors(),
+        }
 
 
 def two_optimizers(rank: int) -> dict[str, Any]:

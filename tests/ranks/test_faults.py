@@ -165,6 +165,17 @@ def test_an_action_on_a_local_column_is_refused(homes: dict[str, list[Any]]) -> 
             assert word in home["refused"]
 
 
+def test_a_launcher_goes_on_without_an_action_on_a_local_column(homes: dict[str, list[Any]]) -> None:
+    """The rule observes, its action is off on both ranks, and both skip the NaN of one by the other rule."""
+    first, second = came_home(homes, "on the local norm")
+    assert first["hash"] == second["hash"]
+    assert first["skipped"] == second["skipped"] == [3]
+    assert first["off"] == second["off"]
+    assert first["off"]["far"].startswith("not armed: acts on norm_local")
+    assert first["measured"]
+    assert first["errors"] == second["errors"] == {}
+
+
 def test_every_optimizer_has_its_own_place_among_the_ranks(homes: dict[str, list[Any]]) -> None:
     """Of two optimizers only the one with the NaN skips, on both ranks."""
     first, second = came_home(homes, "two optimizers")

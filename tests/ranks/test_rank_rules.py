@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from gradwatch.detectors import RankOutlier, Sample
 from gradwatch.engine import BoundEngine, Engine
+from gradwatch.engine.unfit import refuse
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.hooks.assemble import appended
-from gradwatch.rank_rules import check_ranks, check_shards, wants
+from gradwatch.rank_rules import refused_on_ranks, refused_on_shards, wants
 from gradwatch.rulefile import load_rules, parse_rules
 from gradwatch.snapshot import Column, Snapshot
 from tests.engine_cases import make_sites, make_snapshot
@@ -119,10 +120,9 @@ def test_actions_on_what_one_rank_knows_are_refused() -> None:
     """Only where there are several ranks, and only where the rule acts."""
     rule = "version: 1\nrules: {r: {detect: {kind: above, of: norm_local, threshold: 1}, do: [skip_step]%s}}"
     acting, shadow = Engine(parse_rules(rule % "")), Engine(parse_rules(rule % ", mode: shadow"))
-    check_ranks(acting, 1)
-    check_ranks(shadow, 2)
-    with pytest.raises(AttachError, match="'r' acts on norm_local"):
-        check_ranks(acting, 2)
+    assert refused_on_ranks(acting, 1) == refused_on_ranks(shadow, 2) == []
+    with pytest.raises(AttachError, match="'r': acts on norm_local"):
+        refuse(refused_on_ranks(acting, 2), acting.ruleset)
     assert wants(acting).refused
     assert not wants(shadow).refused
 
@@ -131,10 +131,9 @@ def test_an_action_on_what_shards_do_not_add_up_to_is_refused() -> None:
     """The largest element of a sharded parameter is not known to any rank: an action on it would never happen."""
     rule = "version: 1\nrules: {r: {detect: {kind: above, of: max_abs, threshold: 1}, do: [skip_step]%s}}"
     acting, shadow = Engine(parse_rules(rule % "")), Engine(parse_rules(rule % ", mode: shadow"))
-    check_shards(acting, make_sites(4), [])
-    check_shards(shadow, make_sites(4), [1])
-    with pytest.raises(AttachError, match="'r' act on max_abs"):
-        check_shards(acting, make_sites(4), [1])
+    assert refused_on_shards(acting, make_sites(4), []) == refused_on_shards(shadow, make_sites(4), [1]) == []
+    with pytest.raises(AttachError, match="'r': acts on max_abs"):
+        refuse(refused_on_shards(acting, make_sites(4), [1]), acting.ruleset)
 
 
 def test_wants_follow_the_rules() -> None:

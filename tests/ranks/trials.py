@@ -40,13 +40,15 @@ class Poison:
 
 @contextlib.contextmanager
 def watched(
-    model: nn.Module, optimizer: Any, text: str, strict: bool = True
+    model: nn.Module, optimizer: Any, text: str, strict: bool = True, origin: str = "user"
 ) -> Iterator[tuple[Any, Collector]]:
     """A watch by the rules in a text; not strict where a fault of ours is what is tested."""
     collector = Collector()
     rules: str | RuleSet = parse_rules(text) if text else "default"
     with tempfile.TemporaryDirectory() as folder:
-        gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=strict)
+        gw = gradwatch.watch(
+            model, optimizer, rules=rules, sinks=[collector], run_dir=folder, strict=strict, origin=origin
+        )
         try:
             yield gw, collector
         finally:
