@@ -122,8 +122,9 @@ class Judging:
 
     def _glance(self, course: Course, broken: bool) -> None:
         """Look at the weights where a step that jumped has been taken, or nobody has looked for a while."""
-        suspected = any(one.vitals.suspected is not None for one in self._courses)
-        urgent = suspected or (broken and not course.vitals.now.reasons)
+        urgent = broken and not course.vitals.now.reasons
+        for one in self._courses.by_lane.values():
+            urgent = urgent or one.vitals.suspected is not None
         try:
             found = self._around.weights.glance(self._steps, urgent)
         except Exception as error:

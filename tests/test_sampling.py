@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,24 @@ def test_due_at_each_rule_s_own_steps() -> None:
     assert [step for step in range(13) if sampler.due("max_abs", step)] == [0, 4, 6, 8, 12]
     assert [step for step in range(13) if sampler.due("max_abs:bursts", step)] == [0, 1, 2]
     assert [step for step in range(9) if sampler.due("update_ratio", step)] == [4, 8]
+
+
+def test_the_next_step_is_the_first_that_is_due() -> None:
+    """`next_due` is the first step after that `due` finds, and a sampler reads nothing before it."""
+    columns = ("max_abs", "update_ratio", "zero_fraction:bursts", "update_ratio:bursts")
+    needs = Needs(frozenset(columns), {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({7})})
+    for column, step in itertools.product(columns, range(210)):
+        assert needs.next_due(column, step) == next(
+            s for s in itertools.count(step + 1) if needs.due(column, s)
+        )
+    assert needs.next_due("weight_norm", 0) is None
+    sampler, params = Sampler(needs), parameters()
+    read = [s for s in range(210) if s not in sampler.idle and sampler.collect(s, params, lambda: [None] * 6)]
+    assert read == [
+        s
+        for s in range(210)
+        if any(needs.due(c, s) or ("ratio" in c and needs.due(c, s + 1)) for c in columns)
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["", BURSTS])

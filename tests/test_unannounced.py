@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -132,16 +133,19 @@ def test_a_nan_written_through_data_is_skipped_in_its_own_step() -> None:
 
 
 def test_what_nobody_changed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calm path costs one batched read a step, sentinels or not."""
-    reads, read = [0], CpuReader.read
+    """The calm path costs one batched read of the gradients a step, sentinels or not."""
+    reads: Counter[CpuReader] = (
+        Counter()
+    )  # one reader for the gradients, and one for the rare looks at the weights
+    read = CpuReader.read
 
     def counted(self: CpuReader, grads: Any) -> Any:
-        reads[0] += 1
+        reads[self] += 1
         return read(self, grads)
 
     monkeypatch.setattr(CpuReader, "read", counted)
     train(lambda model: None, OBSERVES, steps=9)
-    assert reads[0] == 9
+    assert max(reads.values()) == 9
 
 
 def read_of(grads: list[torch.Tensor | None]) -> HostReading:

@@ -38,6 +38,18 @@ class Needs:
             return (step - first) % PERIOD < BURST
         return any(step % every == 0 for every in self.every.get(column, EVERY_STEP))
 
+    def next_due(self, column: str, step: int) -> int | None:
+        """The first step after this one at which a column is read; None where it is not asked for."""
+        if column not in self.columns:
+            return None
+        plain = column.removesuffix(BURSTS)
+        first = 1 if plain == "update_ratio" else 0
+        later = max(step + 1, first)
+        if plain is not column:
+            past = (later - first) % PERIOD
+            return later if past < BURST else later + PERIOD - past
+        return min(later + -later % every for every in self.every.get(column, EVERY_STEP))
+
     def only(self, columns: Iterable[str]) -> Needs:
         """What is needed of some columns, by their plain names."""
         chosen = frozenset(columns)

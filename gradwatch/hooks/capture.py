@@ -291,7 +291,7 @@ class Capture:
     @property
     def optimized(self) -> bool:
         """Whether an optimizer of torch's has ever been watched here, or is about to be."""
-        return any(not lane.without_optimizer for lane in self.lanes)
+        return False in [lane.without_optimizer for lane in self.lanes]
 
     def _in_model_order(
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]

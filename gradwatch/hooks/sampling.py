@@ -102,16 +102,13 @@ class Sampler:
         return self.due("update_ratio" + suffix, step + 1)
 
     def _next(self, step: int) -> int:
-        """The first step after this one at which something is due; looks ahead a period at most."""
-        return next(
-            (
-                later
-                for later in range(step + 1, step + PERIOD)
-                if any(self._keeps(suffix, later) for suffix in self._weights)
-                or any(self.due(name, later) for name in self.wanted)
-            ),
-            step + PERIOD,
-        )
+        """The first step after this one at which something is read, or kept for the next one."""
+        found = []
+        for name in self.wanted:
+            later = self._needs.next_due(name, step)
+            if later is not None:  # what an update ratio compares is kept one step earlier
+                found.append(later - (name.removesuffix(BURSTS) == "update_ratio"))
+        return min(found, default=step + PERIOD)
 
     def collect(
         self,

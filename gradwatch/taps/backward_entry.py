@@ -40,7 +40,7 @@ class BackwardCall(NamedTuple):
 
 Listener = Callable[[BackwardCall], None]
 
-_listeners: list[Listener] = []
+_listeners: tuple[Listener, ...] = ()  # replaced, never changed: another one is known by identity
 _original: list[Any] = []  # torch's engine while a listener is there
 
 
@@ -52,12 +52,13 @@ class _Engine(ImperativeEngine):
         """torch's own method, after the listeners were called."""
         try:
             call = _call_of(sys._getframe(1))
-            listeners = tuple(_listeners)
+            listeners = _listeners
             for listener in listeners:
                 listener(call)
-            for listener in tuple(_listeners):  # one may have begun to watch: this is its first backward
-                if listener not in listeners:
-                    listener(call)
+            if _listeners is not listeners:  # one may have begun to watch: this is its first backward
+                for listener in _listeners:
+                    if listener not in listeners:
+                        listener(call)
             return super().run_backward
         except Exception as error:
             guard.fault("capture", error)
@@ -70,14 +71,17 @@ def listen(about_to_run: Listener) -> Callable[[], None]:
     Not noticed: engines started from C++ (TorchScript's, an extension's). The last listener out gives torch its engine
     back, unless another library has replaced it since.
     """
-    _listeners.append(about_to_run)
+    global _listeners
+    _listeners += (about_to_run,)
     if not _original:
         _original.append(Variable._execution_engine)
         Variable._execution_engine = _Engine()
 
     def remove() -> None:
+        global _listeners
         if about_to_run in _listeners:
-            _listeners.remove(about_to_run)
+            at = _listeners.index(about_to_run)
+            _listeners = _listeners[:at] + _listeners[at + 1 :]
         if not _listeners and _original and type(Variable._execution_engine) is _Engine:
             Variable._execution_engine = _original.pop()
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -68,14 +68,14 @@ class _Heard:
 
 
 class _AndOurs:
-    """torch's dict of global hooks of one kind and one hook behind them, as far as torch's function reads it."""
+    """torch's dict of global hooks of one kind and one hook behind them, as far as torch's function reads it.
+
+    It is true, as an object is that defines neither `__bool__` nor `__len__`.
+    """
 
     def __init__(self, torch_has: dict[int, Any], hook: Callable[..., Any]) -> None:
         self._torch_has = torch_has
         self._hook = hook
-
-    def __bool__(self) -> bool:
-        return True
 
     def items(self) -> tuple[tuple[Any, Any], ...]:
         """(id, hook) of each; ours has an id that no handle of torch has."""
@@ -94,11 +94,13 @@ class _Noticed:
 
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         try:
-            if _tracing():  # dynamo inlines this, and shall depend on nothing of ours
+            if _tracing() or instance is None:  # dynamo inlines this, and shall depend on nothing of ours
                 return self.original.__get__(instance, owner)
             heard = _heard.get(id(instance))
+            if heard is None:  # the path of almost every call of a module: as short as can be
+                return MethodType(self.original, instance)
             # Where dynamo listens, it would compile the listeners.
-            if heard and heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
+            if heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
                 return self.twin.__get__(instance, owner)
             return self.original.__get__(instance, owner)
         except Exception as error:
