@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
+from tests.bare_torch import by_bare_torch
 from tests.zoo import MODELS
 
 
@@ -110,7 +111,8 @@ def watched(tmp_path: Path) -> Callable[..., Any]:
 )
 def test_watching_changes_no_bit(model: str, optimizer: str, mode: str, watched: Callable[..., Any]) -> None:
     """The default pack on a healthy run: the hash of everything is that of the unwatched run."""
-    assert train(model, optimizer, mode, 30, watched) == train(model, optimizer, mode, 30, unwatched)
+    bare = by_bare_torch(lambda: train(model, optimizer, mode, 30, unwatched))
+    assert train(model, optimizer, mode, 30, watched) == bare
 
 
 def test_what_sinks_import_draws_no_number(tmp_path: Path) -> None:
@@ -150,4 +152,5 @@ def test_watching_changes_no_bit_anywhere(
     model: str, optimizer: str, mode: str, watched: Callable[..., Any]
 ) -> None:
     """P1 in full: 12 models × 3 optimizers × 5 modes, 200 steps."""
-    assert train(model, optimizer, mode, 200, watched) == train(model, optimizer, mode, 200, unwatched)
+    bare = by_bare_torch(lambda: train(model, optimizer, mode, 200, unwatched))
+    assert train(model, optimizer, mode, 200, watched) == bare
