@@ -189,7 +189,7 @@ class Loop:
                 self._say_once(sink.name, AttachError(moved))
         self._note_inactive()
         self._boundary = Boundary(self._capture, self)
-        self._stages = PipelineStages(self._stage_scaled, self.failed)
+        self._stages = PipelineStages(self._stage_scaled)
         self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
         self._serving = self.run.pid
 

@@ -31,7 +31,7 @@ from gradwatch.hooks.judge import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision
-from gradwatch.taps import guard, process_totals
+from gradwatch.taps import guard, modes, process_totals
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -127,10 +127,10 @@ class Boundary:
 
         def watched() -> Any:
             if turn.count:
-                self._guarded(self._next_evaluation, optimizer)
+                modes.unseen(self._guarded, self._next_evaluation, optimizer)
             result = closure()
             turn.count += 1
-            self._guarded(self._evaluated, optimizer, turn)
+            modes.unseen(self._guarded, self._evaluated, optimizer, turn)
             return result
 
         instead = _Watched(watched, closure)
@@ -408,10 +408,6 @@ class Boundary:
                 self._scales.pop(id(optimizer), None)
                 lane.discard()
                 self._judge.forget(lane)
-
-    def scaler_failed(self, error: BaseException) -> None:
-        """Count a fault of ours around a GradScaler."""
-        self._judge.failed("precision", error)
 
     # -- after -------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shap
 from gradwatch.hooks.shards import is_shard, offloaded
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
+from gradwatch.taps import modes
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -455,7 +456,7 @@ class Capture:
 def _arm(owner: weakref.ref[Capture]) -> None:
     capture = owner()
     if capture is not None:
-        capture.arm()
+        modes.unseen(capture.arm)
 
 
 def _nothing(*_: object) -> None:

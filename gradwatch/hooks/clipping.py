@@ -25,7 +25,7 @@ from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.device import capturing, on_host
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.multiplied import Announced, announced
-from gradwatch.taps import guard
+from gradwatch.taps import guard, modes
 from gradwatch.taps.process_totals import TOTALS
 
 SORTER = "_group_tensors_by_device_and_dtype"
@@ -111,15 +111,19 @@ def _wrap(original: Callable[..., Any]) -> None:
             if not torch.compiler.is_compiling():
                 frame = sys._getframe(1)
                 TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
-                clip = _announced(frame) if frame.f_code is multiplies else None
-                for listener in tuple(_listeners):
-                    listener(clip)
+                modes.unseen(_tell, frame if frame.f_code is multiplies else None)
         except Exception as error:
             guard.fault("capture", error)
         return original(*args, **kwargs)
 
     _wrapped.append((original, noticed))
     setattr(clip_grad, SORTER, noticed)
+
+
+def _tell(multiplying: FrameType | None) -> None:
+    clip = None if multiplying is None else _announced(multiplying)
+    for listener in tuple(_listeners):
+        listener(clip)
 
 
 def _put_back() -> None:

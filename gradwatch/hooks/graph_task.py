@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from gradwatch.taps import guard
+from gradwatch.taps import guard, modes
 
 NONE = -1
 """What torch says outside backward."""
@@ -81,6 +81,6 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
         if ends is not None:
             ends._open.discard(task)
             ends.task[0] = IDLE
-            ends._ended()
+            modes.unseen(ends._ended)
     except Exception as error:
         guard.fault("capture", error)

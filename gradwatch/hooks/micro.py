@@ -25,6 +25,7 @@ from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.norms import CpuReader, Detail, inspect
 from gradwatch.hooks.window import Window
+from gradwatch.taps import guard
 
 SCALED = (
     "dropping micro-batches is switched off: a GradScaler would never hear of the overflow, and never lower its scale; "
@@ -84,14 +85,13 @@ class MicroDrop:
         owner = weakref.ref(self), call.__func__  # type: ignore[attr-defined]  # a bound method would be a cycle
 
         def guarded(_clip: object = None) -> None:
-            drop = owner[0]()
             try:
+                drop = owner[0]()
                 if drop is not None:
                     with torch.no_grad():
                         owner[1](drop)
             except Exception as error:
-                assert drop is not None
-                drop._failed("action", error)
+                guard.fault("action", error)
 
         return guarded
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from gradwatch.taps import guard, modes
+
 STAGE_MODULE = "torch.distributed.pipelining.stage"
 _listeners: list[PipelineStages] = []
 _wrapped: list[tuple[type, Any, Any]] = []
@@ -26,11 +28,8 @@ class PipelineStages:
     last `close` puts it back as found.
     """
 
-    def __init__(
-        self, scaled: Callable[[nn.Module], None], failed: Callable[[str, BaseException], None]
-    ) -> None:
+    def __init__(self, scaled: Callable[[nn.Module], None]) -> None:
         self._scaled = scaled
-        self._failed = failed
         self._taken: set[int] = set()
         _listeners.append(self)
         self.look()
@@ -44,11 +43,8 @@ class PipelineStages:
 
     def notice(self, stage: Any) -> None:
         """A stage has scaled its gradients."""
-        try:
-            self._taken.add(int(stage.stage_index))
-            self._scaled(stage.submod)
-        except Exception as error:
-            self._failed("capture", error)
+        self._taken.add(int(stage.stage_index))
+        self._scaled(stage.submod)
 
     def taken(self) -> tuple[int, ...]:
         """The stages that this process has scaled the gradients of, in order."""
@@ -70,9 +66,16 @@ def _wrap(base: Any) -> None:
     @functools.wraps(original)
     def wrapped(stage: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stage, *args, **kwargs)
-        for listener in tuple(_listeners):
-            listener.notice(stage)
+        _tell(stage)
         return result
 
     base.scale_grads = wrapped
     _wrapped.append((base, original, wrapped))
+
+
+def _tell(stage: Any) -> None:
+    try:
+        for listener in tuple(_listeners):
+            modes.unseen(listener.notice, stage)
+    except Exception as error:
+        guard.fault("capture", error)

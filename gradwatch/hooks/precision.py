@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from gradwatch.hooks import step_hooks
 from gradwatch.hooks.device import Number, kept
+from gradwatch.taps import guard, modes
 from gradwatch.taps.process_totals import TOTALS
 
 
@@ -40,9 +41,6 @@ class ScalerListener(Protocol):
 
     def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
         """`scaler.update` with gradients unscaled but no `scaler.step`: found_inf by `id(optimizer)`."""
-
-    def scaler_failed(self, error: BaseException) -> None:
-        """Count a fault of ours."""
 
 
 _listeners: list[ScalerListener] = []
@@ -88,89 +86,112 @@ def hear_scale(told: Callable[[Tensor], None]) -> Callable[[], None]:
 
 
 def _wrap_with_subclasses(kind: type[GradScaler]) -> None:
-    around_scale = {"scale": _around_scale} if _hearing else {}  # nobody else pays for it
-    for name, around in (_AROUND | around_scale).items():
+    for name in (*_BEFORE, "scale") if _hearing else _BEFORE:  # `scale` only where it is asked for
         if name in kind.__dict__ and (kind, name) not in _originals:
-            _wrap(kind, name, around)
+            _wrap(kind, name)
     for subclass in kind.__subclasses__():
         _wrap_with_subclasses(subclass)
 
 
-def _wrap(kind: type[GradScaler], name: str, around: Callable[..., Any]) -> None:
+def _wrap(kind: type[GradScaler], name: str) -> None:
     original = kind.__dict__[name]
+    before, after = _BEFORE.get(name), _AFTER.get(name)
 
     @functools.wraps(original)
     def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        key = name, id(args[0] if args else next(iter(kwargs.values()), None))
-        if key in _inside or not scaler.is_enabled():
-            return original(scaler, *args, **kwargs)
-        _inside.add(key)
         try:
-            return around(original, scaler, *args, **kwargs)
+            call = _entered(name, scaler, args, kwargs)
+        except Exception as error:
+            call = None
+            guard.fault("precision", error)
+        try:
+            _tell(before, scaler, call)
+            result = original(scaler, *args, **kwargs)
         finally:
-            _inside.discard(key)
+            _left(call)
+        _tell(after, scaler, call)
+        return result
 
     _originals[kind, name] = (original, wrapped)
     setattr(kind, name, wrapped)
 
 
-def _around_unscale(
-    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
-) -> Any:
+class _Call:
+    """A call of one of the wrapped methods; `argument` is its first: an optimizer, but for `scale` and `update`."""
+
+    __slots__ = ("argument", "begun", "key")
+
+    def __init__(self, name: str, argument: Any) -> None:
+        self.argument = argument
+        self.key = name, id(argument)
+        self.begun = step_hooks.begun()
+
+
+def _entered(name: str, scaler: GradScaler, args: Any, kwargs: Any) -> _Call | None:
+    """The call that begins; None where the scaler is off, or where it is the method that a wrapped one replaces."""
+    call = _Call(name, args[0] if args else next(iter(kwargs.values()), None))
+    if call.key in _inside or not scaler.is_enabled():
+        return None
+    _inside.add(call.key)
+    return call
+
+
+def _tell(about: Callable[[GradScaler, _Call], None] | None, scaler: GradScaler, call: _Call | None) -> None:
+    try:
+        if about is not None and call is not None:
+            modes.unseen(about, scaler, call)
+    except Exception as error:
+        guard.fault("precision", error)
+
+
+def _left(call: _Call | None) -> None:
+    if call is not None:
+        _inside.discard(call.key)
+        if call.key[0] == "step":
+            _carried.pop(call.key[1], None)
+
+
+def _before_unscale(scaler: GradScaler, call: _Call) -> None:
+    optimizer, scale = call.argument, scaler._scale
     # Inside `scaler.step` a fused optimizer is only checked for Inf, with a factor of 1.
     only_checked = ("step", id(optimizer)) in _inside and supports_scaling(optimizer)
-    scale = scaler._scale
     if scale is not None and not only_checked:
-        _tell(lambda listener: listener.unscaled(optimizer, scale))
-    return original(scaler, optimizer, *args, **kwargs)
+        for listener in tuple(_listeners):
+            listener.unscaled(optimizer, scale)
 
 
-def _around_step(
-    original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
-) -> Any:
+def _before_step(scaler: GradScaler, call: _Call) -> None:
     _wrap_with_subclasses(GradScaler)  # one that was imported after the watch began
-    before = step_hooks.begun()
+    optimizer = call.argument
     if supports_scaling(optimizer) and scaler._scale is not None and not _is_unscaled(scaler, optimizer):
         _carried[id(optimizer)] = scaler._scale, getattr(optimizer, "grad_scale", None)
-    try:
-        result = original(scaler, optimizer, *args, **kwargs)
-    finally:
-        _carried.pop(id(optimizer), None)
+
+
+def _after_step(scaler: GradScaler, call: _Call) -> None:
     # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
-    if step_hooks.begun() == before and getattr(type(optimizer).step, "hooked", False):
+    if step_hooks.begun() == call.begun and getattr(type(call.argument).step, "hooked", False):
         TOTALS.rejected += 1
         for listener in tuple(_listeners):
-            listener.rejected(optimizer)
-    return result
+            listener.rejected(call.argument)
 
 
-def _around_update(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-    _tell(lambda listener: listener.abandoned(_unscaled_only(scaler)))
-    return original(scaler, *args, **kwargs)
-
-
-def _around_scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-    result = original(scaler, *args, **kwargs)
-    scale = scaler._scale
-    if scale is not None:
-        for told in tuple(_hearing):
-            told(scale)
-    return result
-
-
-_AROUND: dict[str, Callable[..., Any]] = {
-    "_unscale_grads_": _around_unscale,
-    "step": _around_step,
-    "update": _around_update,
-}
-
-
-def _tell(call: Callable[[ScalerListener], None]) -> None:
+def _before_update(scaler: GradScaler, call: _Call) -> None:
     for listener in tuple(_listeners):
-        try:
-            call(listener)
-        except Exception as error:
-            listener.scaler_failed(error)
+        listener.abandoned(_unscaled_only(scaler))
+
+
+def _after_scale(scaler: GradScaler, call: _Call) -> None:
+    if scaler._scale is not None:
+        for told in tuple(_hearing):
+            told(scaler._scale)
+
+
+_BEFORE: dict[str, Callable[[GradScaler, _Call], None]] = {
+    "_unscale_grads_": _before_unscale,
+    "step": _before_step,
+    "update": _before_update,
+}
+_AFTER: dict[str, Callable[[GradScaler, _Call], None]] = {"step": _after_step, "scale": _after_scale}
 
 
 def _unscaled_only(scaler: GradScaler) -> dict[int, Tensor | None]:

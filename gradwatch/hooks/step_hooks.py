@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.taps import guard
+from gradwatch.taps import guard, modes
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 
@@ -134,11 +134,16 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         if _IGNORED in optimizer.__dict__:
             return None
         step_begins(_steps_open)
-        # Not over a copy: a launcher's listener may add the watch that must see this very step.
-        for listener in _listeners:
-            result = listener.before_step(optimizer, args, kwargs)
-            if result is not None:
-                args, kwargs = changed = result
+        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+        try:
+            # Not over a copy: a launcher's listener may add the watch that must see this very step.
+            for listener in _listeners:
+                result = listener.before_step(optimizer, args, kwargs)
+                if result is not None:
+                    args, kwargs = changed = result
+        finally:
+            if aside is not None:
+                aside.put_back()
         return changed if _listeners else (_Leaving(args), kwargs)
     except Exception as error:
         guard.fault("boundary", error)
@@ -153,8 +158,13 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
         if _IGNORED in optimizer.__dict__:
             return
         step_ends()
-        for listener in tuple(_listeners):
-            listener.after_step(optimizer)
+        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+        try:
+            for listener in tuple(_listeners):
+                listener.after_step(optimizer)
+        finally:
+            if aside is not None:
+                aside.put_back()
     except Exception as error:
         guard.fault("boundary", error)
 

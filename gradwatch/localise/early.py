@@ -77,8 +77,8 @@ class Early(Holdings):
             return
 
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ignore()
             try:
+                ignore()
                 self.add(module)
                 self._families[-1].holdings[0].begins(module, args, kwargs)
             except Exception as error:

@@ -34,7 +34,7 @@ from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
-from gradwatch.taps import module_calls
+from gradwatch.taps import modes, module_calls
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
@@ -307,7 +307,7 @@ class Holding:
     def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
         def hear(grad: Tensor) -> None:
             try:
-                self._hear(call, position, grad)
+                modes.unseen(self._hear, call, position, grad)
             except Exception as error:
                 self._failed("localise", error)
 

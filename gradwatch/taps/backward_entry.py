@@ -16,7 +16,7 @@ import torch
 from torch._C import _ImperativeEngine as ImperativeEngine
 from torch.autograd import Variable
 
-from gradwatch.taps import guard
+from gradwatch.taps import guard, modes
 
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -52,13 +52,18 @@ class _Engine(ImperativeEngine):
         """torch's own method, after the listeners were called."""
         try:
             call = _call_of(sys._getframe(1))
-            listeners = _listeners
-            for listener in listeners:
-                listener(call)
-            if _listeners is not listeners:  # one may have begun to watch: this is its first backward
-                for listener in _listeners:
-                    if listener not in listeners:
-                        listener(call)
+            aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+            try:
+                listeners = _listeners
+                for listener in listeners:
+                    listener(call)
+                if _listeners is not listeners:  # one may have begun to watch: this is its first backward
+                    for listener in _listeners:
+                        if listener not in listeners:
+                            listener(call)
+            finally:
+                if aside is not None:
+                    aside.put_back()
             return super().run_backward
         except Exception as error:
             guard.fault("capture", error)

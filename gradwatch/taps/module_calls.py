@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwatch.taps import guard
+from gradwatch.taps import guard, modes
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 """Called with (module, args, kwargs) before the module's own pre-hooks; what is not None replaces `args`."""
@@ -170,10 +170,15 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if heard is None or not heard.before:
             return None
         kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
-        for listener in tuple(heard.before):
-            given = listener(module, args, kwargs)
-            if given is not None:
-                args = changed = given
+        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+        try:
+            for listener in tuple(heard.before):
+                given = listener(module, args, kwargs)
+                if given is not None:
+                    args = changed = given
+        finally:
+            if aside is not None:
+                aside.put_back()
         return changed
     except Exception as error:
         guard.fault("localise", error)
@@ -184,10 +189,17 @@ def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     try:
         changed = None
         heard = _heard.get(id(module))
-        for listener in () if heard is None else tuple(heard.after):
-            made = listener(module, args, output)
-            if made is not None:
-                output = changed = made
+        if heard is None or not heard.after:
+            return None
+        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+        try:
+            for listener in tuple(heard.after):
+                made = listener(module, args, output)
+                if made is not None:
+                    output = changed = made
+        finally:
+            if aside is not None:
+                aside.put_back()
         return changed
     except Exception as error:
         guard.fault("localise", error)

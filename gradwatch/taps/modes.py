@@ -1,0 +1,79 @@
+"""The script's `TorchDispatchMode`s and `TorchFunctionMode`s, set aside while gradwatch reads.
+
+A mode sees every operation of its thread: a FLOP counter, a profiler or a recorder would count gradwatch's reads as the
+training's. Switching dispatch off altogether would also switch off that of tensor subclasses (DTensor), so the modes
+are taken off torch's stacks and put back. torch's own default device is a function mode too; it shows nothing to the
+script, code that is run again needs it, and it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._device import DeviceContext
+
+T = TypeVar("T")
+
+# By name: to walk torch's module from cold caches costs microseconds.
+dispatching: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are active in this thread."""
+functions: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many function modes are active in this thread, the default device included."""
+_dispatch_at, _function_at = torch._C._get_dispatch_stack_at, torch._C._get_function_stack_at
+_pop_dispatch, _pop_function = torch._C._pop_torch_dispatch_stack, torch._C._pop_torch_function_stack
+_push_dispatch, _push_function = (
+    torch._C._push_on_torch_dispatch_stack,
+    torch._C._push_on_torch_function_stack,
+)
+
+
+class Aside:
+    """Takes this thread's modes off torch's stacks when it is made; `put_back` must follow, in the same thread."""
+
+    __slots__ = ("_dispatch", "_function")
+
+    def __init__(self) -> None:
+        self._dispatch = [_dispatch_at(k) for k in range(dispatching())]
+        self._function = [_function_at(k) for k in range(functions())]
+        try:
+            self._leave(self._devices(), [])
+        except BaseException:  # the script's, from a signal handler: its modes must be there
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Both stacks as they were found."""
+        try:
+            self._leave(self._function, self._dispatch)
+        finally:  # once more: what arrived at the first must not leave the script without its modes
+            self._leave(self._function, self._dispatch)
+
+    def _devices(self) -> list[Any]:
+        return [mode for mode in self._function if isinstance(mode, DeviceContext)]
+
+    @staticmethod
+    def _leave(function: list[Any], dispatch: list[Any]) -> None:
+        """Have these modes on the stacks, and no others."""
+        if [_function_at(k) for k in range(functions())] != function:
+            while functions():
+                _pop_function()
+            for mode in function:
+                _push_function(mode)
+        if [_dispatch_at(k) for k in range(dispatching())] != dispatch:
+            while dispatching():
+                _pop_dispatch(None)
+            for mode in dispatch:
+                _push_dispatch(mode)
+
+
+def unseen(call: Callable[..., T], *args: Any) -> T:
+    """What `call(*args)` returns, run without the script's modes."""
+    if not dispatching() and not functions():
+        return call(*args)
+    aside = Aside()
+    try:
+        return call(*args)
+    finally:
+        aside.put_back()
