@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -159,7 +160,8 @@ def test_clipping_is_bit_identical_and_a_fault_of_ours_stays_ours(monkeypatch: p
         patch.setattr(gw._capture, "lanes", None)
         totals = [clip_grad_norm_(model.parameters(), 0.1) for model in (bare, watched)]
     gw.close()
-    assert gw.health.errors().keys() == {"capture"}
+    assert "capture" in gw.health.errors()
+    assert gw.health.errors().keys() <= {"capture", "boundary"}  # the clip tells both
     assert torch.equal(*totals)
     for one, other in zip(bare.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
@@ -207,23 +209,24 @@ def one_step(clip: Callable[[nn.Module], None], dtype: torch.dtype = torch.float
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).to(dtype)
     optimizer = torch.optim.SGD(reversed(list(model.parameters())), 1e-3)  # not in the order of the clip
-    sink, reads = Kept(), []
+    sink = Kept()
+    reads: list[Counter[CpuReader]] = []  # by reader: looks at the weights have one of their own
     read = CpuReader.read
 
     def counted(self: CpuReader, grads: Any) -> Any:
-        reads[-1] += 1
+        reads[-1][self] += 1
         return read(self, grads)
 
     with pytest.MonkeyPatch.context() as patch, gradwatch.watch(model, optimizer, sinks=[sink], strict=True):
         patch.setattr(CpuReader, "read", counted)
         for _ in range(steps):
-            reads.append(0)
+            reads.append(Counter())
             optimizer.zero_grad()
             model(X.to(dtype)).square().mean().backward()
             clip(model)
             truth = norms_of(model.named_parameters())
             optimizer.step()
-    return sink.records[-1].snapshot, truth, reads[-1]
+    return sink.records[-1].snapshot, truth, max(reads[-1].values())
 
 
 def applied(snapshot: Any) -> dict[str, float]:

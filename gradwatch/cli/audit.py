@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
     parser.add_argument(
-        "--dir", default=default_directory(), metavar="DIR", help="where runs are (default: %(default)s)s)"
+        "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose journal (default: 0)")
     parser.add_argument("--json", action="store_true", help="for a machine")
@@ -48,7 +48,7 @@ def handle(arguments: argparse.Namespace) -> int:
     """Print the audit; 1 where an action failed."""
     from gradwatch.audit import Audit
 
-    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir))
+    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
     audit = Audit()
     for journal in journals(where, arguments.rank):
         follow(journal, audit)

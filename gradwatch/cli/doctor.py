@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="FACTORY() returns (model, loss); loss(model) is a scalar tensor",
     )
     add("--listen", default="127.0.0.1:29440", type=listen_address, metavar="HOST:PORT", help="port to check")
-    add("--dir", default=default_directory(), metavar="DIR", help="folder to check (default: %(default)s)")
+    add("--dir", metavar="DIR", help="folder to check (default: GRADWATCH_DIR, else ./gradwatch-runs)")
     add(
         "--seconds",
         type=float,
@@ -96,8 +96,9 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     yield from check_versions()
     yield check_switch()
     yield check_port(arguments.listen)
-    yield check_directory(arguments.dir)
-    yield from check_newest_run(arguments.dir)
+    directory = arguments.dir or default_directory()
+    yield check_directory(directory)
+    yield from check_newest_run(directory)
     ruleset, findings = check_rules(arguments.rules)
     yield from findings
     taps = list(check_taps())

@@ -56,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--run", metavar="RUN", help="folder of a run, or a journal file (default: the newest of --dir)"
     )
     parser.add_argument(
-        "--dir", default=default_directory(), metavar="DIR", help="where runs are (default: %(default)s)s)"
+        "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for a machine")
@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Print one page per incident; 1 where no cause is known."""
-    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir))
+    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
     best = [explained(where, incident) for incident in chosen(where, arguments.incident)]
     if arguments.incident and not best:
         raise GradwatchError(f"nothing is known of {arguments.incident} in {where}{_known(where)}")

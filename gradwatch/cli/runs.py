@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch.errors import GradwatchError
-from gradwatch.settings import DEFAULT_DIR
 
 if TYPE_CHECKING:
     from gradwatch.journal import JournalReader
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 
 def default_directory() -> str:
     """The folder of all runs: GRADWATCH_DIR, else ./gradwatch-runs."""
+    from gradwatch.settings import DEFAULT_DIR
+
     return os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
 
 

@@ -148,7 +148,8 @@ class Step:
         if one.detector.finiteness and (one.series.column != "loss" or not self.told):
             self.told = self.told or bool(scored.breach.any())
             return scored
-        if not self.told or scored is CALM or one.rule.do or one.detector.in_depth_order:
+        # Kinds that compare series (depths, ranks) say which one it was: another fact than that there is a NaN.
+        if not self.told or scored is CALM or one.rule.do or not one.detector.elementwise:
             return scored
         score = np.where(np.isfinite(scored.values), scored.score, np.nan)
         return Scored(scored.values, score, breaches(one.detector, score))

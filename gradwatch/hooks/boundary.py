@@ -364,6 +364,8 @@ class Boundary:
         if lane is not None:
             self._capture.drain()
             lane.unscaled(number)
+        else:
+            self._capture.unowned_unscaled(optimizer, number)
 
     def rejected(self, optimizer: Optimizer) -> None:
         """The scaler found an overflow and did not call the optimizer: a step all the same, judged as such."""

@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradwatch.hooks import clipping
 from gradwatch.hooks.capture import Capture
+from gradwatch.hooks.copies import params_of
+from gradwatch.hooks.device import Number
 from gradwatch.hooks.in_backward import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.losses import Root
@@ -38,7 +41,9 @@ class ByHand:
         self._ending = False  # binding rules to a new lane asks for everything to be settled
         self._factor = 1.0  # of clips before the loop was known to train by hand
         self._deferred: Callable[[], object] | None = None
+        self._scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
         capture.unowned = self._arrived
+        capture.unowned_unscaled = self._unscaled
         self._removes = [backward_entry.listen(self._begins), clipping.listen(self._clipped)]
 
     def close(self) -> None:
@@ -78,6 +83,13 @@ class ByHand:
             lane.hear(touched, root)
             lane.read()
         self._weights = probe(lane.params)
+
+    def _unscaled(self, optimizer: Optimizer, scale: Number) -> None:
+        """A GradScaler divides the gradients of an optimizer whose steps torch does not announce."""
+        lane = self._open()
+        if lane is not None and set(map(id, params_of(optimizer))) & set(lane.param_ids):
+            lane.unscaled(scale)
+            self._scale = scale
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if self._lane is not None and call.accumulates and not (call.nested or _tracing()):
@@ -123,7 +135,8 @@ class ByHand:
             finally:
                 self._ending = False
         window = lane.observed(self._factor)
-        self._factor = 1.0
+        window.loss_scale = self._scale
+        self._factor, self._scale = 1.0, None
         self._capture.look_after(lane, window)
         judged = self._judge.measure(lane, window).judge
         self._settle_deferred()

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.hooks import graph_task
+from gradwatch.hooks import graph_task, names
 from gradwatch.hooks.coverage import Coverage
+from gradwatch.hooks.device import Number
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.losses import Losses, Root
 from gradwatch.hooks.marks import Marks
@@ -69,6 +70,7 @@ class Capture:
         self.spent_seconds = 0.0
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
+        self.unowned_unscaled: Callable[[Optimizer, Number], None] = _nothing
         self.unowned: Callable[[list[int], Root | None], None] = (
             _nothing  # reached parameters of no optimizer
         )
@@ -301,10 +303,8 @@ class Capture:
         disturbed = self._scanned != self.coverage.registrations[0]
         if disturbed or not all(id(param) in self._slot_of for param in fresh):
             self.scan()  # where a parameter was replaced, added or moved, its name is in the model
-        # A gradient on the meta device has no values: its parameter counts as not measured (see Coverage).
-        wanting = [
-            param for param in fresh if param.requires_grad and not is_lazy(param) and not param.is_meta
-        ]
+        wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
+        wanting = [param for param in wanting if names.has_values(param)]  # the others lower the coverage
         # A shard may be empty here and hold something on other ranks, which must see the same parameters.
         named = [param for param in wanting if param.numel() or is_shard(param)]
         slots = [self.slot(param, fallback(param)) for param in named]

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from gradwatch.hooks import names
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import named_parameters
 from gradwatch.taps import guard
@@ -130,9 +131,9 @@ class Coverage:
         stepped = {identity for lane in alive for identity in lane.param_ids}
         wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
         self.missing = tuple(
-            f"{name} (on the meta device, so it has no values)" if param.is_meta else name
+            name if names.has_values(param) else f"{name} (on the meta device, so it has no values)"
             for name, param in wanted
-            if param.is_meta  # it has no values, and neither has its gradient
+            if not names.has_values(param)
             or (id(param) not in stepped and self._slot_of.get(id(param)) not in self._at_attach)
         )
         self.ratio = 1 - len(self.missing) / len(wanted) if wanted else 1.0

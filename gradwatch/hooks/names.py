@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.taps.registered import WRAPPERS
@@ -35,6 +35,11 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
             name = prefix + fqn if name in used else name
             used.add(name)
             yield name, parameter
+
+
+def has_values(param: Tensor) -> bool:
+    """Whether there are numbers behind a parameter, and so behind its gradient: on the meta device there are none."""
+    return not param.is_meta
 
 
 def is_lazy(param: nn.Parameter) -> bool:

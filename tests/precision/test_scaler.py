@@ -326,14 +326,17 @@ def test_an_optimizer_without_hooks_is_not_taken_for_rejected() -> None:
 
     loop = ScaledLoop(lambda p: Bare(list(p)))
     gw, sink = watched(loop.model, None)
-    weights = loop.weights()
+    weights, norms = loop.weights(), list[float]()
     with gw:
         for _ in range(3):
             loop.model.zero_grad()
             loop.scaler.scale(loop.model(X).pow(2).sum()).backward()
             loop.scaler.step(loop.optimizer)
+            norms.append(float(torch.nn.utils.get_total_norm(p.grad for p in loop.model.parameters())))  # type: ignore[misc]
             loop.scaler.update()
-    assert sink.records == []
+    assert [record.snapshot.total_norm for record in sink.records] == pytest.approx(norms, rel=1e-5)
+    assert all(record.snapshot.scalars["observed_only"] for record in sink.records)
+    assert not any("scaler_skip" in record.snapshot.scalars for record in sink.records)
     assert not any(torch.equal(a, b) for a, b in zip(weights, loop.model.parameters(), strict=True))
 
 
