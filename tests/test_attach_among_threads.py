@@ -78,8 +78,9 @@ def test_no_step_is_told_to_a_sink_that_is_being_opened() -> None:
 def test_threads_that_start_together_share_one_watch(tmp_path: Path) -> None:
     """Under `gradwatch run` the first steps of four threads come at once: one run, one sound journal, no fault."""
     (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0"]
     done = subprocess.run(
-        [*GRADWATCH, "run", "--quiet", "--dir", "runs", "--run-id", "r", "--", sys.executable, "train.py"],
+        [*GRADWATCH, "run", "--quiet", *options, "--", sys.executable, "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests import framework_jobs
-from tests.framework_checks import STEPS, nothing_left, steps
+from tests.framework_checks import STEPS, but_weights, nothing_left, steps
 from tests.framework_jobs import loader, network, squared_error
 from tests.kept import Kept
 from tests.test_frameworks import WINDOWS
@@ -53,7 +53,7 @@ def test_transformers_resumes_from_its_checkpoint() -> None:
     assert second.gw is not None
     assert whole.gw is not None
     assert second.gw.state_dict()["lanes"]["0"]["step"] == STEPS
-    assert second.gw.state_dict() == whole.gw.state_dict()
+    assert but_weights(second.gw.state_dict()) == but_weights(whole.gw.state_dict())
 
 
 def test_transformers_resumes_a_checkpoint_that_has_no_state_of_ours() -> None:
@@ -115,7 +115,7 @@ def test_accelerate_keeps_the_state_in_its_checkpoints() -> None:
     with gradwatch.integrations.accelerate.watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
         accelerator.load_state("checkpoint")
         train_prepared(accelerator, model, optimizer, skip=5)
-    assert gw.state_dict() == whole
+    assert but_weights(gw.state_dict()) == but_weights(whole)
 
 
 def test_accelerate_loads_a_checkpoint_that_has_no_state_of_ours() -> None:
@@ -187,7 +187,7 @@ def test_ignite_exceptions_are_raised_as_without_us() -> None:
 
 
 def test_ignite_takes_the_loss_out_of_any_output() -> None:
-    """`loss=` says where in the output it is; what fails there is counted and ends nothing."""
+    """`loss=` says where in the output it is; what fails there is counted, and the root of `backward` is the loss."""
     for pick, errors in ((lambda output: output["loss"], {}), (lambda output: output["no"], {"observe": 9})):
         engine, model, optimizer = ignite_engine()
         sink = Kept()
@@ -196,7 +196,7 @@ def test_ignite_takes_the_loss_out_of_any_output() -> None:
             engine.run(loader(), max_epochs=1)
         assert steps(sink) == list(range(framework_jobs.BATCHES))
         assert gw.health.errors() == errors
-        assert ("loss" in sink.records[-1].snapshot.scalars) == (not errors)
+        assert all("loss" in record.snapshot.scalars for record in sink.records)
 
 
 def test_ignite_checkpoints_hold_the_watch_like_any_other_object() -> None:
