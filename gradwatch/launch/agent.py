@@ -57,6 +57,7 @@ class Agent:
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._prune_at = _MANY
+        self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
         self._inherited: list[Watch] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
         self._tried = 0  # looks for models that train without an optimizer
@@ -74,7 +75,7 @@ class Agent:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attach to an optimizer that nothing announced; raises only with `--strict`."""
-        if not self._knows(optimizer):
+        if self._attaching or not self._knows(optimizer):
             self.attach_waiting(optimizer)
         if self._baselines is not None:
             self._baselines.before_step(optimizer)
@@ -94,19 +95,22 @@ class Agent:
         if (
             call.accumulates
             and not call.nested
-            and (self._waiting or not (self._seen or self._tried == _TRIES))
+            and (self._waiting or self._attaching or not (self._seen or self._tried == _TRIES))
         ):
             self.attach_waiting(by_hand=True)
 
     def _about_to_clip(self, clip: object = None) -> None:
-        if not self._waiting:
+        attaching = self._attaching
+        if not (self._waiting or attaching):
             return
         watch = self.attach_waiting()
+        if watch is None and attaching:  # it has waited for another thread's
+            watch = next(iter(_watches), None)
         if watch is not None:
             watch.about_to_clip()
 
     def _scaled(self, scale: torch.Tensor) -> None:
-        if self._waiting:
+        if self._waiting or self._attaching:
             self.attach_waiting()
 
     def _forked(self) -> None:
@@ -120,6 +124,7 @@ class Agent:
             self._waiting.setdefault(key, (ref, now))
         self._seen.clear()
         self._tried = 0
+        self._attaching = False
 
     def save(self) -> None:
         """Save the baselines for a job that is started again."""
@@ -136,23 +141,33 @@ class Agent:
         script nothing but a line, unless `--strict` lets it raise.
         """
         with self._lock:
-            ready = self._ready(stepping)
-            models = self._without_optimizer() if by_hand and not (ready or self._seen) else []
-            if not (ready or models):
+            if self._attaching:  # by this thread: other threads wait above
                 return None
+            self._attaching = (
+                True  # before anything is taken out of `_waiting`, which is read without the lock
+            )
             try:
-                return self._attach(ready, models)
-            except UnfitRulesError as error:  # only with --strict-rules: no step is taken
-                print(f"gradwatch: {error}", file=sys.stderr, flush=True)
-                raise SystemExit(2) from None
-            except Exception as error:
-                if not_ours(error) or _strict():
-                    raise
-                _say_not_watching(error)
-                return None
+                ready = self._ready(stepping)
+                models = self._without_optimizer() if by_hand and not (ready or self._seen) else []
+                return self._try(ready, models) if ready or models else None
             finally:
-                for optimizer, _ in ready:
-                    self._forwards.close(optimizer)
+                self._attaching = False
+
+    def _try(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Watch | None:
+        """Attach, or say on one line why not."""
+        try:
+            return self._attach(ready, models)
+        except UnfitRulesError as error:  # only with --strict-rules: no step is taken
+            print(f"gradwatch: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+        except Exception as error:
+            if not_ours(error) or _strict():
+                raise
+            _say_not_watching(error)
+            return None
+        finally:
+            for optimizer, _ in ready:
+                self._forwards.close(optimizer)
 
     def _ready(self, stepping: Optimizer | None) -> list[tuple[Optimizer, int]]:
         """Optimizers that train something and were not looked at yet, with the registrations before each."""
