@@ -143,10 +143,9 @@ class Agent:
         with self._lock:
             if self._attaching:  # by this thread: other threads wait above
                 return None
-            self._attaching = (
-                True  # before anything is taken out of `_waiting`, which is read without the lock
-            )
             try:
+                # Before anything is taken out of `_waiting`, which is read without the lock.
+                self._attaching = True
                 ready = self._ready(stepping)
                 models = self._without_optimizer() if by_hand and not (ready or self._seen) else []
                 return self._try(ready, models) if ready or models else None
