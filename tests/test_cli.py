@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -280,3 +281,10 @@ def test_the_version_is_said_where_it_is_looked_for(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"gradwatch {metadata.version('gradwatch')}\n"
     assert gradwatch.__version__ == metadata.version("gradwatch")
     assert gradwatch.register_policy is policies.register_policy
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-"])
+def test_a_closed_stream_is_no_reason_not_to_run(closed: str, tmp_path: Path) -> None:
+    """`gradwatch run` becomes the command all the same, and has its exit status."""
+    command = f"{shlex.join([*GRADWATCH, 'run', '--', sys.executable, '-c', 'raise SystemExit(7)'])} {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=60, check=False).returncode == 7

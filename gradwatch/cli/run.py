@@ -144,8 +144,9 @@ def anchored(rules: str) -> str:
 
 def become(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
     """Replace this process by the command; exit 127 where there is none such, 126 where it cannot run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever called: `2>&-`
+            stream.flush()
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:

@@ -32,8 +32,9 @@ def paint(text: str, style: str, stream: TextIO | None = None) -> str:
 
 
 def complain(text: str) -> None:
-    """One error message on stderr."""
-    print(text, file=sys.stderr)
+    """One error message on stderr; nowhere where that is closed."""
+    if sys.stderr is not None:
+        print(text, file=sys.stderr)
 
 
 def framed(problem: Problem) -> str:
