@@ -240,6 +240,7 @@ def _close_at_exit() -> None:
         from multiprocessing.util import Finalize
 
         Finalize(None, close_all, args=(os.getpid(),), exitpriority=1)
+        Finalize(None, ending.say, exitpriority=0)
 
 
 def _is_worker() -> bool:

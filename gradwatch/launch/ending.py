@@ -28,6 +28,7 @@ LAUNCHED = "GRADWATCH_LAUNCH_PID"
 
 _reasons: list[str] = []
 _armed_at: list[float] = []
+_said_by: list[int] = []
 
 
 def arm() -> None:
@@ -49,7 +50,10 @@ def not_watched(reason: str) -> None:
 
 
 def say() -> None:
-    """Print what there is to say, at once, so that other processes do not write in between."""
+    """Print what there is to say, once a process and at once, so that other processes do not write in between."""
+    if os.getpid() in _said_by:
+        return
+    _said_by.append(os.getpid())
     told = list(_told())
     if told and not quiet_asked():
         try:

@@ -1,0 +1,1 @@
+"""What gradwatch promises to a training job, shown on whole scripts."""

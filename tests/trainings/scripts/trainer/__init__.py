@@ -1,0 +1,1 @@
+"""A package that is a program: `python -m trainer --lr 0.05`."""
