@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import memory, overhead
+from tests.benchmarks import memory, overhead, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -401,3 +401,10 @@ def test_overhead_end_to_end(tmp_path: object, capsys: pytest.CaptureFixture[str
 def test_memory_end_to_end() -> None:
     """The default watch does not grow over 20,000 steps of a tiny model."""
     assert memory.main(["--steps", "20000"]) == 0
+
+
+def test_a_checkout_is_compared_with_another() -> None:
+    """Both step the same training in turns, each with its own gradwatch; here with itself: all three have times."""
+    row = versions.compared(versions.SMALL, str(versions.ROOT), rounds=2)
+    assert min(row.bare, row.old, row.new) > 0
+    assert row.wall.low <= row.wall.value <= row.wall.high

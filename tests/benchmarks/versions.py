@@ -1,0 +1,201 @@
+"""Is this checkout slower than another? `python -m tests.benchmarks.versions OTHER [WORKLOAD ...] [--rounds 60]`.
+
+OTHER is the folder of another checkout, e.g. made by `git worktree add OTHER COMMIT`. A process of each (under DDP two)
+holds the same watched training, another holds a bare one, and all three step in turns, in shuffled order, on a word
+from here: what slows the machine for a while slows all alike. The whole default watch: rules, journal, endpoint.
+
+Axes: N rounds, T timed steps of a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.benchmarks import tables
+from tests.benchmarks.interleave import BOOTSTRAP, Interval, Sample, Seconds, timed
+from tests.benchmarks.workloads import WORKLOADS, Task
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHED_STEPS_FIRST = 60  # past the warm-up, and past the steps that a loop takes to be called calm
+SETTLE, STEPS = 1, 3
+WORKER = (
+    "import sys; root, checkout, name, rank, port = sys.argv[1:]; sys.path[0] = checkout or root; import gradwatch; "
+    "assert gradwatch.__file__.startswith(sys.path[0] + '/'); sys.path[0] = root; "
+    "from tests.benchmarks.versions import work; work(bool(checkout), name, int(rank), port)"
+)
+SMALL, DDP = "small", "ddp"
+NAMES = ("mlp", "tiny", "resnet", "gpt", "embedding", SMALL, DDP)
+
+
+class Row(NamedTuple):
+    """One workload: medians in milliseconds, and (new − old) / old with its 95 % interval, by wall and CPU time."""
+
+    name: str
+    bare: float
+    old: float
+    new: float
+    wall: Interval
+    cpu: Interval
+
+
+def small() -> Task:
+    """Eight parameters, about a millisecond a step."""
+    torch.manual_seed(0)
+    widths = (32, 64, 64, 64, 10)
+    layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    batches = tuple((torch.randn(64, 32), torch.randint(0, 10, (64,))) for _ in range(8))
+    return Task(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batches)
+
+
+def parallel(rank: int, port: str) -> Task:
+    """The small model, wider, in DistributedDataParallel over gloo."""
+    import torch.distributed as dist
+
+    rendezvous = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.parallel.DistributedDataParallel(net)
+    batches = tuple((torch.randn(64, 32), torch.randint(0, 10, (64,))) for _ in range(8))
+    return Task(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batches)
+
+
+def work(watched: bool, name: str, rank: int, port: str) -> None:
+    """A worker: reads how many steps to take, line by line; answers each with [wall, CPU] seconds of every step."""
+    torch.set_num_threads(1)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    task = {SMALL: small, DDP: lambda: parallel(rank, port)}.get(name, lambda: WORKLOADS[name].task())()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if watched:
+            import gradwatch
+
+            stack.enter_context(
+                gradwatch.watch(task.model, task.optimizer, run_dir=folder, listen="127.0.0.1:0")
+            )
+        step = timed(task.step)
+        print("[]", file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps([step() for _ in range(int(line))]), file=answers, flush=True)
+
+
+class Contender:
+    """The processes that step one training of one checkout; `checkout` "" = bare."""
+
+    def __init__(self, checkout: str, name: str, port: int) -> None:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environ.pop("PYTHONPATH", None)
+        command = [sys.executable, "-c", WORKER, str(ROOT), checkout, name]
+        self._ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environ,
+            )
+            for rank in range(1 + (name == DDP))
+        ]
+        self._answer()
+
+    def __call__(self, steps: int) -> list[Sample]:
+        """Take so many steps; of several ranks the first one's times."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{steps}\n")
+            rank.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> list[Sample]:
+        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout is not None]
+        if not all(lines):
+            raise RuntimeError("a worker ended; run it by hand to see why")
+        return [Sample(*each) for each in json.loads(lines[0])]
+
+    def close(self) -> None:
+        """End the processes."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.communicate()  # reaps it, and closes its pipes
+
+
+def measure(name: str, checkouts: dict[str, str], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
+    """(wall, CPU) seconds[N, T] of every contender, in turns."""
+    with ExitStack() as stack:
+        contenders: dict[str, Callable[[int], list[Sample]]] = {}
+        for number, (title, checkout) in enumerate(checkouts.items()):
+            contenders[title] = one = Contender(checkout, name, _free_port() + number)
+            stack.callback(one.close)
+            one(WATCHED_STEPS_FIRST if checkout else SETTLE)
+        found: dict[str, list[list[Sample]]] = {title: [] for title in checkouts}
+        rng = np.random.default_rng(0)
+        for _ in range(rounds):
+            for title in rng.permuted(np.array(list(checkouts))).tolist():
+                found[title].append(contenders[title](SETTLE + STEPS)[SETTLE:])
+    clocks = {title: np.array(samples) for title, samples in found.items()}
+    return {title: (each[..., 0], each[..., 1]) for title, each in clocks.items()}
+
+
+def relative(new: Seconds, old: Seconds) -> Interval:
+    """The median over rounds of (new − old) / old, with its 95 % bootstrap interval."""
+    mine, other = np.median(new, 1), np.median(old, 1)
+    change = (mine - other) / other
+    picks = np.random.default_rng(0).integers(len(change), size=(BOOTSTRAP, len(change)))
+    low, high = np.percentile(np.median(change[picks], 1), (2.5, 97.5))
+    return Interval(float(np.median(change)), float(low), float(high))
+
+
+def compared(name: str, other: str, rounds: int) -> Row:
+    """One workload measured."""
+    found = measure(name, {"bare": "", "old": other, "new": str(ROOT)}, rounds)
+    medians = [float(np.median(found[title][0])) * 1e3 for title in ("bare", "old", "new")]
+    wall, cpu = (relative(found["new"][clock], found["old"][clock]) for clock in range(2))
+    return Row(name, *medians, wall, cpu)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _percent(found: Interval) -> str:
+    return f"{found.value:+.1%} [{found.low:+.1%}, {found.high:+.1%}]"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("other", metavar="OTHER", help="folder of the other checkout")
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="WORKLOAD", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each (default 60)")
+    arguments = parser.parse_args()
+    rows = [["workload", "bare ms", "old ms", "new ms", "(new − old) ÷ old", "the same of CPU time"]]
+    for name in arguments.names:
+        row = compared(name, str(Path(arguments.other).resolve()), arguments.rounds)
+        numbers = [f"{ms:.2f}" for ms in (row.bare, row.old, row.new)]
+        rows.append([row.name, *numbers, _percent(row.wall), _percent(row.cpu)])
+        print(" ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {arguments.rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()
