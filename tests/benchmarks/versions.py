@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +110,9 @@ class Contender:
             )
             for rank in range(1 + (name == DDP))
         ]
+
+    def wait(self) -> None:
+        """Until every process has made its training."""
         self._answer()
 
     def __call__(self, steps: int) -> list[Sample]:
@@ -138,11 +140,13 @@ class Contender:
 def measure(name: str, checkouts: dict[str, str], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
     """(wall, CPU) seconds[N, T] of every contender, in turns."""
     with ExitStack() as stack:
-        contenders: dict[str, Callable[[int], list[Sample]]] = {}
+        contenders: dict[str, Contender] = {}
         for number, (title, checkout) in enumerate(checkouts.items()):
-            contenders[title] = one = Contender(checkout, name, _free_port() + number)
-            stack.callback(one.close)
-            one(WATCHED_STEPS_FIRST if checkout else SETTLE)
+            contenders[title] = Contender(checkout, name, _free_port() + number)
+            stack.callback(contenders[title].close)
+        for title, one in contenders.items():
+            one.wait()
+            one(WATCHED_STEPS_FIRST if checkouts[title] else SETTLE)
         found: dict[str, list[list[Sample]]] = {title: [] for title in checkouts}
         rng = np.random.default_rng(0)
         for _ in range(rounds):
