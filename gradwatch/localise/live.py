@@ -22,6 +22,7 @@ from gradwatch.localise.attributes import Refused
 from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.recorder import Recorder
 from gradwatch.localise.replay import Trace, blame_nodes, blame_outputs, sources
+from gradwatch.taps import modes
 
 RUN_BACKWARD = "_engine_run_backward"  # through which every backward() and grad() of torch goes
 
@@ -46,8 +47,11 @@ class Live:
 
     def begin(self) -> None:
         """A step has ended: record the next one. Raises `Refused` where that could disturb the job."""
-        if self._stack is not None or self.left <= 0:
-            return
+        if self._stack is None and self.left > 0:
+            with modes.as_found():  # the hooks of a step run with the modes of the script set aside
+                self._enter()
+
+    def _enter(self) -> None:
         refuse()
         self._recorder = Recorder(self._models, self._failed)
         self._trace = Trace(sources=sources(_named(self._models)))
@@ -65,11 +69,12 @@ class Live:
         """The next step is about to be taken; None where nothing was being recorded."""
         if self._stack is None or self._recorder is None:
             return None
-        if not self._recorder.innermost:
-            # The script has entered a dispatch mode of its own since, and is still in it: ours is beneath.
-            self._recorder.sleep()
-            return None
-        self._stack.close()
+        with modes.as_found():
+            if not self._recorder.innermost:
+                # The script has entered a dispatch mode of its own since, and is still in it: ours is beneath.
+                self._recorder.sleep()
+                return None
+            self._stack.close()
         self._stack = None
         self.left -= 1
         self.seconds += time.perf_counter() - self._began

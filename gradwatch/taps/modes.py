@@ -8,7 +8,9 @@ script, code that is run again needs it, and it stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -29,14 +31,27 @@ _push_dispatch, _push_function = (
 )
 
 
+class _Here(threading.local):
+    outermost: Aside | None = None  # of this thread
+
+
+_here = _Here()
+
+
 class Aside:
     """Takes this thread's modes off torch's stacks when it is made; `put_back` must follow, in the same thread."""
 
     __slots__ = ("_dispatch", "_function")
 
     def __init__(self) -> None:
+        self.take()
+
+    def take(self) -> None:
+        """Take what is on the stacks now."""
         self._dispatch = [_dispatch_at(k) for k in range(dispatching())]
         self._function = [_function_at(k) for k in range(functions())]
+        if _here.outermost is None:
+            _here.outermost = self
         try:
             self._leave(self._devices(), [])
         except BaseException:  # the script's, from a signal handler: its modes must be there
@@ -45,6 +60,8 @@ class Aside:
 
     def put_back(self) -> None:
         """Both stacks as they were found."""
+        if _here.outermost is self:
+            _here.outermost = None
         try:
             self._leave(self._function, self._dispatch)
         finally:  # once more: what arrived at the first must not leave the script without its modes
@@ -66,6 +83,20 @@ class Aside:
                 _pop_dispatch(None)
             for mode in dispatch:
                 _push_dispatch(mode)
+
+
+@contextlib.contextmanager
+def as_found() -> Iterator[None]:
+    """Within an `Aside`: the stacks as the script has them, to look at, or to enter or leave a mode of gradwatch's."""
+    aside = _here.outermost
+    if aside is None:
+        yield
+        return
+    aside.put_back()
+    try:
+        yield
+    finally:
+        aside.take()
 
 
 def unseen(call: Callable[..., T], *args: Any) -> T:
