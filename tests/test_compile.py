@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 import gradwatch
 from gradwatch.rulefile import parse_rules
@@ -97,3 +97,28 @@ def test_compiled_autograd_stays_one_graph() -> None:
     assert breaks == ours == Counter()
     assert captures == with_us
     assert all(torch.equal(a, b) for a, b in zip(bare, weights, strict=True))
+
+
+def test_nothing_of_gradwatch_is_compiled_where_a_compiled_step_breaks() -> None:
+    """Where dynamo cannot capture the backward in a compiled step, it compiles none of the hooks that are run."""
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    @torch.compile(backend="eager")
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, rules=parse_rules(EVERY_TAP), sinks=[sink], strict=True):
+        for _ in range(5):
+            step(torch.randn(4, 8))
+    compiled = {metrics.co_filename for metrics in get_compilation_metrics()}
+    assert __file__ in compiled
+    assert [name for name in compiled if name and "/gradwatch/" in name] == []
+    assert len(sink.records) == 5

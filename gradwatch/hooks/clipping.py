@@ -26,6 +26,7 @@ from gradwatch.hooks.device import capturing, on_host
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.multiplied import Announced, announced
 from gradwatch.taps import guard, modes
+from gradwatch.taps.dynamo import untraced_itself
 from gradwatch.taps.process_totals import TOTALS
 
 SORTER = "_group_tensors_by_device_and_dtype"
@@ -106,6 +107,7 @@ def _wrap(original: Callable[..., Any]) -> None:
     by_value = inspect.unwrap(getattr(clip_grad, BY_VALUE, _wrap)).__code__
 
     @functools.wraps(original)
+    @untraced_itself
     def noticed(*args: Any, **kwargs: Any) -> Any:
         try:
             if not torch.compiler.is_compiling():

@@ -25,6 +25,7 @@ from gradwatch.hooks import names
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import named_parameters
 from gradwatch.taps import guard
+from gradwatch.taps.dynamo import untraced
 
 RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
@@ -38,6 +39,7 @@ class Registrations:
         self.counted = [0]  # how many there were so far; a list, so that it is looked at without a call
         owners, count = self._owners, self.counted  # torch's global dicts must not reach this object
 
+        @untraced
         def noticed(module: nn.Module, name: str, value: Any) -> None:
             try:
                 if id(module) in owners:

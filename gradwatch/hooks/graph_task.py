@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradwatch.taps import guard, modes
+from gradwatch.taps.dynamo import untraced
 
 NONE = -1
 """What torch says outside backward."""
@@ -75,6 +76,7 @@ class Ends:
         _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
 
 
+@untraced
 def _end(owner: weakref.ref[Ends], task: int) -> None:
     try:
         ends = owner()

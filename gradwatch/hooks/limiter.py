@@ -37,6 +37,7 @@ from gradwatch.hooks.rows import ROW
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.hooks.turn import Turn
 from gradwatch.hooks.window import Window
+from gradwatch.taps.dynamo import untraced
 
 Hook = Callable[[Tensor], Tensor | None]
 NOT_PLAIN = np.zeros(0, np.float64)
@@ -147,6 +148,7 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
     task, low, high, seen, versions = turn.task, turn.low, turn.high, turn.seen, turn.versions
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
 
+    @untraced
     def limit(grad: Tensor | None) -> Tensor | None:
         try:
             # A custom Function may return None for it; compiled autograd: what this does would break its graph.
@@ -180,6 +182,7 @@ def _closely(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExcepti
     task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
     seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
 
+    @untraced
     def limit(grad: Tensor | None) -> Tensor | None:
         try:
             if grad is None or tracing():

@@ -17,6 +17,7 @@ from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.rows import ROW, UNDERFLOW
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
+from gradwatch.taps.dynamo import untraced
 
 
 class LocalNorms:
@@ -152,6 +153,7 @@ def _hooks(
     small = param.is_cpu and param.dtype is torch.float32 and param.numel() <= ROW
     found = _norm_of_small if small else alias
 
+    @untraced
     def observe(grad: Tensor | None) -> None:
         try:
             # A custom Function may return None for it.
@@ -163,6 +165,7 @@ def _hooks(
         except Exception as error:
             failed("norm_local", error)
 
+    @untraced
     def accumulated(_: Tensor) -> None:
         try:
             if not tracing():

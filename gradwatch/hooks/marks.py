@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.taps import guard
+from gradwatch.taps.dynamo import untraced
 
 
 class Marks:
@@ -66,6 +67,7 @@ class Marks:
         touched, task, arm = self._touched, self._task, self._arm
         current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
+        @untraced
         def mark(_: torch.Tensor) -> None:
             try:
                 if tracing():  # compiled autograd: what follows would break its graph

@@ -26,6 +26,7 @@ from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.norms import CpuReader, Detail, inspect
 from gradwatch.hooks.window import Window
 from gradwatch.taps import guard
+from gradwatch.taps.dynamo import untraced
 
 SCALED = (
     "dropping micro-batches is switched off: a GradScaler would never hear of the overflow, and never lower its scale; "
@@ -199,6 +200,7 @@ def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
     owner, failed, seen = weakref.ref(drop), drop._failed, drop._ends.task
     current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
+    @untraced
     def first(grad: Tensor | None) -> None:
         try:
             if tracing() or seen[0] == current():

@@ -31,6 +31,7 @@ from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
 from gradwatch.taps import module_calls
+from gradwatch.taps.dynamo import untraced
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
@@ -168,6 +169,7 @@ class ModuleTaps:
         heard, failed = self._heard[column], self._failed
         tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what follows would break its graph
 
+        @untraced
         def add(grad: Tensor | None) -> None:
             try:
                 if tracing() or not isinstance(grad, Tensor) or capturing():

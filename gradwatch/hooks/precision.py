@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from gradwatch.hooks import step_hooks
 from gradwatch.hooks.device import Number, kept
 from gradwatch.taps import guard, modes
+from gradwatch.taps.dynamo import untraced, untraced_itself
 from gradwatch.taps.process_totals import TOTALS
 
 
@@ -98,6 +99,7 @@ def _wrap(kind: type[GradScaler], name: str) -> None:
     before, after = _BEFORE.get(name), _AFTER.get(name)
 
     @functools.wraps(original)
+    @untraced_itself
     def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         try:
             call = _entered(name, scaler, args, kwargs)
@@ -127,6 +129,7 @@ class _Call:
         self.begun = step_hooks.begun()
 
 
+@untraced
 def _entered(name: str, scaler: GradScaler, args: Any, kwargs: Any) -> _Call | None:
     """The call that begins; None where the scaler is off, or where it is the method that a wrapped one replaces."""
     call = _Call(name, args[0] if args else next(iter(kwargs.values()), None))
@@ -136,6 +139,7 @@ def _entered(name: str, scaler: GradScaler, args: Any, kwargs: Any) -> _Call | N
     return call
 
 
+@untraced
 def _tell(about: Callable[[GradScaler, _Call], None] | None, scaler: GradScaler, call: _Call | None) -> None:
     try:
         if about is not None and call is not None:
@@ -144,6 +148,7 @@ def _tell(about: Callable[[GradScaler, _Call], None] | None, scaler: GradScaler,
         guard.fault("precision", error)
 
 
+@untraced
 def _left(call: _Call | None) -> None:
     if call is not None:
         _inside.discard(call.key)

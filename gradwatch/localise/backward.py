@@ -21,6 +21,7 @@ from gradwatch.localise import frames
 from gradwatch.localise.operations import of_node
 from gradwatch.localise.values import describe, finite
 from gradwatch.localise.whereabouts import Whereabouts
+from gradwatch.taps.dynamo import untraced
 
 COUNTED = 16  # further culprits looked for
 
@@ -73,6 +74,7 @@ class BackwardTracer:
         self._handles.clear()
 
     def _listener(self, node: Node) -> Callable[[Any, Any], None]:
+        @untraced
         def look(grads_in: Any, grads_out: Any) -> None:
             try:
                 self._look(node, grads_in, grads_out)

@@ -35,6 +35,7 @@ from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
 from gradwatch.taps import modes, module_calls
+from gradwatch.taps.dynamo import untraced
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
@@ -305,6 +306,7 @@ class Holding:
         self._make_room()
 
     def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
+        @untraced
         def hear(grad: Tensor) -> None:
             try:
                 modes.unseen(self._hear, call, position, grad)

@@ -17,6 +17,7 @@ from torch._C import _ImperativeEngine as ImperativeEngine
 from torch.autograd import Variable
 
 from gradwatch.taps import guard, modes
+from gradwatch.taps.dynamo import untraced
 
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -48,6 +49,7 @@ class _Engine(ImperativeEngine):
     """torch's engine with a `run_backward` that is noticed when it is looked up."""
 
     @property
+    @untraced
     def run_backward(self) -> Any:
         """torch's own method, after the listeners were called."""
         try:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from gradwatch.taps import guard
+from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.process_totals import TOTALS
 
 Listener = Callable[[Optimizer | None], None]
@@ -25,6 +26,7 @@ class _Noticed:
     def __init__(self, original: Any) -> None:
         self.original = original
 
+    @untraced
     def __get__(self, instance: Optimizer | None, owner: type[Optimizer] | None = None) -> Any:
         try:
             TOTALS.optimizers += instance is not None

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._device import DeviceContext
 
+from gradwatch.taps.dynamo import untraced
+
 T = TypeVar("T")
 
 # By name: to walk torch's module from cold caches costs microseconds.
@@ -23,6 +25,7 @@ dispatching: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are active in this thread."""
 functions: Callable[[], int] = torch._C._len_torch_function_stack
 """How many function modes are active in this thread, the default device included."""
+_tracing = torch.compiler.is_dynamo_compiling  # the lengths of the stacks would break its graph
 _dispatch_at, _function_at = torch._C._get_dispatch_stack_at, torch._C._get_function_stack_at
 _pop_dispatch, _pop_function = torch._C._pop_torch_dispatch_stack, torch._C._pop_torch_function_stack
 _push_dispatch, _push_function = (
@@ -99,9 +102,10 @@ def as_found() -> Iterator[None]:
         aside.take()
 
 
+@untraced
 def unseen(call: Callable[..., T], *args: Any) -> T:
-    """What `call(*args)` returns, run without the script's modes."""
-    if not dispatching() and not functions():
+    """What `call(*args)` returns, run without the script's modes; where dynamo captures the caller, with them."""
+    if _tracing() or (not dispatching() and not functions()):
         return call(*args)
     aside = Aside()
     try:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from gradwatch.taps import guard, modes
+from gradwatch.taps.dynamo import untraced
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 """Called with (module, args, kwargs) before the module's own pre-hooks; what is not None replaces `args`."""
@@ -46,16 +47,6 @@ try:
     _listening = get_eval_frame_callback
 except ImportError:
     _listening = _tracing
-
-
-def _skip(code: CodeType) -> None:
-    """Where dynamo listens it compiles what Python runs, so also these frames; to say so costs no import of dynamo."""
-    dynamo: Any = torch._C._dynamo.eval_frame
-    if hasattr(dynamo, "skip_code"):  # torch < 2.7
-        dynamo.skip_code(code)
-    elif hasattr(dynamo, "set_code_exec_strategy"):
-        action = dynamo._FrameAction
-        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 class _Heard:
@@ -92,6 +83,7 @@ class _Noticed:
             seen[name] = _AndOurs(seen[name], hook)
         self.twin = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
 
+    @untraced
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         try:
             if _tracing() or instance is None:  # dynamo inlines this, and shall depend on nothing of ours
@@ -108,7 +100,6 @@ class _Noticed:
         return self.original.__get__(instance, owner)
 
 
-_skip(_Noticed.__get__.__code__)
 _heard: dict[int, _Heard] = {}  # by id of the module
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from gradwatch.taps import guard
+from gradwatch.taps.dynamo import untraced
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which DDP, torch.compile, FSDP1 and activation checkpointing hold what they wrap."""
@@ -177,6 +178,7 @@ class Registered:
 
     # -- told by torch -----------------------------------------------------------------------------------
 
+    @untraced
     def _parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
         try:
             self.clock += 1
@@ -186,6 +188,7 @@ class Registered:
         except Exception as error:
             guard.fault("capture", error)
 
+    @untraced
     def _module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         try:
             self.clock += 1
@@ -213,6 +216,7 @@ class _Noticed:
         self.original = original
         self._noticed = noticed
 
+    @untraced
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         if instance is not None:
             self._noticed(instance)
