@@ -28,7 +28,7 @@ from gradwatch.settings import Settings, quiet_asked
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import CheckpointHealth
-from gradwatch.taps.process_totals import TOTALS, count_backwards
+from gradwatch.taps.process_totals import TOTALS, count_backwards, settle
 
 T = TypeVar("T")
 
@@ -96,6 +96,11 @@ class Watch(Loop):
     def knows(self, identity: int) -> bool:
         """Whether the parameter with this `id()` is watched here."""
         return not self._closed and self._capture.covers_id(identity)
+
+    def let_go_of_dead(self) -> None:
+        """Free the parameters of optimizers and models that are gone, before the next step would; for launchers."""
+        if not self._closed and self._boundary.is_here():
+            self._capture.let_go_of_dead()
 
     def observe(self, **scalars: float | torch.Tensor) -> None:
         """Give one-per-step values to the rules, e.g. `observe(accuracy=0.9)`; changes and raises nothing.
@@ -405,6 +410,7 @@ def _at_exit() -> None:
 
 def conclude_all() -> None:
     """The process ends: every live watch judges what it put off, and gives its account."""
+    settle()
     for watch in live_watches():
         if watch.run.pid == here[0]:
             watch._ended = how_it_ends()

@@ -21,6 +21,7 @@ class Taken:
     clips: int = 0
     rejected: int = 0
     optimizers: int = 0
+    raised: int = 0
 
     def since(self, before: Taken, elsewhere: int = 0) -> Taken:
         """What was done since `before`, without `elsewhere` steps that another watch has watched."""

@@ -27,13 +27,21 @@ def _steps(account: Account) -> Iterator[str]:
     taken, seen = account.taken, account.watched
     missed = taken.steps - seen.steps
     if missed > 0:
-        why = "; ".join(account.reasons) or _guess(account)
+        why = "; ".join((*account.reasons, *_raised(account))) or _guess(account)
         yield f"{missed:,} of {_many(taken.steps, 'optimizer step')} not watched: {why}"
     elif seen.steps > taken.steps + taken.nested:
         yield f"{_many(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
     if taken.rejected > seen.rejected:
         lost = taken.rejected - seen.rejected
         yield f"{lost:,} of {_many(taken.rejected, 'step')} rejected by a GradScaler not watched"
+
+
+def _raised(account: Account) -> Iterator[str]:
+    """Steps that an exception ended, as one in a closure does before there is anything to read."""
+    if account.taken.raised:
+        yield f"{_many(account.taken.raised, 'step')} ended by an exception"
+    if 0 < account.taken.raised < account.taken.steps - account.watched.steps and not account.reasons:
+        yield _guess(account)
 
 
 def _guess(account: Account) -> str:

@@ -182,10 +182,7 @@ class Capture:
 
         True if marks of this lane were silenced (`swap_tensors`): other hooks on its parameters are, too.
         """
-        for other in self.lanes:
-            if other.params and other.optimizer is not None and other.optimizer() is None:
-                self.drop_dead()
-                break
+        self.let_go_of_dead()
         if lane.step % REMARK == 0:
             self.remark(lane)
         silenced = self._heal(lane) if lane.silent or not window.trusted else 0
@@ -319,6 +316,13 @@ class Capture:
         dead = [*gone, *(lane for lane in self.lanes if lane.without_optimizer)]
         same = [lane for lane in dead if wanted & set(lane.param_ids)]
         return next(iter(same or dead), None)
+
+    def let_go_of_dead(self) -> None:
+        """`drop_dead` where an optimizer is gone whose parameters are still held."""
+        for lane in self.lanes:
+            if lane.params and lane.optimizer is not None and lane.optimizer() is None:
+                self.drop_dead()
+                break
 
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""

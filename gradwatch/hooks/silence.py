@@ -1,18 +1,22 @@
-"""Module hooks of ours that must not hear a forward which is not the job's: one that is replayed."""
+"""Forwards that module hooks leave alone: those that are replayed, and those inside a transform of `torch.func`."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
 
 _local = threading.local()
+# Inside `grad` or `vmap` tensors are stand-ins that mean nothing after it, and no gradient reaches `.grad`.
+_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """What this thread runs inside is none of the job's forwards."""
-    before = is_silent()
+    before = getattr(_local, "silent", False)
     _local.silent = True
     try:
         yield
@@ -22,4 +26,4 @@ def silent() -> Iterator[None]:
 
 def is_silent() -> bool:
     """Whether module hooks are to keep quiet in this thread."""
-    return getattr(_local, "silent", False)
+    return _transform() is not None or getattr(_local, "silent", False)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch import stderr
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.hooks import clipping, precision, step_hooks
 from gradwatch.imports import filters_kept
@@ -52,7 +53,7 @@ class Agent:
     """Attaches to every optimizer of the process before its first gradient is computed, scaled, clipped or used."""
 
     def __init__(self) -> None:
-        self.registered = Registered()
+        self.registered = Registered(self._building)
         self._lock = threading.RLock()
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
@@ -85,7 +86,12 @@ class Agent:
         if self._baselines is not None:
             self._baselines.after_step()
 
+    def _building(self) -> None:
+        for watch in _watches:  # what was trained before may be gone: its memory is wanted now
+            watch.let_go_of_dead()
+
     def _making(self, optimizer: Optimizer | None) -> None:
+        self._building()
         self._forwards.look()
         if optimizer is None:  # known at its first step
             return
@@ -157,7 +163,7 @@ class Agent:
         try:
             return self._attach(ready, models)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
-            print(f"gradwatch: {error}", file=sys.stderr, flush=True)
+            stderr.say(f"gradwatch: {error}")
             raise SystemExit(2) from None
         except Exception as error:
             if not_ours(error) or _strict():
@@ -268,7 +274,7 @@ def _greet(watch: Watch, optimizers: list[Optimizer]) -> None:
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
     count = len({id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)})
     where = " · ".join(part for part in (watch.url, os.path.relpath(watch.run.directory)) if part)
-    print(f"gradwatch: watching {count} parameters of {names} · {where}", file=sys.stderr, flush=True)
+    stderr.say(f"gradwatch: watching {count} parameters of {names} · {where}")
 
 
 def _strict() -> bool:
@@ -285,7 +291,7 @@ def _say_not_watching(error: Exception) -> None:
     """One line: the script goes on unwatched, and the one who started it should know why."""
     kind = "" if isinstance(error, GradwatchError) else f"{type(error).__name__}: "
     ending.not_watched(f"the watch failed to start: {kind}{error}")
-    print(f"gradwatch: not watching this run: {kind}{error}", file=sys.stderr, flush=True)
+    stderr.say(f"gradwatch: not watching this run: {kind}{error}")
 
 
 def _on_terminal() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from gradwatch import stderr
 from gradwatch.sinks.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Baselines:
         if refusal:
             if self._watch.run.rank == 0 and not self._said:
                 self._said = True
-                print(f"gradwatch: baselines of the run before are not used: {refusal}", file=sys.stderr)
+                stderr.say(f"gradwatch: baselines of the run before are not used: {refusal}")
             return
         state = self._saved["state"]
         self._watch.load_state_dict({**state, "lanes": {str(lane.index): state["lanes"][str(lane.index)]}})
@@ -140,7 +140,7 @@ def _load(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        print(f"gradwatch: the state of the run before cannot be read: {error}", file=sys.stderr)
+        stderr.say(f"gradwatch: the state of the run before cannot be read: {error}")
         return {}
     whole = isinstance(found, dict) and found.get("version") == 1
     return found if whole and isinstance(found.get("lanes"), dict) else {}

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from gradwatch import stderr
 from gradwatch.account import Account, lines
 from gradwatch.account.ending import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
@@ -56,11 +57,7 @@ def say() -> None:
     _said_by.append(os.getpid())
     told = list(_told())
     if told and not quiet_asked():
-        try:
-            sys.stderr.write("".join(f"{line}\n" for line in told))
-            sys.stderr.flush()
-        except (AttributeError, OSError, ValueError):  # closed by the script: there is nowhere to say it
-            return
+        stderr.say("\n".join(told))
 
 
 def _told() -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TextIO, get_args
 
 import structlog
 
-from gradwatch import explanation
+from gradwatch import explanation, stderr
 from gradwatch.account import Account, gaps
 from gradwatch.account.text import fields
 from gradwatch.errors import GradwatchError
@@ -214,10 +214,7 @@ class _Lines:
         return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and self.stream.isatty()
 
     def msg(self, line: str) -> None:
-        stream = self.stream
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        stream.flush()
+        stderr.write(f"{line}\n", self.stream)
 
     debug = info = warning = error = critical = msg
 

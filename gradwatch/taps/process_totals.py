@@ -25,7 +25,7 @@ class ProcessTotals:
     `backwards` calls that add to `.grad`; `grad_calls` calls of `torch.autograd.grad`; `steps` calls of an optimizer's
     `step`, and `nested` those inside another one (`super().step()`, an optimizer that wraps an optimizer); `clips`
     calls of torch's `clip_grad_*`; `rejected` steps that a GradScaler kept from the optimizer; `optimizers` how many
-    were made.
+    were made; `raised` those of the `steps` that an exception ended, noticed when the thread steps again or exits.
     """
 
     backwards: int = 0
@@ -35,6 +35,7 @@ class ProcessTotals:
     clips: int = 0
     rejected: int = 0
     optimizers: int = 0
+    raised: int = 0
 
     def taken(self) -> Taken:
         """The counts as of now."""
@@ -83,6 +84,7 @@ def step_begins(under_way: Callable[[], int]) -> None:
         _stepping[thread] += 1
         TOTALS.nested += 1
         return
+    settle()
     _stepping[thread] = 1
     _outermost[thread] = next(_numbers)
     TOTALS.steps += 1
@@ -91,6 +93,12 @@ def step_begins(under_way: Callable[[], int]) -> None:
 def present_step() -> int:
     """A number for the outermost step that this thread has begun last; 0 before the first. Never used twice."""
     return _outermost.get(threading.get_ident(), 0)
+
+
+def settle() -> None:
+    """No step is under way on this thread: one that has not ended was ended by an exception."""
+    if _stepping.pop(threading.get_ident(), 0):
+        TOTALS.raised += 1
 
 
 def step_ends() -> None:

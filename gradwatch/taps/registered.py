@@ -37,11 +37,13 @@ class Place(NamedTuple):
 class Registered:
     """The live modules; `clock` counts what was registered so far.
 
-    A module made before this began is known from its first registration, copy or unpickling after it.
+    A module made before this began is known from its first registration, copy or unpickling after it. `building` is
+    called whenever a parameter is put into a module, or a module is copied or unpickled; it must not raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, building: Callable[[], None] | None = None) -> None:
         self.clock = 0
+        self._building = building or _nothing
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._fresh: list[weakref.ref[nn.Module]] = []  # since they were last asked for
         self._unread: list[tuple[weakref.ref[nn.Module], int]] = []  # copied, their contents not looked at
@@ -185,6 +187,7 @@ class Registered:
             ref = self._know(module)
             if param is not None and self._owner(param) is None:
                 self._owners[id(param)] = Place(ref, name, self.clock)
+            self._building()
         except Exception as error:
             guard.fault("capture", error)
 
@@ -205,8 +208,13 @@ class Registered:
             if len(self._unread) > self._prune_at:
                 self._unread = [each for each in self._unread if each[0]() is not None]
                 self._prune_at = max(self._prune_at, 2 * len(self._unread))
+            self._building()
         except Exception as error:
             guard.fault("capture", error)
+
+
+def _nothing() -> None:
+    """In the place of a listener."""
 
 
 class _Noticed:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import gradwatch
 from gradwatch.account import Account, Taken, Watched, gaps, lines, merged
 from gradwatch.account.text import nothing_seen
 
 counts = st.integers(0, 50)
-takens = st.builds(Taken, counts, counts, counts, counts, counts, counts, counts)
+takens = st.builds(Taken, *[counts] * 8)
 watcheds = st.builds(Watched, counts, counts, counts, counts, counts, counts, counts, counts)
 texts = st.dictionaries(st.sampled_from("abc"), st.text(max_size=5), max_size=3)
 tallies = st.dictionaries(st.sampled_from("abc"), counts, max_size=3)
@@ -54,6 +59,28 @@ def test_missing_steps_are_a_second_line_with_the_reason() -> None:
     assert missed == (
         "gradwatch: not seen: 4 of 10 optimizer steps not watched: the watch failed to start: no disk"
     )
+
+
+def test_a_step_ended_by_its_closure_is_told_as_that(tmp_path: Path) -> None:
+    """A closure that raises leaves nothing to watch: the reason is no guess, and the next step counts as ever."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def closure(fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise ValueError("the script's")
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, listen=None) as gw:
+        optimizer.step(closure)
+        with pytest.raises(ValueError):
+            optimizer.step(lambda: closure(fails=True))
+        optimizer.step(closure)
+        account = Account.from_dict(gw.status()["account"])
+    assert (account.taken.steps, account.taken.raised, account.watched.steps) == (3, 1, 2)
+    assert gaps(account) == ("1 of 3 optimizer steps not watched: 1 step ended by an exception",)
 
 
 def test_backwards_without_a_step_are_told_by_what_was_made() -> None:

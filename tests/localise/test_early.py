@@ -57,6 +57,20 @@ def first_step(early: Early, model: nn.Module, optimizer: torch.optim.Optimizer)
     return [finding for record in kept.records for finding in record.findings]
 
 
+def test_a_forward_inside_a_function_transform_is_left_alone(early: Early) -> None:
+    """`torch.func.grad` calls the model with stand-ins for tensors: nothing is held, and nothing fails."""
+    model = nn.Linear(2, 1)
+    early.add(model)
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(model, params, (torch.ones(3, 2),))
+        return output.sum()
+
+    assert torch.equal(torch.func.grad(loss)(params)["bias"], torch.tensor([3.0]))
+    assert [call for holding in early for call in holding.calls] == []
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Any optimizer."""
     return torch.optim.SGD(model.parameters(), 0.01)

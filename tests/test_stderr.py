@@ -1,0 +1,45 @@
+"""Lines on stderr: in the order of writing, and nothing left behind where stderr takes none."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+
+from gradwatch import stderr
+
+
+def test_a_broken_pipe_keeps_nothing_that_would_fail_again_at_exit() -> None:
+    """Python flushes its streams when it exits, and ends with status 120 where that fails."""
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    assert type(stream) is io.TextIOWrapper
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        stderr.write("a line\n", stream)
+    stream.close()  # raises where anything is left
+
+
+def test_lines_come_after_what_the_script_wrote() -> None:
+    """What the script has written and not flushed is in front; what the encoding lacks becomes an escape."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="ascii") as stream:
+        stream.write("theirs, ")
+        stderr.write("gradwatch ·\n", stream)
+    with os.fdopen(reader) as file:
+        assert file.read() == "theirs, gradwatch \\xb7\n"
+
+
+def test_a_line_never_goes_to_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`print` takes stdout for a stream that is None; a stand-in of the script's gets the line by its own `write`."""
+    monkeypatch.setattr(sys, "stderr", None)
+    stderr.say("lost")
+    stand_in = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stand_in)
+    stderr.say("kept")
+    assert stand_in.getvalue() == "kept\n"
+    assert capsys.readouterr().out == ""
