@@ -422,10 +422,7 @@ class Loop:
 
     def spent(self) -> float:
         """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""
-        boundary, capture = self._boundary, self._capture
-        spent = boundary.spent_seconds + capture.spent_seconds
-        boundary.spent_seconds = capture.spent_seconds = 0.0
-        return spent
+        return self._capture.spent.news()
 
     def coverage_now(self) -> float:
         """The coverage as of this boundary; a fall is said once, until it is whole again."""

@@ -299,10 +299,12 @@ class Watch(Loop):
         loose: Iterable[tuple[str, nn.Parameter]] = (),
     ) -> None:
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
+        mark = self._capture.spent.begin()
         known = {id(model) for model in self.models()}
         self.add(model for model in models if id(model) not in known)
         self._capture.join(optimizers, loose)
         self._wanted += map(weakref.ref, optimizers)
+        self._capture.spent.end(mark)
 
     def lanes(self) -> list[Lane]:
         """What is known of every optimizer watched, those that are gone included; for launchers."""

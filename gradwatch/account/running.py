@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from gradwatch.account.facts import Watched
 from gradwatch.account.unfed import Unfed
 from gradwatch.snapshot import Record
@@ -19,6 +17,7 @@ class RunningTotals:
     def __init__(self) -> None:
         self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
         self.own_seconds = self.seconds = 0.0
+        self._began: float | None = None  # seconds since the epoch, at the first Record
         self.coverage = 1.0
         self.stopped = False
         self.fired: dict[str, int] = {}
@@ -39,8 +38,10 @@ class RunningTotals:
         else:
             self.optimizers.add(snapshot.optimizer)
         self.unfed.observe(snapshot)
-        if record.step_seconds is not None and math.isfinite(record.step_seconds):
-            self.seconds += record.step_seconds
+        if self._began is None:  # its cost is that of attaching
+            self._began = record.wall_time
+        else:  # not `step_seconds`, which those of several optimizers in one loop share
+            self.seconds = max(self.seconds, record.wall_time - self._began)
             self.own_seconds += record.overhead_seconds
         if record.verdict.events or record.decision.orders:
             self._judged(record)

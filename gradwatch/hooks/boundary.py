@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ class Boundary:
         self._in_backward = InBackward(capture, judge)
         self._by_hand = ByHand(capture, judge, self._judging_failed)
         self._registrations = capture.coverage.registrations
-        self.spent_seconds = 0.0
+        self._spent = capture.spent
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
         self._counted = 0  # number of the step counted last
         self._thread: int | None = None  # that took the last step
@@ -142,10 +141,10 @@ class Boundary:
         graded = _grad_enabled()
         try:
             try:
-                started = perf_counter()
+                mark = self._spent.begin()
                 _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
                 call(*args)
-                self.spent_seconds += perf_counter() - started
+                self._spent.end(mark)
             finally:
                 _set_grad_enabled(graded)
         except TrainingStopped:
@@ -416,9 +415,9 @@ class Boundary:
     def after_step(self, optimizer: Optimizer) -> None:
         """Give back what was set aside and open the next window."""
         try:
-            started = perf_counter()
+            mark = self._spent.begin()
             self._after_step(optimizer)
-            self.spent_seconds += perf_counter() - started
+            self._spent.end(mark)
         except Exception as error:
             self._judge.failed("boundary", error)
 

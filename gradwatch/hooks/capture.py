@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from gradwatch.hooks.losses import Losses, Root
 from gradwatch.hooks.marks import Marks
 from gradwatch.hooks.names import fallback_name, is_lazy, named_parameters, shape_of
 from gradwatch.hooks.shards import is_shard, offloaded
+from gradwatch.hooks.spent import Spent
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
 from gradwatch.taps import modes
@@ -67,7 +67,7 @@ class Capture:
         self._itself = weakref.ref(self)
         self._marks = Marks(self.touched, self._ends.task, functools.partial(_arm, self._itself))
         self._arrival: list[int] = []
-        self.spent_seconds = 0.0
+        self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
         self.unowned_unscaled: Callable[[Optimizer, Number], None] = _nothing
@@ -378,10 +378,10 @@ class Capture:
         graded = _grad_enabled()  # where the backward makes a graph of its own
         try:
             try:
-                started = perf_counter()
+                mark = self.spent.begin()
                 _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
                 self._end()
-                self.spent_seconds += perf_counter() - started
+                self.spent.end(mark)
             finally:
                 _set_grad_enabled(graded)
         except Exception as error:
