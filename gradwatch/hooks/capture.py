@@ -59,6 +59,9 @@ class Capture:
         self.lanes: list[Lane] = []
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
+        self._since: list[int] = []  # which parameter to come each slot's was: the order, whatever slot was free
+        self._came = 0
+        self._free: list[int] = []
         self._slot_of: dict[int, int] = {}
         self.touched: list[int] = []  # slots of the marks heard in a backward that has not ended
         self._silent: set[int] = set()
@@ -66,7 +69,7 @@ class Capture:
         # A strong reference would tie parameter -> mark -> Capture -> parameter.
         self._itself = weakref.ref(self)
         self._marks = Marks(self.touched, self._ends.task, functools.partial(_arm, self._itself))
-        self._arrival: list[int] = []
+        self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
@@ -126,11 +129,22 @@ class Capture:
         """The slot of a parameter, made (and marked) where it is new."""
         slot = self._slot_of.get(id(param))
         if slot is None:
-            slot = len(self.params)
-            self._slot_of[id(param)] = slot
+            slot = self._take_slot(param, name)
+        self._marks.put(slot, param)
+        return slot
+
+    def _take_slot(self, param: nn.Parameter, name: str) -> int:
+        """A slot of a parameter that was let go, so that what comes and goes takes no more room; else a new one."""
+        if not self._free:
             self.params.append(param)
             self.names.append(name)
-        self._marks.put(slot, param)
+            self._since.append(0)
+        slot = self._free.pop() if self._free else len(self.params) - 1
+        if self.names[slot] != name:  # as deep as its predecessor only in a model of the same kind
+            self._arrival.pop(slot, None)
+        self._slot_of[id(param)] = slot
+        self.params[slot], self.names[slot], self._since[slot] = param, name, self._came
+        self._came += 1
         return slot
 
     def knows(self, param: nn.Parameter) -> bool:
@@ -275,7 +289,7 @@ class Capture:
         for model in self.models():
             slots = {self._slot_of[id(param)] for param in model.parameters() if id(param) in self._slot_of}
             within |= set() if slots.isdisjoint(reached) else slots
-        wanting = [self.params[slot] for slot in sorted(within | reached)]
+        wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
         lane = Lane(
             len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
@@ -306,8 +320,9 @@ class Capture:
         named = [param for param in wanting if param.numel() or is_shard(param)]
         slots = [self.slot(param, fallback(param)) for param in named]
         # One name, one site: an optimizer may still hold what a module of the same name replaced.
-        latest = {self.names[slot]: k for k, slot in sorted(enumerate(slots), key=lambda pair: pair[1])}
-        order = sorted(latest.values(), key=lambda k: slots[k])
+        by_age = sorted(range(len(slots)), key=lambda k: self._since[slots[k]])
+        latest = {self.names[slots[k]]: k for k in by_age}
+        order = sorted(latest.values(), key=lambda k: self._since[slots[k]])
         return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
 
     def _predecessor(self, wanted: set[int]) -> Lane | None:
@@ -339,17 +354,20 @@ class Capture:
                 self._release(slot)
 
     def _release(self, slot: int) -> None:
-        """Let go of a parameter; its slot stays, so that the others keep theirs."""
-        self._marks.remove(slot)
+        """Let go of a parameter; its slot stays for another, so that the others keep theirs."""
+        self._marks.forget(slot)
         self._slot_of.pop(id(self.params[slot]), None)
         self.coverage.forget(slot)
+        self._silent.discard(slot)
+        if slot in self.touched:  # by a backward that raised
+            self.touched[:] = [each for each in self.touched if each != slot]
         self.params[slot] = _GONE
+        self._free.append(slot)
 
     def _sites(self, slots: np.ndarray, params: list[nn.Parameter]) -> Sites:
-        arrival = {slot: position for position, slot in enumerate(self._arrival)}
         # The first gradient to arrive is the deepest; parameters not seen yet go by registration order.
-        latest = len(arrival)
-        keys = [(-arrival.get(int(slot), latest), int(slot)) for slot in slots]
+        latest = len(self.params)
+        keys = [(-self._arrival.get(int(slot), latest), self._since[slot]) for slot in slots]
         depths = np.empty(len(slots), np.int64)
         depths[sorted(range(len(slots)), key=lambda k: keys[k])] = np.arange(len(slots))
         return Sites(
@@ -395,7 +413,7 @@ class Capture:
         if self._silent:
             touched += self._unmarked_arrivals(touched)
         if not self._arrival:
-            self._arrival = list(dict.fromkeys(touched))
+            self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         for optimizer in self._waiting():
             if optimizer not in self.stepped_inside:
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on

@@ -55,6 +55,11 @@ class Marks:
         if handle is not None:
             handle.remove()
 
+    def forget(self, slot: int) -> None:
+        """The slot's parameter was let go: another may take the slot."""
+        self.remove(slot)
+        self._marked_as.pop(slot, None)
+
     def close(self) -> None:
         """Take every mark away."""
         for slot in list(self._handles):
