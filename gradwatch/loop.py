@@ -217,7 +217,8 @@ class Loop:
             self._said_no_optimizer = True
             self._say_once("capture", AttachError(NO_OPTIMIZER))
         self._catch_up()  # what waits was measured on the parameters as they were
-        self._capture.drop_dead()
+        if self._capture.replaced:
+            self._capture.drop_dead()
         modules = () if self._taps is None or lane.index else self._taps.names
         self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
         self._note_inactive()

@@ -28,7 +28,7 @@ from gradwatch.hooks.shards import is_shard, offloaded
 from gradwatch.hooks.spent import Spent
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Sites
-from gradwatch.taps import modes
+from gradwatch.taps import modes, tree
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -59,7 +59,9 @@ class Capture:
         self.lanes: list[Lane] = []
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
-        self._since: list[int] = []  # which parameter to come each slot's was: the order, whatever slot was free
+        self._since: list[
+            int
+        ] = []  # which parameter to come each slot's was: the order, whatever slot was free
         self._came = 0
         self._free: list[int] = []
         self._slot_of: dict[int, int] = {}
@@ -80,6 +82,7 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
+        self.replaced = False  # a lane was replaced: some of its parameters may be nobody's now
         self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
         self.coverage.attached(self.models())
@@ -257,6 +260,7 @@ class Capture:
         else:
             built.step = lane.step
             self.restore(lane)
+            self.replaced = self.replaced or bool(lane.params)
             self.lanes[self.lanes.index(lane)] = built
         built.watched_ids = list(map(id, fresh))
         built.frozen = [param for param in fresh if not param.requires_grad]
@@ -276,6 +280,7 @@ class Capture:
         else:
             lane.step = before.step
             self.lanes[self.lanes.index(before)] = lane
+            self.replaced = True
         self.coverage.outdated()
         return lane
 
@@ -287,7 +292,9 @@ class Capture:
         reached = {*touched, *(() if before is None else map(int, before.slots))}
         within: set[int] = set()
         for model in self.models():
-            slots = {self._slot_of[id(param)] for param in model.parameters() if id(param) in self._slot_of}
+            slots = {
+                self._slot_of[id(param)] for param in tree.parameters(model) if id(param) in self._slot_of
+            }
             within |= set() if slots.isdisjoint(reached) else slots
         wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
@@ -300,6 +307,7 @@ class Capture:
         if before is not None:
             lane.step = before.step
             self.lanes[self.lanes.index(before)] = lane
+            self.replaced = True
         return lane
 
     @property
@@ -341,10 +349,11 @@ class Capture:
 
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
+        self.replaced = False
         for lane in self.lanes:
             if lane.optimizer is not None and lane.optimizer() is None:
                 lane.release()
-        wanted = {id(param) for model in self.models() for param in model.parameters()}
+        wanted = {id(param) for model in self.models() for param in tree.parameters(model)}
         for lane in self.lanes:
             if lane.without_optimizer and wanted.isdisjoint(lane.param_ids):
                 lane.release()

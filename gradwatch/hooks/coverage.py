@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from gradwatch.hooks import names
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.names import named_parameters
-from gradwatch.taps import guard
+from gradwatch.taps import guard, tree
 from gradwatch.taps.dynamo import untraced
 
 RECOUNT = 1000  # steps between counts that nothing asked for
@@ -55,7 +55,7 @@ class Registrations:
     def watch(self, models: Iterable[nn.Module]) -> None:
         """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
         self._owners.clear()
-        self._owners.update(id(module) for model in models for module in model.modules())
+        self._owners.update(id(module) for model in models for module in tree.modules(model))
 
     def close(self) -> None:
         """Remove torch's two global hooks."""
@@ -73,7 +73,7 @@ class Places:
     def note(self, models: Iterable[nn.Module], slot_of: dict[int, int]) -> None:
         """Remember the first place of every parameter that has a slot."""
         for model in models:
-            for module in model.modules():
+            for module in tree.modules(model):
                 for name, param in module._parameters.items():
                     slot = None if param is None else slot_of.get(id(param))
                     if slot is not None and slot not in self._of:
@@ -114,7 +114,7 @@ class Coverage:
 
     def attached(self, models: Iterable[nn.Module]) -> None:
         """These models are watched from now on, with the parameters they have."""
-        slots = (self._slot_of.get(id(param)) for model in models for param in model.parameters())
+        slots = (self._slot_of.get(id(param)) for model in models for param in tree.parameters(model))
         self._at_attach.update(slot for slot in slots if slot is not None)
 
     def scanned(self, models: list[nn.Module]) -> None:
@@ -171,7 +171,7 @@ class Coverage:
         state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
-        present = {id(param) for model in models for param in model.parameters()}
+        present = {id(param) for model in models for param in tree.parameters(model)}
         if any(id(param) in present for param in params):
             return True
         self._strangers[optimizer] = state

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwatch.taps import tree
 from gradwatch.taps.registered import WRAPPERS
 
 
@@ -26,7 +27,7 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
     seen: set[int] = set()
     used: set[str] = set()
     for prefix, model in prefixed:
-        for fqn, parameter in model.named_parameters():
+        for fqn, parameter in tree.named_parameters(model):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwatch.snapshot import Sites
+from gradwatch.taps import tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """
     return {
         id(one.sharded_param): one.sharded_param
-        for module in (module for model in models for module in model.modules())
+        for module in (module for model in models for module in tree.modules(model))
         for one in _fsdp_params(module)
         if one.offload_to_cpu
     }
@@ -95,7 +96,7 @@ def _unheard(param: Tensor) -> bool:
 
 def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
     """(id of a DTensor parameter, its unsharded twin) for all of FSDP2's that have one already."""
-    for module in (module for model in models for module in model.modules()):
+    for module in (module for model in models for module in tree.modules(model)):
         for one in _fsdp_params(module):
             twin = getattr(one, "_unsharded_param", None)
             if twin is not None:
@@ -124,7 +125,7 @@ def _holding(param: Any) -> Holding:
 
 def _flat_holdings(models: Iterable[nn.Module]) -> Iterator[tuple[int, Holding]]:
     """(id of a parameter, holding) for all that FSDP1 has flattened."""
-    for module in (module for model in models for module in model.modules()):
+    for module in (module for model in models for module in tree.modules(model)):
         handle: Any = getattr(module, "_handle", None)
         flat: Any = getattr(handle, "flat_param", None)
         if flat is None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.interruption import not_ours
+from gradwatch.taps import tree
 from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class FirstForwards:
 
 
 def _trainable(model: nn.Module) -> bool:
-    return any(param.requires_grad for param in model.parameters())
+    return any(param.requires_grad for param in tree.parameters(model))
 
 
 def _watched(model: nn.Module) -> bool:
@@ -120,4 +121,4 @@ def _watched(model: nn.Module) -> bool:
     if watching is None:
         return False
     watches = [watch for watch in watching.live_watches() if not watch.resting()]
-    return any(watch.knows(id(param)) for param in model.parameters() for watch in watches)
+    return any(watch.knows(id(param)) for param in tree.parameters(model) for watch in watches)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.taps import tree
+
 DEPTH = 6  # containers within containers
 CONTAINERS = (list, dict, set)  # whose contents are put back
 OPENED = (list, tuple, dict, set, frozenset, deque)
@@ -31,9 +33,9 @@ class Refused(Exception):  # noqa: N818 (an answer, not an error)
 
 def written_in_place(model: nn.Module) -> tuple[list[Tensor], list[Any]]:
     """The tensors that are neither parameters nor buffers, and the containers and generators, of all its modules."""
-    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    registered = {id(tensor) for tensor in (*tree.parameters(model), *model.buffers())}
     found: dict[int, Any] = {}
-    for module in model.modules():
+    for module in tree.modules(model):
         for name, value in module.__dict__.items():
             if name not in REGISTRIES:
                 _collect(value, DEPTH, found)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
 from gradwatch.hooks.running_statistics import NORMS
+from gradwatch.taps import tree
 
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
@@ -23,7 +24,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._places = [
             (f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
-            for prefix, module in model.named_modules()
+            for prefix, module in _named_modules(model)
             if not isinstance(
                 module, NORMS
             )  # written in training, read in evaluation: no forward hangs on them
@@ -64,3 +65,8 @@ class Buffers:
             buffer = None if module is None else module._buffers.get(name)
             if buffer is not None:
                 yield full, buffer
+
+
+def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Those of a model that holds a buffer; most hold none, and to name their modules takes as long as to find it."""
+    return model.named_modules() if any(module._buffers for module in tree.modules(model)) else ()

@@ -17,7 +17,7 @@ from gradwatch.hooks import graph_task
 from gradwatch.localise.gathered import is_spread
 from gradwatch.localise.held import MAX_BYTES, Call, Holding, inner
 from gradwatch.localise.holdings import Family, Holdings
-from gradwatch.taps import module_calls
+from gradwatch.taps import module_calls, tree
 
 
 class EarlyHolding(Holding):
@@ -33,7 +33,7 @@ class EarlyHolding(Holding):
         super()._hear(call, position, grad)
 
     def _reached(self, model: nn.Module, task: int) -> None:
-        trained = [param for param in model.parameters() if param.requires_grad]
+        trained = [param for param in tree.parameters(model) if param.requires_grad]
         if not trained or is_spread(model):
             return
         if self._filled and all(param.grad is None for param in trained):
@@ -56,7 +56,7 @@ class Early(Holdings):
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, which may contain others that were held."""
-        inside = {id(None), *map(id, model.modules()), *map(id, inner(model).modules())}
+        inside = {id(None), *map(id, tree.modules(model)), *map(id, tree.modules(inner(model)))}
         self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
         self._families.append(Family(model, self._model))
 
@@ -70,7 +70,7 @@ class Early(Holdings):
         If that is a model that was added, `outer` is held in its place from the first call on: yet it wraps nothing.
         """
         if not self.holds(module):
-            inside = set(map(id, module.modules()))
+            inside = set(map(id, tree.modules(module)))
             for holding in self:
                 if id(holding.model()) in inside:
                     holding.unhook()
@@ -100,7 +100,7 @@ class Early(Holdings):
 
     def handed_over(self, models: Iterable[nn.Module]) -> list[Holding]:
         """What has heard calls of `models`, or of criteria beside them; the rest is let go, and every hook removed."""
-        watched = {id(module) for model in models for module in inner(model).modules()}
+        watched = {id(module) for model in models for module in tree.modules(inner(model))}
         held = [one for one in self if isinstance(one, EarlyHolding) and self._is_of(one, watched)]
         known = [one.tasks for one in held if one.tasks is not None]
         for holding in held:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.attributes import Refused
+from gradwatch.taps import tree
 
 HOST_BYTES = 4 << 30  # of whole parameters, gathered on the host
 OF_FREE = 0.4  # of the free memory of a device: activations and gradients want as much again
@@ -24,7 +25,7 @@ _Hook = Callable[..., Any]
 
 def is_spread(model: nn.Module) -> bool:
     """Whether a parameter of it is a DTensor."""
-    return any(_is_dtensor(param) for param in model.parameters())
+    return any(map(_is_dtensor, tree.parameters(model)))
 
 
 def ungatherable(model: nn.Module) -> str:

@@ -34,7 +34,7 @@ from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
-from gradwatch.taps import modes, module_calls
+from gradwatch.taps import modes, module_calls, tree
 from gradwatch.taps.dynamo import untraced
 
 MAX_BYTES = 64 << 20
@@ -228,7 +228,7 @@ class Holding:
         known = self._movers.get(optimizer)
         if known is None or known[0] != count:
             model = self.model()
-            own = set() if model is None else set(map(id, model.parameters()))
+            own = set() if model is None else set(map(id, tree.parameters(model)))
             params = (param for group in optimizer.param_groups for param in group["params"])
             self._movers[optimizer] = known = (count, any(id(param) in own for param in params))
         return known[1]
@@ -349,10 +349,9 @@ class Holding:
 
 def shared(model: nn.Module) -> str:
     """Why the forward of a model cannot be run by one rank alone; "" where it can."""
-    for module in model.modules():
-        kinds = {each.__name__ for each in type(module).__mro__}
-        if kinds & TALKING:
-            return f"the forward of {type(module).__name__} talks to other ranks"
+    for kind in dict.fromkeys(map(type, tree.modules(model))):
+        if not TALKING.isdisjoint([each.__name__ for each in kind.__mro__]):
+            return f"the forward of {kind.__name__} talks to other ranks"
     return ungatherable(model) if is_spread(model) else ""
 
 
@@ -400,7 +399,7 @@ def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
 
 def _versions(module: nn.Module) -> dict[int, int]:
     """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
-    return {id(param): param._version for param in module.parameters()}
+    return {id(param): param._version for param in tree.parameters(module)}
 
 
 def _written(before: dict[int, int], now: dict[int, int]) -> bool:

@@ -18,11 +18,16 @@ from torch.optim import Optimizer
 from gradwatch.localise.compiled import anything_compiled, compiles
 from gradwatch.localise.held import Call, Holding, Outermost
 from gradwatch.localise.nearby import beside
+from gradwatch.taps import tree
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
+KINDS = 64  # kinds of models remembered
+_called_whole: set[tuple[str, ...]] = (
+    set()
+)  # models whose like was called itself, by the classes of their modules
 
 
 class Family:
@@ -35,7 +40,8 @@ class Family:
         self._level = 0
         self._waited = 0
         self._whole = hold(model, self.outermost)
-        if not self._whole.refused and not anything_compiled():
+        self._kind = tuple([type(module).__qualname__ for module in tree.modules(model)])
+        if not self._whole.refused and self._kind not in _called_whole and not anything_compiled():
             parts = [hold(part, self.outermost) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
@@ -52,6 +58,8 @@ class Family:
             return
         if any(holding.heard for holding in self.holdings):
             self.sought = False
+            if self._whole.heard and self._whole in self.holdings:
+                _remember(self._kind)
             self.holdings = [holding for holding in self.holdings if not holding.deaf]
             return
         self._waited += 1
@@ -75,9 +83,18 @@ class Family:
         self._waited = 0
 
 
+def _remember(kind: tuple[str, ...]) -> None:
+    """A loop that makes one model after another calls the next one as it did this one, if not it is sought below."""
+    if len(_called_whole) >= KINDS:
+        _called_whole.clear()
+    _called_whole.add(kind)
+
+
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
     """Its children; those of a list of modules, which nobody calls, in its place."""
-    for child in model.children():
+    for child in dict.fromkeys(model._modules.values()):
+        if child is None:
+            continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts(child)
         else:
@@ -197,7 +214,7 @@ class Holdings:
     def _met(self, frame: FrameType | None) -> None:
         """A model is called from there."""
         known = {
-            id(module) for holding in self if (m := holding.model()) is not None for module in m.modules()
+            id(module) for holding in self if (m := holding.model()) is not None for module in tree.modules(m)
         }
         for criterion in beside(frame, known):
             holding = self._holding(criterion, light=True)

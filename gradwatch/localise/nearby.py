@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from gradwatch.localise.frames import is_of_user, locals_of
+from gradwatch.taps import tree
 
 OUTWARD = 3  # functions of the user's, from the call of the model outwards
 MOST = 8  # modules
@@ -47,4 +48,4 @@ def _at_hand(frame: FrameType) -> Iterator[Any]:
 
 
 def _trains(module: nn.Module) -> bool:
-    return any(param.requires_grad for param in module.parameters())
+    return any(param.requires_grad for param in tree.parameters(module))

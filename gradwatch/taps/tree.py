@@ -1,0 +1,62 @@
+"""Modules and parameters below a module, without torch's generators.
+
+`Module.modules()` and `Module.parameters()` are generators within generators, one level for each level of the model: a
+microsecond for each module or parameter, paid several times whenever a model joins a watch. What they yield is
+collected here by a plain loop, in the same order, each once. Parameters that a wrapper hides from `parameters()` are
+found here all the same.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def modules(root: nn.Module) -> list[nn.Module]:
+    """`root` and all modules below it, each once, in the order of `root.modules()`."""
+    if not root._modules:
+        return [root]
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            if module._modules:
+                waiting += reversed(list(module._modules.values()))
+    return list(found.values())
+
+
+def parameters(root: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all these modules, each once, in the order of `root.parameters()`."""
+    found: dict[int, nn.Parameter] = {}
+    for module in modules(root):
+        if module._parameters:
+            for param in module._parameters.values():
+                if param is not None:
+                    found[id(param)] = param
+    return list(found.values())
+
+
+def named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """`list(root.named_parameters())`, by way of the method where the class of `root` overrides it."""
+    kind = type(root)
+    if (
+        kind.named_parameters is not nn.Module.named_parameters
+        or kind.named_modules is not nn.Module.named_modules
+    ):
+        return list(root.named_parameters())
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module | None]] = [("", root)]
+    while waiting:
+        prefix, module = waiting.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        if module._parameters:
+            for name, param in module._parameters.items():
+                if param is not None and id(param) not in found:
+                    found[id(param)] = prefix + name, param
+        if module._modules:
+            waiting += reversed([(f"{prefix}{name}.", child) for name, child in module._modules.items()])
+    return list(found.values())
