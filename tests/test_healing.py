@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 import gradwatch
 from gradwatch.rulefile import parse_rules
 from gradwatch.snapshot import Record
+from gradwatch.taps import tree
 from tests.kept import Kept
 from tests.recorder import norms_of
 
@@ -271,14 +272,12 @@ def test_a_strangers_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch
     other = nn.Linear(8, 2)
     theirs = torch.optim.SGD(other.parameters(), 1e-3)
     walks: list[int] = []
-    present = nn.Module.parameters
+    present = tree.parameters
     with job.gw:
         job.step()
         other(X).sum().backward()
         with monkeypatch.context() as patch:
-            patch.setattr(
-                nn.Module, "parameters", lambda self, recurse=True: walks.append(1) or present(self, recurse)
-            )
+            patch.setattr(tree, "parameters", lambda root: walks.append(1) or present(root))
             for _ in range(5):
                 theirs.step()
     assert len(walks) == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,23 +25,25 @@ LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 KINDS = 64  # kinds of models remembered
-_called_whole: set[tuple[str, ...]] = (
-    set()
-)  # models whose like was called itself, by the classes of their modules
+Kinds: TypeAlias = set[tuple[str, ...]]
+"""Kinds of models, by the classes of their modules, of which one was called itself and not by its parts."""
 
 
 class Family:
     """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
 
-    def __init__(self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding]) -> None:
+    def __init__(
+        self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding], whole: Kinds
+    ) -> None:
         self._hold = hold
+        self._kinds = whole
         self.outermost = Outermost()
         self.sought = True  # which of these the loop calls
         self._level = 0
         self._waited = 0
         self._whole = hold(model, self.outermost)
         self._kind = tuple([type(module).__qualname__ for module in tree.modules(model)])
-        if not self._whole.refused and self._kind not in _called_whole and not anything_compiled():
+        if not self._whole.refused and self._kind not in whole and not anything_compiled():
             parts = [hold(part, self.outermost) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
@@ -58,13 +60,19 @@ class Family:
             return
         if any(holding.heard for holding in self.holdings):
             self.sought = False
-            if self._whole.heard and self._whole in self.holdings:
-                _remember(self._kind)
+            if self._whole.heard and not any(part.heard for part in self._whole.parts):
+                self._remember()
             self.holdings = [holding for holding in self.holdings if not holding.deaf]
             return
         self._waited += 1
         if self._waited == UNCALLED:
             self._descend()
+
+    def _remember(self) -> None:
+        """The parts of the next model of this kind are held only where it is not called itself."""
+        if len(self._kinds) >= KINDS:
+            self._kinds.clear()
+        self._kinds.add(self._kind)
 
     def _descend(self) -> None:
         level = [self._whole] if self._level == 0 else self.holdings
@@ -81,13 +89,6 @@ class Family:
             holding.close()
         self.holdings = [self._hold(part, self.outermost) for part in parts]
         self._waited = 0
-
-
-def _remember(kind: tuple[str, ...]) -> None:
-    """A loop that makes one model after another calls the next one as it did this one, if not it is sought below."""
-    if len(_called_whole) >= KINDS:
-        _called_whole.clear()
-    _called_whole.add(kind)
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -123,6 +124,7 @@ class Holdings:
         self._failed = failed
         self._max_bytes = max_bytes
         self._families: list[Family] = []
+        self.whole: Kinds = set()
         self._criteria: list[Holding] = []
         self._former: list[Holding] = []  # that hear no further call
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
@@ -133,7 +135,7 @@ class Holdings:
             for holding in family.holdings:
                 holding.close()
             self._families.remove(family)
-        self._families.append(Family(model, self._model))
+        self._families.append(Family(model, self._model, self.whole))
 
     def inherit(self, former: Sequence[Holding], steps: int) -> None:
         """Count what was held of these models before this began; `steps` have been taken so far."""
