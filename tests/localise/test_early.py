@@ -156,6 +156,25 @@ def test_a_step_walks_only_what_can_still_hear_a_call() -> None:
         assert [holding.model() for holding in held] == [model]
 
 
+def test_parts_of_a_kind_that_was_called_whole_are_held_once_a_model_is_not_called() -> None:
+    """A copy is held as the model before it was called; where a loop calls its parts, they are found two steps later."""
+    first, second = nn.Sequential(SqrtAtZero(), nn.Tanh()), nn.Sequential(SqrtAtZero(), nn.Tanh())
+    optimizer, other = sgd(first), sgd(second)
+    kept = Kept()
+    with gradwatch.watch(first, optimizer, rules=rules(), sinks=[kept], strict=True) as gw:
+        first(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        gw.add([second])
+        assert not any(map(module_calls.noticed, second))
+        for step in range(4):
+            other.zero_grad()
+            x = torch.randn(5, 4)
+            second[1](second[0](broken(x) if step == 3 else x)).sum().backward()
+            other.step()
+    found = [(one.step, one.op) for record in kept.records for one in record.findings]
+    assert found == [(3, "sqrt")]
+
+
 def test_a_model_of_many_parts_is_held_as_a_whole(early: Early) -> None:
     """Two hooks on it, and none on a hundred parts."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
