@@ -157,7 +157,7 @@ def test_a_step_walks_only_what_can_still_hear_a_call() -> None:
 
 
 def test_parts_of_a_kind_that_was_called_whole_are_held_once_a_model_is_not_called() -> None:
-    """A copy is held as the model before it was called; where a loop calls its parts, they are found two steps later."""
+    """A copy is held as the model before it was called; parts that a loop calls are found two steps later."""
     first, second = nn.Sequential(SqrtAtZero(), nn.Tanh()), nn.Sequential(SqrtAtZero(), nn.Tanh())
     optimizer, other = sgd(first), sgd(second)
     kept = Kept()
