@@ -18,6 +18,8 @@ from gradwatch.snapshot import RuleInfo, RunInfo
 
 DEFAULT_SINKS = (SinkSpec("prometheus"), SinkSpec("journal"), SinkSpec("log"))
 DEFAULT_DIR = "gradwatch-runs"
+LAUNCHED_IN = "GRADWATCH_LAUNCH_DIR"
+"""The working folder of `gradwatch run`: there its runs are looked for, wherever the script has gone since."""
 
 
 def enabled(env: Mapping[str, str] = os.environ) -> bool:
@@ -41,6 +43,7 @@ class Settings:
     strict: bool
     file_sd: str | None = None
     strict_rules: bool = False
+    launched_in: str = ""
 
     @classmethod
     def resolve(
@@ -62,12 +65,15 @@ class Settings:
             strict=strict or _switched_on(env, "GRADWATCH_STRICT"),
             file_sd=env.get("GRADWATCH_FILE_SD") or None,
             strict_rules=strict_rules or _switched_on(env, "GRADWATCH_STRICT_RULES"),
+            launched_in=env.get(LAUNCHED_IN, ""),
         )
 
     def run_root(self, ruleset: RuleSet) -> str:
         """The absolute path of the folder that receives one folder per run."""
         journal = next((spec for spec in ruleset.sinks or () if spec.kind == "journal"), SinkSpec("journal"))
-        return os.path.abspath(self.run_dir or str(journal.options.get("dir", DEFAULT_DIR)))
+        if self.run_dir:
+            return os.path.abspath(self.run_dir)
+        return os.path.abspath(os.path.join(self.launched_in, str(journal.options.get("dir", DEFAULT_DIR))))
 
 
 def check_directory(path: str) -> None:

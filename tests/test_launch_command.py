@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from gradwatch.launch.command import BOOTSTRAP, ISOLATED, new_run_id, prepare, split_python
+from gradwatch.launch.ending import shown
+from gradwatch.rulefile import parse_rules
+from gradwatch.settings import LAUNCHED_IN, Settings
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,25 @@ def test_the_launcher_ships_as_plain_files() -> None:
     """Both files that other interpreters open by path exist beside the package."""
     assert (Path(BOOTSTRAP) / "sitecustomize.py").is_file()
     assert ISOLATED.is_file()
+
+
+def test_runs_are_where_the_launcher_was_wherever_the_script_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default folder and a rule file's are anchored at the launch; one that the script names is its own."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    launched = prepare(["python"], {}, {}).env
+    monkeypatch.chdir(elsewhere)
+    for rules, name in (
+        ("version: 1", "gradwatch-runs"),
+        ("version: 1\nsinks: [{journal: {dir: mine}}]", "mine"),
+    ):
+        found = Settings.resolve(env=launched).run_root(parse_rules(rules))
+        assert found == str(tmp_path / name)
+        monkeypatch.setenv(LAUNCHED_IN, launched[LAUNCHED_IN])
+        assert shown(found) == name
+        monkeypatch.delenv(LAUNCHED_IN)
+    own = Settings.resolve(run_dir="own", env=launched).run_root(parse_rules("version: 1"))
+    assert own == str(elsewhere / "own")

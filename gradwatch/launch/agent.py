@@ -273,7 +273,7 @@ def _greet(watch: Watch, optimizers: list[Optimizer]) -> None:
         return
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
     count = len({id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)})
-    where = " · ".join(part for part in (watch.url, os.path.relpath(watch.run.directory)) if part)
+    where = " · ".join(part for part in (watch.url, ending.shown(watch.run.directory)) if part)
     stderr.say(f"gradwatch: watching {count} parameters of {names} · {where}")
 
 

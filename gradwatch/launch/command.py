@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwatch.settings import LAUNCHED_IN
+
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 ISOLATED = Path(__file__).resolve().parent / "isolated.py"
 
@@ -40,6 +42,7 @@ def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mappin
     """
     # Of this very process: it becomes the command.
     env = {**environ, **settings, "GRADWATCH_LAUNCH": "1", "GRADWATCH_LAUNCH_PID": str(os.getpid())}
+    env[LAUNCHED_IN] = os.getcwd()
     env["PYTHONPATH"] = os.pathsep.join(_python_path(environ.get("PYTHONPATH", "")))
     env.setdefault("GRADWATCH_RUN_ID", new_run_id(environ))
     flags, rest = split_python(command)

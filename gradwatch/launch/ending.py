@@ -20,7 +20,7 @@ from gradwatch.account import Account, lines
 from gradwatch.account.ending import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
 from gradwatch.hooks import clipping
-from gradwatch.settings import DEFAULT_DIR, quiet_asked
+from gradwatch.settings import DEFAULT_DIR, LAUNCHED_IN, quiet_asked
 from gradwatch.taps import making
 from gradwatch.taps.process_totals import TOTALS, count_backwards
 
@@ -67,7 +67,7 @@ def _told() -> Iterator[str]:
     if account.rank:
         return
     if account.told:
-        yield from lines(account, _shown(account.directory))
+        yield from lines(account, shown(account.directory))
     elif os.environ.get(LAUNCHED) == str(os.getpid()) and not _recorded_elsewhere():
         yield nothing_seen(account)
 
@@ -82,17 +82,18 @@ def account_of_process() -> Account:
 
 def _recorded_elsewhere() -> bool:
     """Whether another process of this launch has written to the run's folder: a rank of torchrun, a spawned worker."""
-    folder = Path(os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR, os.environ.get("GRADWATCH_RUN_ID", ""))
+    root = os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
+    folder = Path(os.environ.get(LAUNCHED_IN, ""), root, os.environ.get("GRADWATCH_RUN_ID", ""))
     try:
         return any(path.stat().st_mtime >= _armed_at[0] for path in folder.glob("*.gwj"))
     except OSError:
         return False
 
 
-def _shown(directory: str) -> str:
-    """A folder as it can be typed here."""
+def shown(directory: str) -> str:
+    """A folder as it can be typed where `gradwatch run` was."""
     try:
-        near = os.path.relpath(directory) if directory else ""
+        near = os.path.relpath(directory, os.environ.get(LAUNCHED_IN)) if directory else ""
     except (OSError, ValueError):  # the working folder is gone
         return directory
     return directory if near.startswith("..") else near
