@@ -95,7 +95,10 @@ class Loop:
         self._loose = loose
         self.health = Health(on_first=self._say_once)
         self.statistics = RunningStatistics(self.models, self._say_once)
-        self.weights = Weights(lambda: zip(self._capture.names, self._capture.params, strict=False))
+        self.weights = Weights(
+            lambda: zip(self._capture.names, self._capture.params, strict=False),
+            lambda: self._capture.unmoved(),
+        )
         self._strict = settings.strict
         self._closed = not active
         self._on_escalate = on_escalate

@@ -109,6 +109,32 @@ def test_a_model_is_healthy_only_if_it_can_be_looked_at() -> None:
     assert Weights(model.named_parameters).look() == (UNREADABLE,)
 
 
+def test_weights_that_no_optimizer_moves_are_in_a_checkpoint_too(tmp_path: Path) -> None:
+    """A frozen weight with NaN and a module put in with Inf; a frozen mask of -inf is as it should be."""
+    training = Training()
+    first: Any = training.model[0]
+    first.requires_grad_(False)
+    with watched(training, QUIET, **run_folder(tmp_path)) as (gw, _):
+        training.step()
+        with torch.no_grad():
+            first.bias[0] = -math.inf
+        assert gw.healthy
+        with torch.no_grad():
+            first.bias[0] = math.nan
+        assert not gw.healthy
+        assert gw.status()["unhealthy_because"] == ["weights that no optimizer moves are not finite: 0.bias"]
+        with torch.no_grad():
+            first.bias[0] = 0.0
+        assert gw.healthy
+        extra = nn.Linear(2, 2)
+        training.model[1].register_module("extra", extra)
+        with torch.no_grad():
+            extra.weight[0, 0] = math.inf
+        assert not gw.healthy
+        training.step()
+        assert not gw.healthy
+
+
 def test_what_starts_at_zero_may_grow() -> None:
     """A zero bias beside other weights, and a model of nothing but zeros."""
     for model in (nn.Linear(4, 4), nn.Linear(4, 4, bias=False)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -153,6 +153,12 @@ class Capture:
     def knows(self, param: nn.Parameter) -> bool:
         """Whether a parameter belongs to the watched models."""
         return id(param) in self._slot_of
+
+    def unmoved(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those of the models that are not trained here: frozen, or put in since the last scan."""
+        for name, param in named_parameters(self.models()):
+            if not (param.requires_grad and id(param) in self._slot_of):
+                yield name, param
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer owns a parameter of the watched models, also one that joined them unseen."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradwatch.hooks import device
 from gradwatch.hooks.dense import dense
 from gradwatch.hooks.norms import CpuReader, inspect
+from gradwatch.hooks.unmoved import Unmoved
 
 FACTOR = 10.0
 """A root mean square beyond this many times the larger of its own and the model's is no training any more."""
@@ -36,6 +37,8 @@ UNREADABLE = (
 )
 
 
+Named: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Gives (name, parameter) of each, as of now."""
 Steps: TypeAlias = dict[int, int]
 """The last step taken by each optimizer, by its index."""
 
@@ -52,10 +55,14 @@ class Looked(NamedTuple):
 
 
 class Weights:
-    """The trained parameters of one watch, by name, and what they were like when they were last healthy."""
+    """The trained parameters of one watch, by name, and what they were like when they were last healthy.
 
-    def __init__(self, named: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+    `unmoved()` gives those of its models that no optimizer of the watch moves.
+    """
+
+    def __init__(self, named: Named, unmoved: Named = tuple) -> None:
         self._named = named
+        self._unmoved = Unmoved(unmoved)
         self._reader = CpuReader()
         self._lock = threading.Lock()  # a thread that saves may ask while another trains
         self._reference: dict[str, float] = {}
@@ -129,7 +136,7 @@ class Weights:
             return (UNREADABLE,)
         with self._lock:
             self._arriving = None
-            return self._judged(self._begin(named)[1]())
+            return self._judged(self._begin(named)[1]()) + self._unmoved.look()
 
     def glance(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
         """At a step boundary: what a look found that has just come to its end, with the `steps()` of its beginning.
@@ -151,6 +158,8 @@ class Weights:
                 return None
             self._arriving = None
             reasons = self._judged(result())
+            if self._unmoved.broken:  # a healthy answer would be about these as well
+                reasons += self._unmoved.look()
             self._rest(now)
             return begun, reasons
 
