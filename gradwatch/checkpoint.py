@@ -6,8 +6,8 @@ A checkpoint taken now is *healthy* unless
   may grow). `Watch.healthy` looks at what this rank holds at the moment it is asked; without being asked weights are
   looked at after every jump of the total norm and else once a second or less often, at 1 % of the time at most, and
   `weights_step` says after which step that was last done and nothing was found;
-- a weight that no optimizer of the watch moves (frozen, or of a module put in since) is NaN, or not finite where it wants
-  a gradient; looked at when asked, and again only where its version has changed;
+- a weight that no optimizer of the watch moves (frozen, or of a module put in since) is NaN, or not finite where it
+  wants a gradient; looked at when asked, and again only where its version has changed;
 - a rule of severity critical is firing;
 - a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
 - the total norm of a step that was taken was 100 times the largest so far or more, and the weights have not been
