@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import gradwatch
 from gradwatch.hooks.losses import Losses
 from gradwatch.rules import RuleSet
-from gradwatch.taps.backward_entry import BackwardCall
 from tests.kept import Kept
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], float | None]
@@ -226,14 +225,20 @@ def test_a_dispatch_mode_of_the_user_sees_no_read() -> None:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    losses = Losses(lambda component, error: pytest.fail(f"{component}: {error}"))
-    call = BackwardCall([torch.tensor(2.0)], [torch.tensor(1.5)], (), accumulates=True, nested=False)
-    try:
+    def backward() -> list[str]:
+        loss = torch.tensor(2.0, requires_grad=True) * 1.0
+        seen.clear()
         with Noting():
-            losses._begins(call)
+            loss.backward(torch.tensor(1.5))
+        return list(seen)
+
+    bare = backward()
+    losses = Losses(lambda component, error: pytest.fail(f"{component}: {error}"))
+    try:
+        watched = backward()
         found = losses.latest()
     finally:
         losses.close()
     assert found is not None
     assert found.value == 3.0
-    assert not seen
+    assert watched == bare

@@ -29,7 +29,7 @@ from gradwatch.hooks.device import capturing
 from gradwatch.hooks.silence import is_silent
 from gradwatch.localise.buffers import Buffers
 from gradwatch.localise.compiled import anything_compiled
-from gradwatch.localise.frames import calling
+from gradwatch.localise.frames import Callers
 from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.losses import Losses
 from gradwatch.localise.randomness import Generators, Held
@@ -141,7 +141,7 @@ class Holding:
         self._open: Call | None = None
         self._seen = 0
         self._before_params: dict[int, int] | None = None
-        self._caller: tuple[CodeType, int] | None = None
+        self._callers = Callers()
         self._ignore: list[Callable[[], None]] = []
         self.refused = shared(model)
         if not self.refused:
@@ -271,13 +271,11 @@ class Holding:
             self._before_params = _versions(module)
 
     def _called(self) -> tuple[CodeType, int] | None:
-        """The line that calls the model: nearly always the same, and 5 us to find out."""
-        if self._generators.looking or self._caller is None:
-            frame = calling()
-            self._caller = None if frame is None else (frame.f_code, frame.f_lineno)
-            if self._met is not None and self._seen < LOOKED_AT:
-                self._met(frame)
-        return self._caller
+        """The line that calls the model."""
+        caller, frame = self._callers.now(anew=self._generators.looking)
+        if self._met is not None and self._seen < LOOKED_AT and (frame is not None or caller is None):
+            self._met(frame)
+        return caller
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         call, self._open = self._open, None

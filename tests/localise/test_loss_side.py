@@ -85,6 +85,26 @@ def test_of_several_suspects_nobody_holds_none_is_named() -> None:
     assert "the loss was computed by mul, abs, sqrt, log, sum" in finding.note
 
 
+@pytest.mark.parametrize("bad", ["first", "other"])
+def test_the_line_told_is_that_of_the_call_at_fault(bad: str) -> None:
+    """As in a GAN: the model is called from two lines of one step, and the loss of one call is not finite."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(14):
+            factor = {bad: float("nan")} if step == 12 else {}
+            optimizer.zero_grad()
+            first = model(torch.randn(6, 4))
+            other = model(torch.randn(6, 4))
+            (first.sum() * factor.get("first", 1.0) + other.sum() * factor.get("other", 1.0)).backward()
+            optimizer.step()
+    finding = next(finding for record in kept.records for finding in record.findings)
+    assert finding.phase == "loss"
+    assert finding.frame is not None
+    assert finding.frame.source == f"{bad} = model(torch.randn(6, 4))"
+
+
 def test_losses_that_differ_from_step_to_step_tell_nothing() -> None:
     """Nothing is made up where it is not known what the loss of this step was made of."""
     finding = unheld(
