@@ -118,3 +118,16 @@ def test_runs_are_where_the_launcher_was_wherever_the_script_went(
         monkeypatch.delenv(LAUNCHED_IN)
     own = Settings.resolve(run_dir="own", env=launched).run_root(parse_rules("version: 1"))
     assert own == str(elsewhere / "own")
+
+
+def test_a_working_folder_that_is_gone_keeps_nothing_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command may need none, and runs may be kept elsewhere (`--dir`)."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    launched = prepare(["python"], {"GRADWATCH_DIR": str(tmp_path)}, {LAUNCHED_IN: "another launch's"})
+    assert LAUNCHED_IN not in launched.env
+    assert shown(str(tmp_path)) == str(tmp_path)

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mappin
     """
     # Of this very process: it becomes the command.
     env = {**environ, **settings, "GRADWATCH_LAUNCH": "1", "GRADWATCH_LAUNCH_PID": str(os.getpid())}
-    env[LAUNCHED_IN] = os.getcwd()
+    env.pop(LAUNCHED_IN, None)
+    with suppress(FileNotFoundError):  # the working folder is gone; with `--dir` nothing is missing
+        env[LAUNCHED_IN] = os.getcwd()
     env["PYTHONPATH"] = os.pathsep.join(_python_path(environ.get("PYTHONPATH", "")))
     env.setdefault("GRADWATCH_RUN_ID", new_run_id(environ))
     flags, rest = split_python(command)

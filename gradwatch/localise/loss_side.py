@@ -32,6 +32,8 @@ _SINGULAR = (
 )
 SINGULAR = frozenset(_SINGULAR.split())
 """Operations whose result or whose slope is infinite or NaN for some finite input (`pow`: below the power of one)."""
+NEVER_NAN = frozenset({"linalg_vector_norm", "norm", "hypot", "cdist"})
+"""Those of them whose result is not NaN for any finite input: only the slope at 0 is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ def told(finding: Finding, since: int) -> Finding:
     if value.nan + value.inf and any(map(takes_constant, last.nodes)) and (name := nonfinite_constant()):
         return finding.told(note=f"{note}; `{name}`, which no gradient flows to, was not finite")
     op = of_node(suspects[-1].name())
+    if value.nan and op in NEVER_NAN:
+        return finding.told(note=f"{note}; {op} makes no NaN of finite numbers, so it is another's")
     note += f"; of these only {op} can be infinite, or have an infinite slope"
     nearest = min((one for one in held if suspects[-1] in one.nodes), key=lambda one: len(one.nodes))
     return finding.told(

@@ -50,6 +50,13 @@ def test_of_several_suspects_none_is_named() -> None:
     assert "was computed by mul, exp, log, abs, pow, sum" in finding.note
 
 
+def test_a_norm_is_not_blamed_for_a_loss_that_is_nan() -> None:
+    """A length of finite numbers is never NaN: the number it was multiplied with was."""
+    finding = found(lambda out, bad: (out.norm(dim=1).mean() * (math.nan if bad else 1.0),))
+    assert (finding.phase, finding.op) == ("loss", "")
+    assert "linalg_vector_norm makes no NaN of finite numbers" in finding.note
+
+
 def test_a_power_below_one_is_a_suspect() -> None:
     """The slope of a root is infinite at zero."""
     finding = found(lambda out, bad: (((out * (0.0 if bad else 1.0)).abs() ** 0.5).sum(),))
