@@ -352,3 +352,28 @@ def test_closures_that_are_objects(wrap: Callable[[Callable[[], Any]], Any]) -> 
     assert len(kept.records) == 2
     assert model.weight.isfinite().all()
     assert gw.health.errors() == {}
+
+
+def test_a_closure_belongs_to_the_watch_that_owns_its_optimizer() -> None:
+    """Of two watches in one process the first leaves the closure of the second one's optimizer alone."""
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain, closing = torch.optim.SGD(first.parameters(), 0.1), torch.optim.LBFGS(second.parameters(), 0.1)
+    kept, kept_too = Kept(), Kept()
+    batch = torch.randn(4, 3)
+
+    def evaluate() -> torch.Tensor:
+        closing.zero_grad()
+        loss = second(batch).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with (
+        gradwatch.watch(first, plain, sinks=[kept], strict=True),
+        gradwatch.watch(second, closing, sinks=[kept_too], strict=True),
+    ):
+        for _ in range(3):
+            plain.zero_grad()
+            first(batch).pow(2).mean().backward()
+            plain.step()
+            closing.step(evaluate)
+    assert (len(kept.records), len(kept_too.records)) == (3, 3)

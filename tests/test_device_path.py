@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
+from gradwatch.hooks import losses
 from gradwatch.hooks.lane import Lane
+from gradwatch.taps import modes
 from tests.recorder import Recorder, norms_of, seen
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -19,11 +21,22 @@ WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "uni
 
 
 class Operations(TorchDispatchMode):
-    """Notes the name of every ATen operation."""
+    """Notes the name of every ATen operation, gradwatch's included: it is not set aside as a script's mode is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Operations:
+        for length in ("dispatching", "functions"):
+            self._patch.setattr(modes, length, lambda: 0)
+        self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        self._patch.undo()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)

@@ -16,7 +16,18 @@ from gradwatch import judging, loop, watching
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.health import Health
-from gradwatch.hooks import boundary, capture, host, lane, local, modules, precision, sampling, skipping
+from gradwatch.hooks import (
+    boundary,
+    capture,
+    host,
+    lane,
+    local,
+    modules,
+    precision,
+    sampling,
+    skipping,
+    spent,
+)
 from gradwatch.rulefile import parse_rules
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
@@ -49,7 +60,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "hear": (lane.Lane, "hear", "capture"),
     "due": (lane.Lane, "due", "capture"),
     "read": (lane.Lane, "read", "capture"),
-    "backward_clock": (capture, "perf_counter", "capture"),
+    "clock": (spent, "perf_counter", "capture"),
     "settle": (lane.Lane, "settle", "boundary"),
     "changed": (boundary.Boundary, "_changed", "boundary"),
     "look_after": (capture.Capture, "look_after", "boundary"),
@@ -121,7 +132,7 @@ def test_a_fault_of_ours_is_counted_and_harmless(
     acted = component in ("prometheus", "journal", "log", "norm_local", "modules")
     bare, bare_optimizer = build()
     want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "thinnable"))
-    if site not in ("inspect", "read", "hear", "due", "backward_clock"):
+    if site not in ("inspect", "read", "hear", "due", "clock"):
         assert all(
             torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True)
         )

@@ -65,12 +65,15 @@ def test_clipping_that_is_no_training_changes_nothing(tmp_path: Path) -> None:
     assert not any(snapshot.provisional for snapshot in snapshots)
 
 
-def test_a_failure_to_attach_at_the_first_clip_costs_one_line(tmp_path: Path) -> None:
-    """A policy that cannot be carried out on this model: said once, the script runs to its end as without us."""
+def test_a_policy_that_cannot_be_carried_out_is_said_once(tmp_path: Path) -> None:
+    """Where the first clip attaches: one line at the start, one account, the script runs to its end as without us."""
     (tmp_path / "none.gradwatch.yaml").write_text(
         "version: 1\nclip: {total: {method: autoclip, scope: param, history: 100000000}}\n"
     )
     done = run(tmp_path, TRAIN.replace("BEFORE", ""), options=("--rules", "none.gradwatch.yaml"))
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 6
-    assert done.stderr.count("gradwatch: not watching this run") == 1, done.stderr
+    assert len([line for line in done.stderr.splitlines() if "autoclip would remember" in line]) == 2, (
+        done.stderr
+    )
+    assert "not armed: clip:total" in done.stderr.splitlines()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -243,14 +244,16 @@ dist.destroy_process_group()
     assert told[0].startswith("gradwatch: 3 of 3 steps watched")
 
 
-def test_a_fault_of_ours_at_attach_costs_one_line(tmp_path: Path) -> None:
-    """A policy that cannot be carried out leaves the script alone, and stderr says why it is not watched."""
+def test_a_policy_that_cannot_be_carried_out_is_off_by_itself(tmp_path: Path) -> None:
+    """The script is watched without it, and stderr says why, at the start and in the account."""
     rules = tmp_path / "none.gradwatch.yaml"
     rules.write_text("version: 1\nclip: {total: {method: autoclip, scope: param, history: 100000000}}\n")
     done = run(tmp_path, TRAIN + "import sys; sys.exit(6)", options=("--rules", str(rules)))
     assert done.returncode == 6
-    assert "gradwatch: not watching this run" in done.stderr
-    assert "autoclip would remember" in done.stderr
+    started, account = done.stderr.splitlines()
+    assert "autoclip would remember" in started
+    assert re.match(r"gradwatch: (\d+) of \1 steps watched", account)
+    assert "not armed: clip:total (autoclip would remember" in account
 
 
 @pytest.mark.soak

@@ -121,6 +121,8 @@ class Boundary:
         if not callable(closure):
             self._guarded(self._at_step, optimizer, lane, nested)
             return None
+        if lane is None and not self._judge.owns(optimizer):
+            return None  # another watch may own it: what is wrapped once is not wrapped again
         self._evaluations[id(optimizer)] = turn = Evaluations(None)
         self._guarded(self._remember, optimizer, turn)
 

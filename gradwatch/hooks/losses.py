@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.hooks.dense import local
-from gradwatch.hooks.device import Arriving, Number, arrived, capturing, one_number
+from gradwatch.hooks.device import Arriving, Number, arrived, capturing, on_host, one_number
 from gradwatch.taps import backward_entry
 
 Value = float | Tensor
@@ -141,13 +141,13 @@ def _readable(tensor: Tensor) -> Tensor | None:
             found = local(tensor)
     if type(found).__torch_dispatch__ is not _PLAIN or found.device.type == "meta":
         return None
-    if found.device.type != "cpu" and capturing():
+    if not on_host(found) and capturing():
         return None
     return found if found.is_floating_point() else None
 
 
 def _times(root: Tensor, weight: Tensor) -> Value:
-    if root.device.type == "cpu":
+    if on_host(root):
         return root.item() * weight.item()  # sync: CPU tensors
     dtype = root.dtype if root.dtype in _EXACT else torch.float32
     return root.detach().to(dtype, copy=True).mul_(weight.detach()).reshape(())
