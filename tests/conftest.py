@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # one worker per core: more threads than that only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every script that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Time decides no test: neither how long one example takes nor how long it takes to think of one.
 settings.register_profile("gradwatch", deadline=None, suppress_health_check=[HealthCheck.too_slow])

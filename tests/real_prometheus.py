@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.binaries import require
+from tests.ports import free_port
 
 CONFIG = """
 global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}
@@ -58,8 +58,7 @@ def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
     """A server of our own that scrapes `target` five times a second."""
     program = require("prometheus")
     (folder / "prometheus.yml").write_text(CONFIG.format(target=target))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [

@@ -148,11 +148,6 @@ def test_the_script_knows_nothing_of_gradwatch() -> None:
     assert roots - set(sys.stdlib_module_names) == {"torch"}
 
 
-def hear_ctrl_c() -> None:
-    """In the child: a shell that runs the tests in the background makes it inherit an ignored SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> None:
     """A short real run: three of three, the non-finite step counted on /metrics, Ctrl-C ends it with 0."""
     options = [
@@ -165,9 +160,7 @@ def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> No
         "--dir",
         str(tmp_path / "runs"),
     ]
-    demo = subprocess.Popen(
-        [*GRADWATCH, "demo", *options], stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
-    )
+    demo = subprocess.Popen([*GRADWATCH, "demo", *options], stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None
     said = []
     for line in demo.stdout:  # ends with the process, or at the line that says that it holds

@@ -31,6 +31,7 @@ from gradwatch.sinks.prometheus import PrometheusSink
 from gradwatch.sinks.server import THREAD_NAME
 from gradwatch.snapshot import RuleInfo
 from tests.binaries import require
+from tests.ports import free_port
 from tests.sink_records import make_event, make_record, make_run, make_sites, serving, skip, sockets
 from tests.test_exposition import read, same
 
@@ -362,17 +363,16 @@ KILLED = """
     sink = PrometheusSink(f"127.0.0.1:{sys.argv[1]}")
     sink.open(make_run(Path(sys.argv[2])), Health())
     if not os.fork():
+        print(sink.url, flush=True)          # what runs at a fork has run
         time.sleep(60)                       # a data loader's worker that outlives its parent
         os._exit(0)
-    print(sink.url, flush=True)
     time.sleep(60)
 """
 
 
 def test_a_restart_after_sigkill_gets_its_port_back(tmp_path: Path) -> None:
     """Though a forked worker of the killed process is still alive, and a connection is in TIME_WAIT (P15)."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(port), str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,19 +17,11 @@ from typing import Any
 
 from gradwatch.cli import main
 from tests.binaries import require
+from tests.ports import free_port
 from tests.real_prometheus import Prometheus
 
 PATIENCE_SECONDS = 90.0
 """On a busy machine; what a show takes on a quiet one stands in deploy/README.md."""
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel hands out: nobody takes it in the meantime."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_until(found: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> Any:

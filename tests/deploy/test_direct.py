@@ -25,7 +25,8 @@ from gradwatch.sinks.textfile import TextfileSink
 from gradwatch.snapshot import Decision, Record
 from tests.binaries import require
 from tests.deploy.jobs import job
-from tests.deploy.servers import Inbox, alertmanager, free_port, running, wait_until, webhook
+from tests.deploy.servers import Inbox, alertmanager, running, wait_until, webhook
+from tests.ports import free_port
 from tests.sink_records import make_event, make_record, make_run, make_sites
 
 SITES = make_sites(4)
