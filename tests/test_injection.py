@@ -25,6 +25,7 @@ SKIP = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
 RULES = {
     "observe": "version: 1\nrules: {n: {detect: {kind: nonfinite}}}\n",
     "skip": SKIP,
+    "closure": SKIP,
     "clip": SKIP + "clip: {total: {method: norm, max_norm: 0.5}}\n",
 }
 AT = 2  # the step into which the exception goes
@@ -75,16 +76,26 @@ def job(
             model, optimizer, rules=parse_rules(RULES[rules]), sinks=[Kept()], run_dir=folder
         )
     reached: BaseException | None = None
+    x = torch.ones(2, 3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
     before = sys.gettrace()
     for step in range(4):
         x = torch.ones(2, 3)
-        if step == AT and rules == "skip":
+        if step == AT and rules in ("skip", "closure"):
             x[0, 0] = float("nan")
         sys.settrace(injected if step == AT else before)
         try:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            if rules == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
         except BaseException as error:
             reached = error
         finally:
@@ -166,6 +177,8 @@ ENTRIES = [
     ("localise/held.py", "guarded"),
     ("localise/held.py", "hear"),
     ("taps/backward_entry.py", "run_backward"),
+    ("taps/closure_calls.py", "__get__"),
+    ("taps/closure_calls.py", "returned"),
     ("taps/module_calls.py", "__get__"),
     ("taps/module_calls.py", "_before"),
     ("taps/module_calls.py", "_after"),

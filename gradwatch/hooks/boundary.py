@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,27 +31,11 @@ from gradwatch.hooks.judge import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision
-from gradwatch.taps import guard, modes, process_totals
+from gradwatch.taps import closure_calls, guard, modes, process_totals
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
-
-
-class _Watched:
-    """In the place of a closure: called, it is watched; its attributes are those of the closure, asked for or not."""
-
-    __slots__ = ("_closure", "_run")
-
-    def __init__(self, run: Callable[[], Any], closure: Callable[[], Any]) -> None:
-        self._run = run
-        self._closure = closure
-
-    def __call__(self) -> Any:
-        return self._run()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._closure, name)
 
 
 class Boundary:
@@ -112,29 +97,25 @@ class Boundary:
             self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-        if type(closure) is _Watched:
+        if closure_calls.noticed(closure):
             return None  # a subclass whose step calls super().step(closure): wrapped already
         lane = self._capture.lane_of(optimizer)
         nested = lane is not None and self._inside.get(lane.index, 0) > 0 and self._is_nested(optimizer, lane)
-        if not nested and self._evaluations:
-            self._evaluations.pop(id(optimizer), None)  # of a step that raised
+        if not nested and id(optimizer) in self._evaluations and step_hooks.steps_under_way(optimizer) < 2:
+            del self._evaluations[id(optimizer)]  # of a step that raised
         if not callable(closure):
             self._guarded(self._at_step, optimizer, lane, nested)
             return None
         if lane is None and not self._judge.owns(optimizer):
             return None  # another watch may own it: what is wrapped once is not wrapped again
-        self._evaluations[id(optimizer)] = turn = Evaluations(None)
-        self._guarded(self._remember, optimizer, turn)
-
-        def watched() -> Any:
-            if turn.count:
-                modes.unseen(self._guarded, self._next_evaluation, optimizer)
-            result = closure()
-            turn.count += 1
-            modes.unseen(self._guarded, self._evaluated, optimizer, turn)
-            return result
-
-        instead = _Watched(watched, closure)
+        turn = self._evaluations.get(id(optimizer))  # there in a `super().step()` with a closure of its own
+        if turn is None:
+            self._evaluations[id(optimizer)] = turn = Evaluations(None)
+            self._guarded(self._remember, optimizer, turn)
+        about = optimizer, turn, object()
+        instead = closure_calls.notice(
+            closure, partial(self._before_evaluation, *about), partial(self._after_evaluation, *about)
+        )
         if "closure" in kwargs:
             return args, {**kwargs, "closure": instead}
         return (args[0], instead, *args[2:]), kwargs
@@ -171,6 +152,14 @@ class Boundary:
             lane = self._capture.lane_of(optimizer)
             if lane is None or self._judge.skips_nonfinite(lane) or self._judge.needs_host(lane):
                 turn.memory = Memory(optimizer)
+
+    def _before_evaluation(self, optimizer: Optimizer, turn: Evaluations, closure: object) -> None:
+        if turn.begins(closure) and turn.count:
+            modes.unseen(self._guarded, self._next_evaluation, optimizer)
+
+    def _after_evaluation(self, optimizer: Optimizer, turn: Evaluations, closure: object) -> None:
+        if turn.ends(closure):
+            modes.unseen(self._guarded, self._evaluated, optimizer, turn)
 
     def _next_evaluation(self, optimizer: Optimizer) -> None:
         lane = self._capture.lane_of(optimizer)
@@ -426,8 +415,11 @@ class Boundary:
     def _after_step(self, optimizer: Optimizer) -> None:
         lane, turn = self._capture.lane_of(optimizer), self._evaluations.get(id(optimizer))
         inside = 0 if lane is None else self._inside.get(lane.index, 0)
-        if lane is not None and inside and turn is not None and step_hooks.steps_under_way(optimizer) > 1:
-            self._inside[lane.index] = max(1, inside - 1)  # its `super().step()` has returned, and no more
+        if turn is not None and step_hooks.steps_under_way(optimizer) > 1:
+            if lane is not None and inside:
+                self._inside[lane.index] = max(
+                    1, inside - 1
+                )  # its `super().step()` has returned, and no more
             return
         if turn is not None:
             del self._evaluations[id(optimizer)]

@@ -27,6 +27,21 @@ class Evaluations:
         # A bound on the first gradient's total, for every evaluation of the step.
         self.max_norm: float | None = None
         self.memory = memory
+        self._running: object = None  # the outermost closure that runs
+
+    def begins(self, closure: object) -> bool:
+        """Whether this closure, which is about to run, runs inside no other one of the step."""
+        if self._running is None:
+            self._running = closure
+        return self._running is closure  # left behind where it raised
+
+    def ends(self, closure: object) -> bool:
+        """Count the evaluation, if the closure that has returned ran inside no other one."""
+        if self._running is not closure:
+            return False
+        self._running = None
+        self.count += 1
+        return True
 
     @property
     def must_finish(self) -> bool:
