@@ -59,6 +59,8 @@ def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.golden.kept import FOLDER, kept, write
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
@@ -70,10 +72,13 @@ def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
         if chosen and chosen not in name:
             continue
         torch.manual_seed(0)
-        try:
-            results[name] = situation(rank)
-        except Exception:
-            results[name] = {"raised": traceback.format_exc()}
+        with kept() as lines:
+            try:
+                results[name] = situation(rank)
+            except Exception:
+                results[name] = {"raised": traceback.format_exc()}
+        if FOLDER in os.environ:
+            write(Path(os.environ[FOLDER]), f"{name}, rank {rank}", lines)
         dist.barrier()
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
