@@ -21,24 +21,24 @@ from gradwatch.account.ending import ended_by, how_it_ends, printed_at_exit
 from gradwatch.course import json_safe
 from gradwatch.errors import AttachError
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.lifetimes import Lifetimes
 from gradwatch.localise.early import Early
 from gradwatch.loop import Loop
 from gradwatch.process import here
 from gradwatch.settings import Settings, quiet_asked
 from gradwatch.sinks import Sink
-from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import CheckpointHealth
 from gradwatch.taps.process_totals import TOTALS, count_backwards, settle
 
 T = TypeVar("T")
 
-_live: list[weakref.ref[Watch]] = []
+_live: Lifetimes[Watch] = Lifetimes()
 _concluded: list[Account] = []  # of the watches closed so far, put together in one
 
 
 def account_of_process() -> Account:
     """What this process did, beside what all its watches, closed or not, have seen of it."""
-    live = [one.account() for one in live_watches() if not one._concluding]
+    live = [one.account() for one in _live.all() if not one._concluding]
     return merged([*_concluded, *live], TOTALS.taken())
 
 
@@ -52,7 +52,8 @@ os.register_at_fork(after_in_child=_forget_accounts)
 
 def live_watches() -> list[Watch]:
     """Every Watch of this process that has not been closed."""
-    return [one for ref in _live if (one := ref()) is not None]
+    _live.close_orphans()
+    return list(_live.all())
 
 
 class Watch(Loop):
@@ -77,11 +78,12 @@ class Watch(Loop):
         self._steps_elsewhere = self._elsewhere()
         self._uncount = count_backwards()
         self.health.counts(lambda: asdict(TOTALS.taken()), self._unfed)
-        _live.append(weakref.ref(self))
+        _live.close_orphans()
+        _live.add(self)
         self._containers: list[nn.Module] = []
-        self._finalizer = weakref.finalize(self, _close_sinks, list(self._sinks), os.getpid())
+        self._open = list(self._sinks)
         _at_exit()
-        self._ends_with(models)
+        self._keep_containers(models)
         self._bind_early()
 
     # -- for users ---------------------------------------------------------------------------------------
@@ -98,9 +100,17 @@ class Watch(Loop):
         return not self._closed and self._capture.covers_id(identity)
 
     def let_go_of_dead(self) -> None:
-        """Free the parameters of optimizers and models that are gone, before the next step would; for launchers."""
-        if not self._closed and self._boundary.is_here():
+        """Free the parameters of optimizers and models that are gone, before the next step would."""
+        if self._closed or not self._boundary.is_here():
+            return
+        if self.orphaned():
+            self._capture.release()
+        else:
             self._capture.let_go_of_dead()
+
+    def orphaned(self) -> bool:
+        """Whether all models are gone that it was to watch; `gradwatch run` watches what comes, too."""
+        return self.origin != "launcher" and not self._closed and self._capture.childless()
 
     def observe(self, **scalars: float | torch.Tensor) -> None:
         """Give one-per-step values to the rules, e.g. `observe(accuracy=0.9)`; changes and raises nothing.
@@ -281,7 +291,7 @@ class Watch(Loop):
 
     def _elsewhere(self) -> int:
         """Optimizer steps that other watches of this process have watched."""
-        others = (one._boundary.steps for one in live_watches() if one is not self and not one._concluding)
+        others = (one._boundary.steps for one in _live.all() if one is not self and not one._concluding)
         return sum(others) + sum(one.watched.steps for one in _concluded)
 
     def add(self, models: Iterable[nn.Module]) -> None:
@@ -290,7 +300,7 @@ class Watch(Loop):
         self._capture.add_models(added)
         if self._causes is not None:
             self._causes.add(added)
-        self._ends_with(added)
+        self._keep_containers(added)
 
     def join(
         self,
@@ -319,12 +329,9 @@ class Watch(Loop):
         if self._causes is not None and not self._closed:
             self._causes.inherit(early)
 
-    def _ends_with(self, models: Iterable[nn.Module]) -> None:
-        # torch's step hooks keep a Watch nobody holds (`gradwatch.watch(model)` alone is enough); what ends it
-        # is the end of its models. A container may have been made for the call, and would be gone after it.
+    def _keep_containers(self, models: Iterable[nn.Module]) -> None:
+        # One may have been made for the call, and would be gone after it, and the Watch with it.
         self._containers += [one for one in models if isinstance(one, nn.ModuleList | nn.ModuleDict)]
-        for model in models if self.origin != "launcher" else ():
-            weakref.finalize(model, _model_gone, weakref.ref(self)).atexit = False
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
@@ -359,7 +366,6 @@ class Watch(Loop):
             return
         if os.getpid() != self.run.pid:  # forked: what is open is the parent's
             self._sinks.clear()
-            self._finalizer.detach()
         try:
             self._last_state = self.state_dict()
             self._checkpoint()
@@ -377,8 +383,8 @@ class Watch(Loop):
         self._uncount()
         self._closed, self._serving = True, 0
         self._containers.clear()
-        self._finalizer()
-        _live[:] = [ref for ref in _live if ref() is not None and ref() is not self]
+        self._close_sinks()
+        _live.discard(self)
 
     def _conclude(self) -> None:
         """Tell the sinks what this watch comes to; once."""
@@ -396,18 +402,22 @@ class Watch(Loop):
             if not (quiet and sink.name == "log"):
                 sink.conclude(account)
 
-
-def _close_sinks(sinks: list[Breaker], pid: int) -> None:
-    """Runs at `close`, when a Watch is collected, or at exit; never in a forked child."""
-    if os.getpid() == pid:
-        for sink in sinks:
-            sink.close()
+    def _close_sinks(self) -> None:
+        """At `close` or at exit, once; never in a forked child, where they are the parent's."""
+        while self._open and os.getpid() == self.run.pid:
+            self._open.pop(0).close()
 
 
 @functools.cache
 def _at_exit() -> None:
-    """At exit, judge what was put off and give the account before the sinks are closed: atexit goes backwards."""
-    atexit.register(conclude_all)
+    atexit.register(_process_ends)
+
+
+def _process_ends() -> None:
+    """Judge what was put off, give the account, close the sinks; models and optimizers are left as they are."""
+    conclude_all()
+    for watch in _live.all():
+        watch._close_sinks()
 
 
 def conclude_all() -> None:
@@ -418,9 +428,3 @@ def conclude_all() -> None:
             watch._ended = how_it_ends()
             watch._catch_up()
             watch._conclude()
-
-
-def _model_gone(owner: weakref.ref[Watch]) -> None:
-    gw = owner()
-    if gw is not None and not gw.models():
-        gw.close()

@@ -163,6 +163,22 @@ def test_nothing_can_run_foreign_data(path: Path) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_runs_when_an_object_is_gone(path: Path) -> None:
+    """No `__del__`, no `weakref.finalize` and no callback of a weak reference: they run in the midst of any code."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            found.append(node.name)
+        if isinstance(node, ast.ImportFrom) and node.module == "weakref":
+            found += [one.name for one in node.names if not one.name.startswith("Weak")]
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("weakref.finalize", "gc.callbacks"):
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("weakref.", "Weak")):
+            found += [ast.unparse(node)] * (len(node.args) + len(node.keywords) > 1)
+    assert found == []
+
+
 def test_no_network_and_no_default_pollution() -> None:
     """P9: importing and closing leaves signal handlers, excepthook, warning filters and log handlers alone."""
     code = """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -388,19 +389,68 @@ def test_gradwatch_0_is_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_forgotten_watch_does_not_keep_the_model_alive(tmp_path: Path) -> None:
-    """A watch nobody holds goes on with its model, and ends with it: hooks, sinks and memory."""
+def another_watch() -> None:
+    model, optimizer = build()
+    watch(model, optimizer)[0].close()
+
+
+AFTERWARDS: dict[str, Callable[[], object]] = {
+    "backward": lambda: torch.ones(1, requires_grad=True).sum().backward(),
+    "step": lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1).step(),
+    "watch": another_watch,
+    "asked": lambda: gradwatch.watching.live_watches(),
+}
+
+
+@pytest.mark.parametrize("event", AFTERWARDS)
+def test_forgotten_watch_does_not_keep_the_model_alive(event: str, tmp_path: Path) -> None:
+    """A watch that is not kept goes on with its model; when that is gone, it ends at the next event of the process."""
     model, optimizer = build()
     gw, sink = watch(model, optimizer, run_dir=tmp_path)
-    gone = weakref.ref(model), weakref.ref(gw)
+    gone, weights = (weakref.ref(model), weakref.ref(gw)), weakref.ref(next(model.parameters()))
     del gw
     gc.collect()
     step(model, optimizer)
     assert len(sink.records) == 1
-    del model, optimizer
+    ran: list[str] = []
+    package = os.path.dirname(gradwatch.__file__)
+    sys.setprofile(lambda frame, *_: ran.append(frame.f_code.co_filename))
+    try:
+        del model, optimizer
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+    assert gone[0]() is None
+    assert [one for one in ran if one.startswith(package)] == []
+    assert not sink.closed
+    nn.Linear(1, 1)  # memory is wanted
+    assert weights() is None
+    AFTERWARDS[event]()
+    assert sink.closed
+    if event == "step":  # which it cannot take out of torch's hands while torch walks through them
+        AFTERWARDS["backward"]()
     gc.collect()
-    assert [ref() for ref in gone] == [None, None]
+    assert gone[1]() is None
     assert step_hooks.installed() == 0
+
+
+def test_a_watch_lives_while_one_of_its_models_does() -> None:
+    """Of two models the first is gone: the second is watched on."""
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    sink = Kept()
+    gradwatch.watch(models, optimizers, sinks=[sink], strict=True)
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            del model, optimizer
+        del models[:-1], optimizers[:-1]
+        gc.collect()
+    assert len(sink.records) == 3
+    assert not sink.closed
+    del models, optimizers
+    AFTERWARDS["backward"]()
     assert sink.closed
 
 

@@ -93,6 +93,10 @@ class Capture:
         """The watched models that are still alive."""
         return [model for ref in self._models if (model := ref()) is not None]
 
+    def childless(self) -> bool:
+        """Whether no watched model is alive."""
+        return all(ref() is None for ref in self._models)
+
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
         known = {id(model) for model in self.models()}
@@ -352,6 +356,12 @@ class Capture:
             if lane.params and lane.optimizer is not None and lane.optimizer() is None:
                 self.drop_dead()
                 break
+
+    def release(self) -> None:
+        """Let go of every parameter that no living optimizer has."""
+        self.let_go_of_dead()
+        if len(self.params) - len(self._free) > sum(len(lane.params) for lane in self.lanes):
+            self.drop_dead()
 
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""

@@ -2,7 +2,8 @@
 
 torch iterates over its hook dict while the hooks run, so a hook that registers or removes another one (a
 launcher that attaches at the first step, a rule that closes the watch) would break the user's step. Listeners
-may come and go at any time; torch's own dict is touched only outside a step.
+may come and go at any time; torch's own dict is touched only outside a step: where the last one has left inside a
+step, before the next backward outside one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.taps import guard, modes
+from gradwatch.taps import backward_entry, guard, modes
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 
@@ -34,6 +35,7 @@ class StepListener(Protocol):
 _listeners: list[StepListener] = []
 _IGNORED = "_gradwatch_ignores"  # an attribute of optimizers that we have made
 _handles: list[RemovableHandle] = []
+_later: list[Callable[[], None]] = []  # ends what waits for the next backward
 _tracing = torch.compiler.is_dynamo_compiling
 _listening: Callable[[], object]
 try:
@@ -75,10 +77,21 @@ def begun() -> int:
 
 
 def _tidy() -> None:
-    if not _listeners and not _stepping():
+    """Take torch's hooks away where no listener is left, now or later."""
+    if _listeners or not _handles:
+        return
+    if not _stepping():
         for handle in _handles:
             handle.remove()
         _handles.clear()
+    elif not _later:
+        _later.append(backward_entry.listen(_about_to_run))
+
+
+def _about_to_run(call: backward_entry.BackwardCall) -> None:
+    if not _stepping():
+        _later.pop()()
+        _tidy()
 
 
 # torch wraps every optimizer's `step` in what this function defines; that wrapper runs the hooks.
@@ -117,15 +130,6 @@ def _steps_open() -> int:
     return found
 
 
-class _Leaving(tuple):  # type: ignore[type-arg]
-    """The arguments of a step with no listener left: torch lets go of them after its last hook."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        _tidy()
-
-
 def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> Any:
     try:
         changed = None
@@ -144,7 +148,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         finally:
             if aside is not None:
                 aside.put_back()
-        return changed if _listeners else (_Leaving(args), kwargs)
+        return changed
     except Exception as error:
         guard.fault("boundary", error)
         return None
