@@ -29,9 +29,11 @@ def jumps(pairs: list[Pair], **keys: float) -> list[int]:
         filled = np.array([7.0 if total is None else total])
         beside = {"loss": np.array([math.nan if loss is None else loss])}
         sample = Sample(filled, np.array([total is not None]), beside)
-        score, state = detector.advance(state, sample)
-        assert score is not None
-        if breaches(detector, score)[0]:
+        whole = detector.score(state, sample), detector.learn(state, sample)
+        score, state = detector.advance(state, sample)  # in plain floats where nothing can breach
+        assert str(state) == str(whole[1])
+        assert (score is None and not breaches(detector, whole[0])[0]) or str(score) == str(whole[0])
+        if score is not None and breaches(detector, score)[0]:
             found.append(place)
     return found
 

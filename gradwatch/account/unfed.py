@@ -38,31 +38,52 @@ class Unfed:
 
     def __init__(self) -> None:
         self._waiting: Mapping[int, Mapping[str, Reads]] = {}
+        self._missing: dict[
+            int, frozenset[str]
+        ] = {}  # columns by optimizer, where all that waits is for them to come
         self._fed: frozenset[str] = frozenset()
         self._came: frozenset[str] = frozenset()
 
     def bind(self, optimizer: int, rules: Mapping[str, Reads]) -> None:
         """The rules of one optimizer from now on; those that had data elsewhere or before are done."""
         waiting = {rule: reads for rule, reads in rules.items() if rule not in self._fed}
-        self._waiting = {**self._waiting, optimizer: waiting}
+        self._wait({**self._waiting, optimizer: waiting})
+
+    def _wait(self, waiting: Mapping[int, Mapping[str, Reads]]) -> None:
+        self._waiting = waiting
+        self._missing = {
+            optimizer: frozenset(reads.column for reads in rules.values())
+            for optimizer, rules in waiting.items()
+            if not any(reads.always or reads.column in self._came for reads in rules.values())
+        }
 
     def observe(self, snapshot: Snapshot) -> None:
         """Strike off the rules that were evaluated on this Snapshot."""
-        waiting = self._waiting.get(snapshot.optimizer)
-        if not waiting:
+        missing = self._missing.get(snapshot.optimizer)
+        if (
+            missing is not None  # almost every step
+            and snapshot.loss_scale is None
+            and missing.isdisjoint(snapshot.scalars)
+            and missing.isdisjoint(snapshot.columns)
+        ):
             return
+        waiting = self._waiting.get(snapshot.optimizer, {})
         came = {*snapshot.scalars, *snapshot.columns}
         if snapshot.loss_scale is not None:
             came.add("loss_scale")
-        if not self._came.issuperset(came):
+        came_first = not self._came.issuperset(came)
+        if came_first:
             self._came |= came
         fed = {rule for rule, reads in waiting.items() if _evaluated(reads, snapshot, came)}
         if fed:
             self._fed |= fed
-            self._waiting = {
-                each: {rule: reads for rule, reads in left.items() if rule not in fed}
-                for each, left in self._waiting.items()
-            }
+        if fed or came_first:
+            self._wait(
+                {
+                    each: {rule: reads for rule, reads in left.items() if rule not in fed}
+                    for each, left in self._waiting.items()
+                }
+            )
 
     def reasons(self) -> dict[str, str]:
         """Why a rule was never evaluated, by rule."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.constant import Positive
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
-from gradwatch.snapshot import BoolArray
+from gradwatch.snapshot import BoolArray, FloatArray
 
 LEAST = 2
 """Samples that must be known before one is judged: the first may be anything, the second may be its like."""
@@ -100,6 +100,21 @@ class Jump(Detector):
                 np.where(known, np.maximum(jump.largest, value), jump.largest),
                 np.where(told, np.maximum(jump.loss, loss), jump.loss),
             )
+
+    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
+        """Almost every step, a single series in plain floats: None = it does not reach `confirmed`."""
+        jump = cast(JumpState, state)
+        if len(sample.values) > 1 or jump.n[0] < LEAST or not sample.present[0]:
+            return Detector.advance(self, state, sample)
+        value, largest, loss = float(sample.values[0]), float(jump.largest[0]), float(sample.aux["loss"][0])
+        if not 0 < value < self.confirmed * largest < math.inf:
+            return Detector.advance(self, state, sample)
+        told = abs(loss) if math.isfinite(loss) else 0.0
+        return None, JumpState(
+            jump.n,
+            jump.largest if value <= largest else np.array([value]),
+            jump.loss if told <= jump.loss[0] else np.array([told]),
+        )
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
         """Whether neither the total norm nor the loss is larger than any before."""

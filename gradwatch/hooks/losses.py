@@ -117,6 +117,8 @@ def without_scale(loss: Value, scale: Number | None) -> Number:
 
 def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | None, str]:
     """(what the gradient of these roots is the gradient of, why it is not known)."""
+    if len(roots) == 1 and _plain_number(roots[0]) and _plain_number(weights[0]):  # almost every backward
+        return roots[0].item() * weights[0].item(), ""  # sync: CPU tensors
     total: Value | None = None
     for root, weight in zip(roots, weights, strict=True):
         if not isinstance(root, Tensor):
@@ -129,6 +131,10 @@ def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | Non
         value = _times(found, factor)
         total = value if total is None else _sum(total, value)
     return total, ""
+
+
+def _plain_number(tensor: Any) -> bool:
+    return type(tensor) is Tensor and on_host(tensor) and tensor.numel() == 1 and tensor.is_floating_point()
 
 
 def _readable(tensor: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -299,19 +300,9 @@ class Holding:
         self._buffers.learn()
         for position, tensor in enumerate(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._hears(call, position))
+                tensor.register_hook(partial(_gradient, self, call, position))
         self.calls.append(call)
         self._make_room()
-
-    def _hears(self, call: Call, position: int) -> Callable[[Tensor], None]:
-        @untraced
-        def hear(grad: Tensor) -> None:
-            try:
-                modes.unseen(self._hear, call, position, grad)
-            except Exception as error:
-                self._failed("localise", error)
-
-        return hear
 
     def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
         if grad is None or call.reason or torch.compiler.is_dynamo_compiling():
@@ -343,6 +334,15 @@ class Holding:
                 return
             self.calls.popleft()
             self.dropped += 1
+
+
+@untraced
+def _gradient(holding: Holding, call: Call, position: int, grad: Tensor) -> None:
+    """A gradient has reached an output of the call; nothing is made of it."""
+    try:
+        modes.unseen(holding._hear, call, position, grad)
+    except Exception as error:
+        holding._failed("localise", error)
 
 
 def shared(model: nn.Module) -> str:

@@ -21,6 +21,9 @@ from gradwatch.taps.dynamo import untraced
 
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_run_backward: Callable[[ImperativeEngine], Any] = (
+    ImperativeEngine.run_backward.__get__
+)  # bound, as a lookup gives it
 
 
 class BackwardCall(NamedTuple):
@@ -66,10 +69,9 @@ class _Engine(ImperativeEngine):
             finally:
                 if aside is not None:
                     aside.put_back()
-            return super().run_backward
         except Exception as error:
             guard.fault("capture", error)
-        return super().run_backward
+        return _run_backward(self)
 
 
 def listen(about_to_run: Listener) -> Callable[[], None]:
@@ -100,9 +102,9 @@ def _call_of(frame: Any) -> BackwardCall:
     found = frame.f_locals
     args, named = found.get("args", ()), found.get("kwargs", {})
     return BackwardCall(
-        roots=found.get("t_outputs", ()),
-        grad_roots=args[0] if args else (),
-        inputs=args[3] if len(args) > 3 else (),
-        accumulates=bool(named.get("accumulate_grad", False)),
-        nested=_graph_task() != _OUTSIDE,
+        found.get("t_outputs", ()),
+        args[0] if args else (),
+        args[3] if len(args) > 3 else (),
+        bool(named.get("accumulate_grad", False)),
+        _graph_task() != _OUTSIDE,
     )

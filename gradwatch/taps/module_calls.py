@@ -66,11 +66,12 @@ class _AndOurs:
 
     def __init__(self, torch_has: dict[int, Any], hook: Callable[..., Any]) -> None:
         self._torch_has = torch_has
-        self._hook = hook
+        self._ours = self, hook
+        self._alone = (self._ours,)
 
     def items(self) -> tuple[tuple[Any, Any], ...]:
         """(id, hook) of each; ours has an id that no handle of torch has."""
-        return (*self._torch_has.items(), (self, self._hook))
+        return (*self._torch_has.items(), self._ours) if self._torch_has else self._alone
 
 
 class _Noticed:

@@ -84,7 +84,8 @@ def step_begins(under_way: Callable[[], int]) -> None:
         _stepping[thread] += 1
         TOTALS.nested += 1
         return
-    settle()
+    if _stepping.get(thread):  # it has not ended: an exception ended it
+        TOTALS.raised += 1
     _stepping[thread] = 1
     _outermost[thread] = next(_numbers)
     TOTALS.steps += 1
@@ -104,11 +105,7 @@ def settle() -> None:
 def step_ends() -> None:
     """The step that began last on this thread has returned."""
     thread = threading.get_ident()
-    open_steps = _stepping.get(thread, 0)
-    if open_steps > 1:
-        _stepping[thread] = open_steps - 1
-    else:
-        _stepping.pop(thread, None)
+    _stepping[thread] = max(0, _stepping.get(thread, 0) - 1)
 
 
 @contextmanager
