@@ -49,6 +49,7 @@ class Courses:
         self._drops = drops_micro(engine.ruleset)
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
         self._hears_scale: list[Callable[[], None]] = []
+        self.most_parameters = 0  # named in the lanes at one time, each counted once
 
     def __iter__(self) -> Iterator[Course]:
         return iter(self.by_lane.values())
@@ -126,7 +127,8 @@ class Courses:
         sites = with_modules(self._ranks.sites(lane), modules)
         sites = self._ranks.with_ranks(lane, sites)
         before, moved = self.by_lane.get(lane.index), self.moved_to_step(lane)
-        if before is not None and not moved and sites.alike(before.bound.sites):  # an optimizer after another
+        alike = before is not None and sites.alike(before.bound.sites)
+        if before is not None and alike and not moved:  # an optimizer after another
             bound, state = before.bound, before.state
         else:
             bound = (self._at_step if moved else self._engine).bind(sites)
@@ -140,6 +142,8 @@ class Courses:
             vitals.load(before.vitals.to_dict())
             vitals.suspected, vitals.looked = before.vitals.suspected, before.vitals.looked
         course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals, lane)
+        if not alike:
+            self._count_parameters()
         if self.in_backward and not lane.without_optimizer:
             self._limit(course, lane, taps, before)
         if self._drops and not lane.without_optimizer:
@@ -242,10 +246,10 @@ class Courses:
         shared = set(lanes[0]).intersection(*lanes[1:]) if lanes else set()
         return {rule: lanes[0][rule] for rule in sorted(shared)}
 
-    def parameters(self) -> int:
-        """How many parameters the lanes have, each counted once."""
+    def _count_parameters(self) -> None:
         named = (zip(course.sites.names, course.sites.kinds, strict=True) for course in self)
-        return len({name for sites in named for name, kind in sites if kind == "param"})
+        found = {name for sites in named for name, kind in sites if kind == "param"}
+        self.most_parameters = max(self.most_parameters, len(found))
 
     # -- states ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from gradwatch.account import NOT_ARMED
 from gradwatch.backward_rules import refused_in_backward
 from gradwatch.engine import Engine
 from gradwatch.engine.unfit import Refusal, disarmed, not_armed, refuse
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, UnfitRulesError
 from gradwatch.hooks.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.hooks.modules import ModuleTaps, taps_on
 from gradwatch.hooks.shards import torn
@@ -51,7 +51,7 @@ class Fitting:
     ) -> ModuleTaps | None:
         """The module taps that rules ask for; None where no rule does, or where they are off.
 
-        Raises `AttachError` where the modules cannot be tapped so, unless `lenient`.
+        Raises `UnfitRulesError` where the modules cannot be tapped so, unless `lenient`.
         """
         asked, needs = engine.ruleset.modules, engine.needs.only(MODULE_COLUMNS)
         if asked is None or not needs.columns:
@@ -60,7 +60,7 @@ class Fitting:
             return taps_on(models, asked.names, asked.tap, needs, failed)
         except AttachError as error:
             if not self.lenient:
-                raise
+                raise UnfitRulesError(str(error)) from None
             self.off[f"modules:{asked.tap}"] = f"{NOT_ARMED}{error}"
             self._unsaid.append(f"modules: {error}")
             return None

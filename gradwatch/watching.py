@@ -269,11 +269,11 @@ class Watch(Loop):
         if self._before is None:
             return Account()
         self._catch_up()
-        totals, courses = self._publishing.totals, self._courses
+        totals, courses, boundary = self._publishing.totals, self._courses, self._boundary
         waiting = courses.warming_up() if totals.judged else {}
         return Account(
             taken=TOTALS.taken().since(self._before, self._elsewhere() - self._steps_elsewhere),
-            watched=totals.watched(self._boundary.steps, courses.parameters()),
+            watched=totals.watched(boundary.steps, boundary.optimizers.count, courses.most_parameters),
             ended="stopped" if totals.stopped else self._ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),

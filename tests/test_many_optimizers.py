@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.journal import read_journal
+from gradwatch.account import Account
+from gradwatch.journal import EndEntry, read_journal
 from tests.test_launch_anchors import NET, ended
 from tests.test_launch_training import run
 
@@ -92,6 +93,15 @@ def test_each_optimizer_costs_the_same(told: tuple[dict[str, Any], Path]) -> Non
     tenth, fiftieth = told[0]["calls"]
     assert fiftieth <= EACH
     assert abs(fiftieth - tenth) <= tenth / 5
+
+
+def test_every_optimizer_counts_once(told: tuple[dict[str, Any], Path]) -> None:
+    """The account has all 121, whatever took over the place of another, and the parameters there were at one time."""
+    ((*_, end),) = [list(journal.entries()) for journal in read_journal(told[1] / "runs" / "r")]
+    assert isinstance(end, EndEntry)
+    account = Account.from_dict(end.account)
+    assert (account.watched.optimizers, account.taken.stepped) == (121, 121)
+    assert account.watched.parameters == 12
 
 
 def test_a_slot_taken_again_is_of_its_new_parameter(told: tuple[dict[str, Any], Path]) -> None:

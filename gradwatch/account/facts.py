@@ -21,6 +21,7 @@ class Taken:
     clips: int = 0
     rejected: int = 0
     optimizers: int = 0
+    stepped: int = 0
     raised: int = 0
 
     def since(self, before: Taken, elsewhere: int = 0) -> Taken:
@@ -46,8 +47,10 @@ class Watched:
 
     `steps` optimizer steps taken, `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
-    step was seen; `provisional` and `unjudged` steps of those watched. `parameters` of `optimizers`; `coverage` 0..1 of
-    the parameters that want a gradient. `own_seconds` of `seconds` were gradwatch's.
+    step was seen; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
+    rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
+    one takes its place); `coverage` 0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were
+    gradwatch's.
     """
 
     steps: int = 0

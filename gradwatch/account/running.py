@@ -23,7 +23,6 @@ class RunningTotals:
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
         self.unfed = Unfed()
-        self.optimizers: set[int] = set()
 
     def observe(self, record: Record) -> None:
         """Add one published Record."""
@@ -35,8 +34,6 @@ class RunningTotals:
             self.rejected += 1
         if "observed_only" in snapshot.scalars:
             self.unowned += 1
-        else:
-            self.optimizers.add(snapshot.optimizer)
         self.unfed.observe(snapshot)
         if self._began is None:  # its cost is that of attaching
             self._began = record.wall_time
@@ -51,7 +48,7 @@ class RunningTotals:
         """Records that every rule could judge."""
         return self.records - self.provisional - self.unjudged
 
-    def watched(self, steps: int, parameters: int) -> Watched:
+    def watched(self, steps: int, optimizers: int, parameters: int) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`."""
         return Watched(
             steps=steps,
@@ -60,7 +57,7 @@ class RunningTotals:
             provisional=self.provisional,
             unjudged=self.unjudged,
             unowned=self.unowned,
-            optimizers=len(self.optimizers),
+            optimizers=optimizers,
             parameters=parameters,
             coverage=self.coverage,
             own_seconds=self.own_seconds,

@@ -32,6 +32,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "steps_taken": taken.steps,
         "rejected": taken.rejected or "",
         "optimizers": seen.optimizers,
+        "optimizers_stepped": "" if taken.stepped == seen.optimizers else taken.stepped,
         "parameters": seen.parameters,
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
@@ -109,8 +110,16 @@ def _steps(account: Account) -> str:
 
 def _what(account: Account) -> str:
     seen = account.watched
-    optimizers = f"{seen.optimizers:,} optimizer{'' if seen.optimizers == 1 else 's'}"
-    return f"{optimizers}, {seen.parameters:,} parameters, coverage {seen.coverage:.0%}"
+    return f"{_optimizers(account)}{seen.parameters:,} parameters, coverage {seen.coverage:.0%}"
+
+
+def _optimizers(account: Account) -> str:
+    """Watched ones, "of" those stepped where these are others; "" where there is none, or their number is not known."""
+    seen, stepped = account.watched.optimizers, account.taken.stepped
+    if not (seen or stepped):
+        return ""
+    of = f" of {stepped:,}" if stepped > seen else ""
+    return f"{seen:,}{of} optimizer{'' if max(seen, stepped) == 1 else 's'}, "
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -66,7 +66,10 @@ def account_of_endpoint(where: Path) -> Account | None:
 
 
 def account_of_metrics(text: str) -> Account:
-    """The account that a scrape amounts to, as far as metrics tell it."""
+    """The account that a scrape amounts to, as far as metrics tell it: not how many optimizers there were.
+
+    An `optimizer` label is taken over by the next optimizer once one is gone.
+    """
     totals: dict[str, float] = {}
     coverage, fired, actions, inactive = 1.0, dict[str, int](), dict[str, int](), dict[str, str]()
     rules: set[str] = set()
@@ -87,7 +90,6 @@ def account_of_metrics(text: str) -> Account:
         return int(totals.get(f"gradwatch_{name}", 0))
 
     rejected = number("scaler_skips_total")
-    optimizers = sum(series[0] == "gradwatch_steps_total" for series in _SERIES.findall(text))
     return Account(
         Taken(
             backwards=number("process_backwards_total"),
@@ -99,7 +101,6 @@ def account_of_metrics(text: str) -> Account:
         Watched(
             steps=number("steps_total") - rejected,
             rejected=rejected,
-            optimizers=optimizers,
             parameters=number("params"),
             coverage=coverage,
         ),

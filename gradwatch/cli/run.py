@@ -14,7 +14,7 @@ from gradwatch.errors import AttachError, GradwatchError, RuleFileError
 
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
-Nothing in the script changes: its models and optimizers are found at the first optimizer step. argv, cwd,
+Nothing in the script changes: its models and optimizers are found before the first backward. argv, cwd,
 exit status, signals and tracebacks are those of the command itself. A script that calls gradwatch.watch wins.
 GRADWATCH=0 turns everything off."""
 
@@ -51,8 +51,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--strict-rules",
         action="store_true",
-        help="exit 2 before the first step where a rule or group matches nothing of the model (default: that rule is "
-        "off, which is said, and the others protect)",
+        help="exit 2 before the first step where a rule or group matches nothing of the model, or where an action, a "
+        "place of 'clip:' or a tap that the rules ask for cannot be had on it or its ranks (default: each of these is "
+        "off by itself, which is said, and all else protects)",
     )
     parser.add_argument(
         "--quiet",

@@ -32,6 +32,7 @@ from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.window import Window
 from gradwatch.snapshot import Decision
 from gradwatch.taps import closure_calls, guard, modes, process_totals
+from gradwatch.taps.distinct import Distinct
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -54,6 +55,7 @@ class Boundary:
         self._registrations = capture.coverage.registrations
         self._spent = capture.spent
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
+        self.optimizers = Distinct()  # of which a step was measured
         self._counted = 0  # number of the step counted last
         self._thread: int | None = None  # that took the last step
         self._removes = [step_hooks.listen(self), precision.listen(self), guard.listen(judge.failed)]
@@ -78,8 +80,9 @@ class Boundary:
         self._guarded(self._in_backward.settle_deferred)
         self._by_hand.settle()
 
-    def _count(self) -> None:
+    def _count(self, optimizer: Optimizer) -> None:
         """One more step was measured, unless it is the one counted last."""
+        self.optimizers.add(optimizer)
         number = process_totals.present_step()
         if number != self._counted:
             self._counted = number
@@ -142,7 +145,7 @@ class Boundary:
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if self._judge.owns(optimizer):
             self._in_backward.step(optimizer)
-            self._count()
+            self._count(optimizer)
 
     # -- closures ----------------------------------------------------------------------------------------
 
@@ -266,13 +269,13 @@ class Boundary:
         if not lane.on_cpu and not self._must_wait(lane, optimizer):
             waiting.judge_arrived()
             waiting.add(self._judge.measure(lane, window))
-            self._count()
+            self._count(optimizer)
             self._acting.on_device(
                 optimizer, lane, self._judge.max_norm(lane), self._judge.skips_nonfinite(lane)
             )
             return
         measured = self._judge.measure(lane, window)
-        self._count()
+        self._count(optimizer)
         max_norm, turn = self._judge.max_norm(lane), self._evaluations.get(id(optimizer))
         if max_norm is not None and turn is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
@@ -375,6 +378,7 @@ class Boundary:
         window = self._settle(optimizer, lane, rejected=True)
         waiting = self._waiting(lane)
         measured = self._judge.measure(lane, window)
+        self.optimizers.add(optimizer)
         if lane.on_cpu or self._must_wait(lane, optimizer):
             waiting.judge_all(self._judging_failed)
             decision = measured.judge()

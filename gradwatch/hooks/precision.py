@@ -28,7 +28,7 @@ from gradwatch.hooks import step_hooks
 from gradwatch.hooks.device import Number, kept
 from gradwatch.taps import guard, modes
 from gradwatch.taps.dynamo import untraced, untraced_itself
-from gradwatch.taps.process_totals import TOTALS
+from gradwatch.taps.process_totals import step_rejected
 
 
 class ScalerListener(Protocol):
@@ -175,7 +175,7 @@ def _before_step(scaler: GradScaler, call: _Call) -> None:
 def _after_step(scaler: GradScaler, call: _Call) -> None:
     # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
     if step_hooks.begun() == call.begun and getattr(type(call.argument).step, "hooked", False):
-        TOTALS.rejected += 1
+        step_rejected(call.argument)
         for listener in tuple(_listeners):
             listener.rejected(call.argument)
 

@@ -137,7 +137,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
             return _shielded_before(optimizer, args, kwargs, True)
         if _IGNORED in optimizer.__dict__:
             return None
-        step_begins(_steps_open)
+        step_begins(optimizer, _steps_open)
         aside = modes.Aside() if modes.dispatching() or modes.functions() else None
         try:
             # Not over a copy: a launcher's listener may add the watch that must see this very step.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 
 from gradwatch.account import Taken
 from gradwatch.taps import backward_entry
+from gradwatch.taps.distinct import Distinct
 
 
 @dataclass(slots=True)
@@ -25,7 +26,8 @@ class ProcessTotals:
     `backwards` calls that add to `.grad`; `grad_calls` calls of `torch.autograd.grad`; `steps` calls of an optimizer's
     `step`, and `nested` those inside another one (`super().step()`, an optimizer that wraps an optimizer); `clips`
     calls of torch's `clip_grad_*`; `rejected` steps that a GradScaler kept from the optimizer; `optimizers` how many
-    were made; `raised` those of the `steps` that an exception ended, noticed when the thread steps again or exits.
+    were made, and `stepped` of how many a step began or was rejected; `raised` those of the `steps` that an exception
+    ended, noticed when the thread steps again or exits.
     """
 
     backwards: int = 0
@@ -35,6 +37,7 @@ class ProcessTotals:
     clips: int = 0
     rejected: int = 0
     optimizers: int = 0
+    stepped: int = 0
     raised: int = 0
 
     def taken(self) -> Taken:
@@ -48,6 +51,7 @@ class ProcessTotals:
 
 
 TOTALS = ProcessTotals()
+_optimizers = Distinct()  # those that were stepped, each counted once
 _counting: dict[object, Callable[[], None]] = {}  # who wants backwards counted, and under None the tap
 _stepping: dict[int, int] = {}  # optimizer steps under way, by thread
 _outermost: dict[int, int] = {}  # the number of the last step that was part of no other one, by thread
@@ -73,8 +77,8 @@ def _nothing() -> None:
     """What one of several users of the count has to undo."""
 
 
-def step_begins(under_way: Callable[[], int]) -> None:
-    """Count an optimizer step unless it is part of another one on this thread.
+def step_begins(optimizer: object, under_way: Callable[[], int]) -> None:
+    """Count a step of this optimizer unless it is part of another one on this thread.
 
     `under_way()` reads the number of steps from the thread's stack, this one included; it is asked only where a step
     seems to be open, which one that raised leaves behind too.
@@ -89,6 +93,15 @@ def step_begins(under_way: Callable[[], int]) -> None:
     _stepping[thread] = 1
     _outermost[thread] = next(_numbers)
     TOTALS.steps += 1
+    _optimizers.add(optimizer)
+    TOTALS.stepped = _optimizers.count
+
+
+def step_rejected(optimizer: object) -> None:
+    """A GradScaler has not called this optimizer's step."""
+    TOTALS.rejected += 1
+    _optimizers.add(optimizer)
+    TOTALS.stepped = _optimizers.count
 
 
 def present_step() -> int:
@@ -130,6 +143,7 @@ def _about_to_run(call: backward_entry.BackwardCall) -> None:
 def _start_again() -> None:
     """In a forked child: what the parent did is counted there."""
     TOTALS.reset()
+    _optimizers.reset()
     _stepping.clear()
     _outermost.clear()
 

@@ -49,6 +49,17 @@ def test_a_watched_run_is_one_line() -> None:
     ]
 
 
+def test_optimizers_are_told_of_those_that_were_stepped() -> None:
+    """All of them: one number; else both; none, as in a loop without one: not a word."""
+    watched = Watched(steps=9, optimizers=200, parameters=4)
+    some = lines(Account(Taken(steps=9, optimizers=300, stepped=201), watched))[0]
+    every = lines(Account(Taken(steps=9, optimizers=300, stepped=200), watched))[0]
+    none = lines(Account(Taken(backwards=3), Watched(unowned=3, parameters=4)))[0]
+    assert "· 200 of 201 optimizers, 4 parameters, coverage" in some
+    assert "· 200 optimizers, 4 parameters, coverage" in every
+    assert "· 4 parameters, coverage" in none
+
+
 def test_missing_steps_are_a_second_line_with_the_reason() -> None:
     """Of ten steps six were watched, and what is known of the others is said."""
     account = Account(
