@@ -22,10 +22,22 @@ from tests.kept import Kept
 
 PACKAGE = os.path.dirname(gradwatch.__file__)
 SKIP = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
+TAPS = """version: 1
+modules: {tap: full_backward, names: ["1", "2"]}
+rules:
+  local: {detect: {kind: above, of: norm_local, threshold: 1e9}}
+  after: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
+  before: {detect: {kind: above, of: grad_input_norm, threshold: 1e9}}
+  spread: {detect: {kind: above, of: activation_std, threshold: 1e9}}
+clip: {total: {method: norm, max_norm: 1.0e-3, scope: param}, at: backward}
+"""
 RULES = {
     "observe": "version: 1\nrules: {n: {detect: {kind: nonfinite}}}\n",
     "skip": SKIP,
     "closure": SKIP,
+    "taps": TAPS,
+    "outputs": TAPS.replace("full_backward", "output").replace(", of: grad_input_norm", ", of: norm"),
+    "micro": SKIP.replace("skip_step", "drop_micro"),
     "clip": SKIP + "clip: {total: {method: norm, max_norm: 0.5}}\n",
 }
 AT = 2  # the step into which the exception goes
@@ -156,6 +168,10 @@ ENTRIES = [
     ("hooks/step_hooks.py", "_before"),
     ("hooks/step_hooks.py", "_after"),
     ("taps/making.py", "__get__"),
+    ("taps/building.py", "noticed"),
+    ("taps/registered.py", "__get__"),
+    ("taps/registered.py", "_parameter"),
+    ("taps/registered.py", "_module"),
     ("hooks/coverage.py", "noticed"),
     ("hooks/limiter.py", "limit"),
     ("hooks/local.py", "observe"),
@@ -197,7 +213,5 @@ def test_what_torch_calls_begins_with_its_guard(file: str, name: str) -> None:
             for one in function.body
             if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
         ]
-        if file == "hooks/modules.py" and len(body) > 1 and isinstance(body[0], ast.For):
-            continue  # of a full-backward hook: calls two that are guarded
         assert isinstance(body[0], ast.Try)
         assert ast.unparse(body[0].handlers[0].type or ast.Constant(0)) == "Exception"

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.series import group_masks
 from gradwatch.errors import GradwatchError
+from gradwatch.interruption import not_ours
 from gradwatch.policies import (
     AdaptiveGradientClip,
     AnyPolicy,
@@ -181,7 +182,9 @@ def _again(ask: Callable[[], Any]) -> Any:
     """Ask twice if need be: a passing fault on one rank must not part it from the others, who have none."""
     try:
         return ask()
-    except Exception:
+    except Exception as error:
+        if not_ours(error):
+            raise
         return ask()
 
 

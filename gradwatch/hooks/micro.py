@@ -203,9 +203,7 @@ def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
     @untraced
     def first(grad: Tensor | None) -> None:
         try:
-            if tracing() or seen[0] == current():
-                return
-            found = owner()
+            found = None if tracing() or seen[0] == current() else owner()
             if found is not None:
                 with torch.no_grad():
                     found.begins(k, current())

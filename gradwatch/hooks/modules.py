@@ -158,10 +158,14 @@ class ModuleTaps:
         inputs, outputs = self._adder("grad_input_norm", m), self._adder("grad_output_norm", m)
 
         def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-            for grads, add in ((grad_input, inputs), (grad_output, outputs)):
-                for grad in grads if isinstance(grads, tuple) else (grads,):
-                    add(grad)
-            return None if self.bounds is None else self.bounds.bounded(m, grad_input)
+            try:
+                for grads, add in ((grad_input, inputs), (grad_output, outputs)):
+                    for grad in grads if isinstance(grads, tuple) else (grads,):
+                        add(grad)
+                return None if self.bounds is None else self.bounds.bounded(m, grad_input)
+            except Exception as error:
+                self._failed("modules", error)
+                return None
 
         return observe
 

@@ -70,8 +70,12 @@ class _AndOurs:
         self._alone = (self._ours,)
 
     def items(self) -> tuple[tuple[Any, Any], ...]:
-        """(id, hook) of each; ours has an id that no handle of torch has."""
-        return (*self._torch_has.items(), self._ours) if self._torch_has else self._alone
+        """(id, hook) of each; gradwatch's has an id that no handle of torch has."""
+        try:
+            return (*self._torch_has.items(), self._ours) if self._torch_has else self._alone
+        except Exception as error:
+            guard.fault("localise", error)
+        return tuple(self._torch_has.items())
 
 
 class _Noticed:
@@ -159,18 +163,17 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     try:
         changed = None
         heard = _heard.get(id(module))
-        if heard is None or not heard.before:
-            return None
-        kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
-        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
-        try:
-            for listener in tuple(heard.before):
-                given = listener(module, args, kwargs)
-                if given is not None:
-                    args = changed = given
-        finally:
-            if aside is not None:
-                aside.put_back()
+        if heard is not None and heard.before:
+            kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
+            aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+            try:
+                for listener in tuple(heard.before):
+                    given = listener(module, args, kwargs)
+                    if given is not None:
+                        args = changed = given
+            finally:
+                if aside is not None:
+                    aside.put_back()
         return changed
     except Exception as error:
         guard.fault("localise", error)
@@ -181,17 +184,16 @@ def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     try:
         changed = None
         heard = _heard.get(id(module))
-        if heard is None or not heard.after:
-            return None
-        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
-        try:
-            for listener in tuple(heard.after):
-                made = listener(module, args, output)
-                if made is not None:
-                    output = changed = made
-        finally:
-            if aside is not None:
-                aside.put_back()
+        if heard is not None and heard.after:
+            aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+            try:
+                for listener in tuple(heard.after):
+                    made = listener(module, args, output)
+                    if made is not None:
+                        output = changed = made
+            finally:
+                if aside is not None:
+                    aside.put_back()
         return changed
     except Exception as error:
         guard.fault("localise", error)

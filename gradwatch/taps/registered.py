@@ -202,15 +202,12 @@ class Registered:
             guard.fault("capture", error)
 
     def _state(self, module: nn.Module) -> None:
-        try:
-            self.clock += 1
-            self._unread.append((weakref.ref(module), self.clock))
-            if len(self._unread) > self._prune_at:
-                self._unread = [each for each in self._unread if each[0]() is not None]
-                self._prune_at = max(self._prune_at, 2 * len(self._unread))
-            self._building()
-        except Exception as error:
-            guard.fault("capture", error)
+        self.clock += 1
+        self._unread.append((weakref.ref(module), self.clock))
+        if len(self._unread) > self._prune_at:
+            self._unread = [each for each in self._unread if each[0]() is not None]
+            self._prune_at = max(self._prune_at, 2 * len(self._unread))
+        self._building()
 
 
 def _nothing() -> None:
@@ -226,8 +223,12 @@ class _Noticed:
 
     @untraced
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
-        if instance is not None:
-            self._noticed(instance)
+        try:
+            if instance is not None:
+                self._noticed(instance)
+            return self.original.__get__(instance, owner)
+        except Exception as error:
+            guard.fault("capture", error)
         return self.original.__get__(instance, owner)
 
 
