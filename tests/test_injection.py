@@ -191,7 +191,7 @@ ENTRIES = [
     ("hooks/flat.py", "_observe"),
     ("hooks/flat.py", "_begin"),
     ("localise/held.py", "guarded"),
-    ("localise/held.py", "hear"),
+    ("localise/held.py", "_gradient"),
     ("taps/backward_entry.py", "run_backward"),
     ("taps/closure_calls.py", "__get__"),
     ("taps/closure_calls.py", "returned"),

@@ -10,6 +10,7 @@ put the sharded gradients in their places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gradwatch.hooks.shards import offloaded
 from gradwatch.hooks.silence import is_silent
-from gradwatch.taps import module_calls
+from gradwatch.taps import modes, module_calls
 
 
 class FlatTaps:
@@ -44,13 +45,13 @@ class FlatTaps:
                 return
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._begin(module))
+                    leaf.register_hook(partial(self._begin, module))
         except Exception as error:
             self._failed("capture", error)
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module, _: Tensor) -> None:
         try:
-            self._heard([*flattened(module), *offloaded([module]).values()])
+            modes.unseen(self._heard, [*flattened(module), *offloaded([module]).values()])
         except Exception as error:
             self._failed("capture", error)
 

@@ -37,6 +37,7 @@ from gradwatch.hooks.rows import ROW
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.hooks.turn import Turn
 from gradwatch.hooks.window import Window
+from gradwatch.taps import modes
 from gradwatch.taps.dynamo import untraced
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -145,15 +146,18 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
 def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
     tracing, current = torch.compiler.is_dynamo_compiling, torch._C._current_graph_task_id
+    dispatching, functions = modes.dispatching, modes.functions
     task, low, high, seen, versions = turn.task, turn.low, turn.high, turn.seen, turn.versions
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
 
     @untraced
-    def limit(grad: Tensor | None) -> Tensor | None:
+    def limit(grad: Tensor | None, shown: bool = True) -> Tensor | None:
         try:
             # A custom Function may return None for it; compiled autograd: what this does would break its graph.
             if grad is None or tracing():
                 return None
+            if shown and (dispatching() or functions()):  # modes of the script's
+                return modes.unseen(limit, grad, False)
             if task[0] != current():
                 turn.begin(k)
             try:
@@ -179,14 +183,17 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
 def _closely(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
     """The hook of any other parameter."""
     tracing, current = torch.compiler.is_dynamo_compiling, torch._C._current_graph_task_id
+    dispatching, functions = modes.dispatching, modes.functions
     task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
     seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
 
     @untraced
-    def limit(grad: Tensor | None) -> Tensor | None:
+    def limit(grad: Tensor | None, shown: bool = True) -> Tensor | None:
         try:
             if grad is None or tracing():
                 return None
+            if shown and (dispatching() or functions()):
+                return modes.unseen(limit, grad, False)
             if task[0] != current():
                 turn.begin(k)
             if not on_cpu or not grad.is_cpu:

@@ -17,6 +17,7 @@ from gradwatch.hooks.exact import exact_norm
 from gradwatch.hooks.rows import ROW, UNDERFLOW
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.swapped import contents, revive
+from gradwatch.taps import modes
 from gradwatch.taps.dynamo import untraced
 
 
@@ -150,6 +151,7 @@ def _hooks(
 ) -> tuple[Hook, Hook]:
     """The two hooks of one parameter. They must not reach the LocalNorms: parameter -> hook -> object leaks."""
     tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what they do would break its graph
+    dispatching, functions = modes.dispatching, modes.functions
     small = param.is_cpu and param.dtype is torch.float32 and param.numel() <= ROW
     found = _norm_of_small if small else alias
 
@@ -159,7 +161,7 @@ def _hooks(
             # A custom Function may return None for it.
             if tracing() or grad is None or (not grad.is_cpu and capturing()):
                 return
-            kept = found(grad)
+            kept = modes.unseen(found, grad) if dispatching() or functions() else found(grad)
             if kept is not None:
                 running.arrives(k, kept)
         except Exception as error:
@@ -169,7 +171,10 @@ def _hooks(
     def accumulated(_: Tensor) -> None:
         try:
             if not tracing():
-                running.accumulated(k)
+                if dispatching() or functions():  # modes of the script's
+                    modes.unseen(running.accumulated, k)
+                else:
+                    running.accumulated(k)
         except Exception as error:
             failed("norm_local", error)
 

@@ -25,7 +25,7 @@ from gradwatch.hooks.host import HostReading
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.norms import CpuReader, Detail, inspect
 from gradwatch.hooks.window import Window
-from gradwatch.taps import guard
+from gradwatch.taps import guard, modes
 from gradwatch.taps.dynamo import untraced
 
 SCALED = (
@@ -206,7 +206,7 @@ def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
             found = None if tracing() or seen[0] == current() else owner()
             if found is not None:
                 with torch.no_grad():
-                    found.begins(k, current())
+                    modes.unseen(found.begins, k, current())
         except Exception as error:
             failed("action", error)
 

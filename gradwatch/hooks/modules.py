@@ -30,7 +30,7 @@ from gradwatch.hooks.names import named_modules
 from gradwatch.hooks.sampling import Sampled
 from gradwatch.hooks.silence import is_silent
 from gradwatch.snapshot import Sites
-from gradwatch.taps import module_calls
+from gradwatch.taps import modes, module_calls
 from gradwatch.taps.dynamo import untraced
 
 TapKind = Literal["output", "full_backward"]
@@ -157,12 +157,15 @@ class ModuleTaps:
     def _backward(self, m: int) -> Callable[..., Any]:
         inputs, outputs = self._adder("grad_input_norm", m), self._adder("grad_output_norm", m)
 
+        def heard(grad_input: Any, grad_output: Any) -> Any:
+            for grads, add in ((grad_input, inputs), (grad_output, outputs)):
+                for grad in grads if isinstance(grads, tuple) else (grads,):
+                    add(grad)
+            return None if self.bounds is None else self.bounds.bounded(m, grad_input)
+
         def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
             try:
-                for grads, add in ((grad_input, inputs), (grad_output, outputs)):
-                    for grad in grads if isinstance(grads, tuple) else (grads,):
-                        add(grad)
-                return None if self.bounds is None else self.bounds.bounded(m, grad_input)
+                return modes.unseen(heard, grad_input, grad_output)
             except Exception as error:
                 self._failed("modules", error)
                 return None
@@ -173,15 +176,17 @@ class ModuleTaps:
         heard, failed = self._heard[column], self._failed
         tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what follows would break its graph
 
+        def add_square(grad: Tensor) -> None:
+            kept = alias(grad)
+            if kept is not None:
+                square = torch.linalg.vector_norm(dense(kept).float()).square()
+                heard[m] = square if m not in heard else heard[m] + square
+
         @untraced
         def add(grad: Tensor | None) -> None:
             try:
-                if tracing() or not isinstance(grad, Tensor) or capturing():
-                    return
-                kept = alias(grad)
-                if kept is not None:
-                    square = torch.linalg.vector_norm(dense(kept).float()).square()
-                    heard[m] = square if m not in heard else heard[m] + square
+                if not tracing() and isinstance(grad, Tensor) and not capturing():
+                    modes.unseen(add_square, grad)
             except Exception as error:
                 failed("modules", error)
 

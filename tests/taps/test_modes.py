@@ -21,6 +21,30 @@ rules:
   n: {detect: {kind: nonfinite}, do: [skip_step]}
   high: {detect: {kind: above, of: total_norm, threshold: 1.0e+6}}
 """
+LOCAL = "version: 1\nrules: {a: {detect: {kind: above, of: norm_local, threshold: 1e9}}}\n"
+MODULES = """version: 1
+modules: {tap: TAP, names: ["1", "2"]}
+rules:
+  after: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
+  spread: {detect: {kind: above, of: activation_std, threshold: 1e9}}
+"""
+BOUNDED = """
+  explosion:
+    detect: {kind: above, of: grad_input_norm, threshold: 1e-9}
+    scope: module
+    do: [clip: {to: 1e-9, at: backward}]
+"""
+BACKWARD = "version: 1\nrules: {}\nclip: {total: {method: %s}, at: backward}\n"
+OPT_IN = {
+    "local": LOCAL,
+    "output": MODULES.replace("TAP", "output"),
+    "full backward": MODULES.replace("TAP", "full_backward"),
+    "module bound": MODULES.replace("TAP", "full_backward") + BOUNDED,
+    "norm": BACKWARD % "norm, max_norm: 1.0e-3, scope: param",
+    "value": BACKWARD % "value, clip_value: 1.0e-4",
+    "agc": BACKWARD % "agc, ratio: 1.0e-4",
+    "micro": "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [drop_micro]}}\n",
+}
 CLIP = RULES + "clip: {total: {method: norm, max_norm: 1.0e-3}}\n"
 
 
@@ -71,12 +95,18 @@ def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch
         optimizer.step()
 
 
-def seen(kind: str, mode: type[Dispatched] | type[Called], rules: str | None, folder: Path) -> list[str]:
+def seen(
+    kind: str, mode: type[Dispatched] | type[Called], rules: str | None, folder: Path, large: bool = False
+) -> list[str]:
     """What a mode notes that is active in the last two of four steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if large:  # more than is read at a glance
+        model[0] = nn.Linear(3, 40_000)
+        model[2] = nn.Linear(40_000, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     gw = None
     if rules is not None:
         gw = gradwatch.watch(
@@ -104,6 +134,17 @@ def test_a_mode_sees_the_same_with_and_without_a_watch(
     assert bare
     assert seen(kind, mode, RULES, tmp_path) == bare
     assert seen(kind, mode, CLIP, tmp_path) == bare
+
+
+@pytest.mark.parametrize("mode", [Dispatched, Called])
+@pytest.mark.parametrize("tap", OPT_IN)
+def test_a_mode_sees_the_same_with_and_without_a_tap(
+    tap: str, mode: type[Dispatched] | type[Called], tmp_path: Path
+) -> None:
+    """With every tap that is asked for: hooks inside the backward read, and clip, in the script's thread."""
+    for large in (False, True):
+        bare = seen("plain", mode, None, tmp_path, large)
+        assert seen("plain", mode, OPT_IN[tap], tmp_path, large) == bare
 
 
 def test_modes_are_put_back_whatever_is_raised() -> None:
