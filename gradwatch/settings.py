@@ -20,6 +20,11 @@ DEFAULT_SINKS = (SinkSpec("prometheus"), SinkSpec("journal"), SinkSpec("log"))
 DEFAULT_DIR = "gradwatch-runs"
 LAUNCHED_IN = "GRADWATCH_LAUNCH_DIR"
 """The working folder of `gradwatch run`: there its runs are looked for, wherever the script has gone since."""
+ROOT = "GRADWATCH_RUN_ROOT"
+"""The folder of all runs that `gradwatch run` has found to be meant by options, environment and rule file."""
+TELLER = "GRADWATCH_TELLER"
+"""`PID:RANK:HOST:SECONDS` of the process of a launch whose account, at its end, includes those of its children,
+and when it began (Unix seconds)."""
 
 
 def enabled(env: Mapping[str, str] = os.environ) -> bool:
@@ -30,6 +35,19 @@ def enabled(env: Mapping[str, str] = os.environ) -> bool:
 def quiet_asked(env: Mapping[str, str] = os.environ) -> bool:
     """Whether `--quiet` (GRADWATCH_QUIET) asks for no account at the end."""
     return env.get("GRADWATCH_QUIET", "0") not in ("", "0")
+
+
+def told_by(env: Mapping[str, str] = os.environ) -> int:
+    """The process whose printed account includes this one's, by its id; 0 where this one prints its own.
+
+    One of several ranks (WORLD_SIZE) prints its own, and that of what it starts, which has its RANK.
+    """
+    pid, _, rest = env.get(TELLER, "").partition(":")
+    rank, _, rest = rest.partition(":")
+    if not pid.isdigit() or int(pid) == os.getpid() or rest.partition(":")[0] != platform.node():
+        return 0
+    of_another_rank = env.get("RANK", "") != rank and _number(env, "WORLD_SIZE", 1) > 1
+    return 0 if of_another_rank else int(pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +151,7 @@ def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) 
         },
         rules=rules,
         rules_digest=ruleset.digest,
+        told_by=told_by(env),
     )
 
 

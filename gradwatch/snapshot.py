@@ -387,7 +387,10 @@ class RuleInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Identity of a run, fixed at attach. `directory` is the run's own folder (it may not exist yet)."""
+    """Identity of a run, fixed at attach. `directory` is the run's own folder (it may not exist yet).
+
+    `told_by` is the process whose account, printed at its end, includes this one's (0 = this process prints its own).
+    """
 
     run_id: str
     directory: str
@@ -402,3 +405,4 @@ class RunInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[RuleInfo, ...] = ()
     rules_digest: str = ""
+    told_by: int = 0

@@ -25,7 +25,7 @@ from gradwatch.hooks.lifetimes import Lifetimes
 from gradwatch.localise.early import Early
 from gradwatch.loop import Loop
 from gradwatch.process import here
-from gradwatch.settings import Settings, quiet_asked
+from gradwatch.settings import Settings, quiet_asked, told_by
 from gradwatch.sinks import Sink
 from gradwatch.snapshot import CheckpointHealth
 from gradwatch.taps.process_totals import TOTALS, count_backwards, settle
@@ -38,8 +38,9 @@ _concluded: list[Account] = []  # of the watches closed so far, put together in 
 
 def account_of_process() -> Account:
     """What this process did, beside what all its watches, closed or not, have seen of it."""
-    live = [one.account() for one in _live.all() if not one._concluding]
-    return merged([*_concluded, *live], TOTALS.taken())
+    here_now = [one for one in _live.all() if one.run.pid == here[0]]
+    found = [*_concluded, *(one.account() for one in here_now if not one._concluding)]
+    return merged(found, TOTALS.taken()) if found else Account(TOTALS.taken(), told_by=told_by())
 
 
 def _forget_accounts() -> None:
@@ -282,6 +283,7 @@ class Watch(Loop):
             rules=len(self.run.rules),
             directory=self.run.directory if os.path.isdir(self.run.directory) else "",
             rank=self.run.rank,
+            told_by=self.run.told_by,
         )
 
     def _unfed(self) -> dict[str, str]:
@@ -388,7 +390,7 @@ class Watch(Loop):
 
     def _conclude(self) -> None:
         """Tell the sinks what this watch comes to; once."""
-        if self._concluding:
+        if self._concluding or self.run.pid != here[0]:  # forked: the account is the parent's
             return
         self._concluding = True
         try:

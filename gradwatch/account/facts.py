@@ -29,6 +29,12 @@ class Taken:
         rest = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
         return Taken(**{**rest, "steps": max(0, rest["steps"] - elsewhere)})
 
+    def __add__(self, other: Taken) -> Taken:
+        """What two processes did."""
+        return Taken(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        )
+
     @property
     def trained(self) -> bool:
         """Whether anything was done that training does: evaluation alone runs no backward and no step."""
@@ -38,6 +44,7 @@ class Taken:
 NOTHING_TAKEN = Taken()
 NOT_ARMED = "not armed: "
 """Begins the reason in `Account.inactive` for a rule that judges, but whose actions are off; or for a clip."""
+NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running")
 COUNTS = ("steps", "rejected", "unowned", "cleared", "provisional", "unjudged", "optimizers", "parameters")
 
 
@@ -79,6 +86,9 @@ class Account:
     actions is off (`NOT_ARMED`), `no_data` why a rule was
     never evaluated, by rule; `rules` how many are enabled. `reasons` are what is known to have kept steps from being
     watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
+
+    `told_by` is the process whose printed account includes this one, 0 where it is its own. Where it includes others,
+    `processes` is how many of all trained, `lost` how many gave no account and are gone, `running` how many run on.
     """
 
     taken: Taken = NOTHING_TAKEN
@@ -92,11 +102,16 @@ class Account:
     reasons: tuple[str, ...] = ()
     directory: str = ""
     rank: int = 0
+    told_by: int = 0
+    processes: int = 1
+    lost: int = 0
+    running: int = 0
 
     @property
     def told(self) -> bool:
         """Whether there is anything to tell: the process trained, or something was watched in it."""
-        return self.taken.trained or bool(self.watched.steps or self.watched.rejected)
+        seen = self.watched.steps or self.watched.rejected or self.lost or self.running
+        return self.taken.trained or bool(seen)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -119,8 +134,8 @@ class Account:
             known["reasons"] = tuple(map(str, document.get("reasons", ())))
             for name in ("ended", "directory"):
                 known[name] = str(document.get(name, ""))
-            for name in ("rules", "rank"):
-                known[name] = int(document.get(name, 0))
+            for name in NUMBERS:
+                known[name] = int(document.get(name, name == "processes"))
             return cls(**known)
         except (AttributeError, TypeError, OverflowError) as error:
             raise ValueError(f"not an account: {error}") from error
@@ -150,7 +165,13 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         reasons=tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         directory=next((one.directory for one in reversed(found) if one.directory), ""),
         rank=min(one.rank for one in found),
+        told_by=min(one.told_by for one in found),
     )
+
+
+def total(taken: Iterable[Taken]) -> Taken:
+    """What several processes did."""
+    return sum(taken, NOTHING_TAKEN)
 
 
 def _of(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,10 @@ def _gaps(account: Account) -> Iterator[str]:
     seen = account.watched
     if seen.coverage < 1:
         yield f"{1 - seen.coverage:.0%} of the parameters were not measured at the last step"
+    if account.lost:
+        yield f"{_processes(account.lost)} gave no account (killed, or left by os._exit)"
+    if account.running:
+        yield f"{_processes(account.running)} still running"
     if seen.unjudged:
         yield f"{_many(seen.unjudged, 'watched step')} could not be judged (internal errors, see the journal)"
 
@@ -77,6 +81,10 @@ def _hidden(account: Account) -> str:
     if account.taken.optimizers:
         return "the optimizers made were never stepped, or in a way that torch's step hooks do not see"
     return "weights, if they moved, were moved by the script itself"
+
+
+def _processes(count: int) -> str:
+    return f"{count:,} process{'' if count == 1 else 'es'}"
 
 
 def _many(count: int, what: str) -> str:

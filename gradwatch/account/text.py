@@ -105,6 +105,8 @@ def _steps(account: Account) -> str:
         told += f" and {seen.rejected:,} of {taken.rejected:,} rejected by a GradScaler"
     if seen.unowned:
         told += f", {seen.unowned:,} windows without an optimizer"
+    if account.processes > 1:
+        told += f" in {account.processes:,} processes"
     return told
 
 

@@ -73,7 +73,7 @@ def handle(arguments: argparse.Namespace) -> int:
         become(tuple(command), os.environ)
     rules = arguments.rules or os.environ.get("GRADWATCH_RULES") or "default"
     try:
-        check(rules, arguments)
+        root = check(rules, arguments)
     except (RuleFileError, AttachError) as error:
         complain(str(error))
         if arguments.on_config_error == "exit":
@@ -81,15 +81,16 @@ def handle(arguments: argparse.Namespace) -> int:
         complain("gradwatch: refused; running unwatched, as --on-config-error=continue asks")
         become(tuple(command), os.environ)
     from gradwatch.launch.command import prepare
+    from gradwatch.settings import ROOT
 
-    launch = prepare(command, settings(arguments), os.environ)
+    launch = prepare(command, {**settings(arguments), ROOT: root}, os.environ)
     if launch.note:
         complain(paint(f"gradwatch: {launch.note}", "yellow", sys.stderr))
     return become(launch.argv, launch.env)
 
 
-def check(source: str, arguments: argparse.Namespace) -> None:
-    """Refuse what would leave the command unwatched, or unlike what was asked.
+def check(source: str, arguments: argparse.Namespace) -> str:
+    """Refuse what would leave the command unwatched, or unlike what was asked; the absolute folder of all runs.
 
     Raises:
         RuleFileError: with everything wrong in the rule file, and what of it cannot be had here.
@@ -109,6 +110,7 @@ def check(source: str, arguments: argparse.Namespace) -> None:
             parse_listen(given.listen)
         except ValueError as error:
             raise AttachError(str(error)) from None
+    return given.run_root(ruleset)
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:

@@ -20,6 +20,7 @@ from gradwatch.journal.frames import Damage, FrameScanner
 from gradwatch.journal.replay import RecordedStep, join_records
 from gradwatch.snapshot import Event
 
+_TAIL = 1 << 20
 _NAME = re.compile(r"(?P<stem>rank(?P<rank>\d+)-attempt(?P<attempt>\d+))(?:\.(?P<segment>\d+))?\.gwj")
 
 
@@ -85,6 +86,20 @@ class JournalReader:
     def run(self) -> RunEntry | None:
         """Who wrote this journal; None where no file says so any more."""
         return next((entry for entry in self.entries() if isinstance(entry, RunEntry)), None)
+
+    def end(self) -> EndEntry | None:
+        """How it ends, by its last MiB; None where it has none (yet)."""
+        last = None
+        for path in self.files[-1:]:
+            with suppress(FileNotFoundError), opened(path) as scanner:
+                scanner.offset = max(0, os.path.getsize(path) - _TAIL)
+                while (found := scanner.read()) is not None:
+                    last = last if isinstance(found, Damage) else found.payload
+        try:
+            entry = None if last is None else decode_entry(last)
+        except ValueError:
+            return None
+        return entry if isinstance(entry, EndEntry) else None
 
     def entries(self) -> Generator[Entry, None, None]:
         """Every readable entry, in the order written."""

@@ -28,6 +28,7 @@ from gradwatch.launch import ending
 from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.taps import backward_entry, guard, making
+from gradwatch.taps.process_totals import count_backwards
 from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def arm() -> None:
     """Know modules and optimizers from now on; called once torch has been imported. Idempotent."""
     if not _agents:
         ending.arm()
+        count_backwards()
         _agents.append(Agent())
 
 

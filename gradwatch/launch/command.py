@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwatch.settings import LAUNCHED_IN
+from gradwatch.settings import LAUNCHED_IN, TELLER
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 ISOLATED = Path(__file__).resolve().parent / "isolated.py"
@@ -44,6 +44,7 @@ def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mappin
     # Of this very process: it becomes the command.
     env = {**environ, **settings, "GRADWATCH_LAUNCH": "1", "GRADWATCH_LAUNCH_PID": str(os.getpid())}
     env.pop(LAUNCHED_IN, None)
+    env.pop(TELLER, None)
     with suppress(FileNotFoundError):  # the working folder is gone; with `--dir` nothing is missing
         env[LAUNCHED_IN] = os.getcwd()
     env["PYTHONPATH"] = os.pathsep.join(_python_path(environ.get("PYTHONPATH", "")))

@@ -1,46 +1,36 @@
-"""The end of a process under `gradwatch run`: a line on stderr that says what was watched of what the process did.
+"""The end of a launch under `gradwatch run`: a line on stderr that says what was watched of what its processes did.
 
-Every process that trained speaks for itself, of several ranks the first; so does the process that was launched where
-nothing was trained at all, neither there nor, as far as the run's folder says, in its children. Nothing is printed by
-a process that is killed, or leaves by `os._exit`: its journal has no end, and `gradwatch audit` says so.
+It is printed once a launch (`gradwatch.launch.family`), after all children were joined; of several ranks the first
+prints its own. A child that left no account where the launch looks for it prints it itself, as does one that outlives
+the process that would have. Nothing is printed by a process that is killed, or leaves by `os._exit`: its journal has no
+end, and the line of its parent, or `gradwatch audit`, says so. Needs no torch, as `family` does not.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from gradwatch import stderr
-from gradwatch.account import Account, lines
+from gradwatch.account import NOTHING_TAKEN, Account, lines
 from gradwatch.account.ending import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
-from gradwatch.hooks import clipping
-from gradwatch.settings import DEFAULT_DIR, LAUNCHED_IN, quiet_asked
-from gradwatch.taps import making
-from gradwatch.taps.process_totals import TOTALS, count_backwards
-
-LAUNCHED = "GRADWATCH_LAUNCH_PID"
-"""The process that `gradwatch run` became; its children have it in their environment too."""
+from gradwatch.launch import family
+from gradwatch.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []
-_armed_at: list[float] = []
+_armed = [False]
 _said_by: list[int] = []
 
 
 def arm() -> None:
-    """Count from here on, and speak when the process exits: after everything that is registered later."""
-    if not _armed_at:
-        _armed_at.append(time.time())
+    """This process may train: have `say`, which the bootstrap calls after all other exit handlers, look at it too."""
+    if not _armed[0]:
+        _armed[0] = True
+        family.claim()
         printed_at_exit[0] = True
-        count_backwards()
-        making.listen(_nothing)
-        clipping.listen(_nothing)
-        atexit.register(say)
 
 
 def not_watched(reason: str) -> None:
@@ -55,39 +45,32 @@ def say() -> None:
     if os.getpid() in _said_by:
         return
     _said_by.append(os.getpid())
-    told = list(_told())
+    told = list(_told(account_of_process()))
     if told and not quiet_asked():
         stderr.say("\n".join(told))
 
 
-def _told() -> Iterator[str]:
-    if os.environ.get("RANK", "0") not in ("", "0"):
+def _told(own: Account) -> Iterator[str]:
+    if own.rank or os.environ.get("RANK", "0") not in ("", "0"):
         return
-    account = account_of_process()
-    if account.rank:
+    if family.alive(own.told_by) and (not own.told or family.handed_over()):
         return
+    account = family.with_children(own)
     if account.told:
         yield from lines(account, shown(account.directory))
-    elif os.environ.get(LAUNCHED) == str(os.getpid()) and not _recorded_elsewhere():
+    elif family.launched() and not family.recorded():
         yield nothing_seen(account)
 
 
 def account_of_process() -> Account:
     """The account of everything that this process did; its watches, if there were any, have been closed."""
-    watching = sys.modules.get("gradwatch.watching")
-    account: Account = Account(taken=TOTALS.taken()) if watching is None else watching.account_of_process()
+    watching, counted = map(sys.modules.get, ("gradwatch.watching", "gradwatch.taps.process_totals"))
+    if watching is not None:
+        account: Account = watching.account_of_process()
+    else:
+        account = Account(NOTHING_TAKEN if counted is None else counted.TOTALS.taken(), told_by=told_by())
     reasons = tuple(dict.fromkeys((*_reasons, *account.reasons)))
     return replace(account, reasons=reasons, ended=account.ended or how_it_ends())
-
-
-def _recorded_elsewhere() -> bool:
-    """Whether another process of this launch has written to the run's folder: a rank of torchrun, a spawned worker."""
-    root = os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
-    folder = Path(os.environ.get(LAUNCHED_IN, ""), root, os.environ.get("GRADWATCH_RUN_ID", ""))
-    try:
-        return any(path.stat().st_mtime >= _armed_at[0] for path in folder.glob("*.gwj"))
-    except OSError:
-        return False
 
 
 def shown(directory: str) -> str:
@@ -97,7 +80,3 @@ def shown(directory: str) -> str:
     except (OSError, ValueError):  # the working folder is gone
         return directory
     return directory if near.startswith("..") else near
-
-
-def _nothing(*_: object) -> None:
-    """A listener for the sake of what the tap itself counts."""

@@ -19,7 +19,8 @@ PACKAGE_PARENT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__
 
 
 def install() -> None:
-    """Arm now if torch is loaded already, else as soon as it is."""
+    """Arm now if torch is loaded already, else as soon as it is; have the account printed at the very end."""
+    _at_the_end()
     if not any(isinstance(finder, PackageFinder) for finder in sys.meta_path):
         sys.meta_path.append(PackageFinder())
     if "torch" in sys.modules:
@@ -37,6 +38,57 @@ def arm() -> None:
         agent.arm()
     except Exception as error:
         sys.stderr.write(f"gradwatch: not watching this process: {error!r}\n")
+
+
+def say() -> None:
+    """Print the account of a process that trained, or of the children of the one that was launched."""
+    armed = "gradwatch.launch.ending" in sys.modules
+    if not (armed or (_launched() and _children_recorded())):
+        return
+    known = len(sys.modules)
+    try:
+        from gradwatch.launch import ending
+
+        ending.say()
+    except Exception as error:
+        sys.stderr.write(f"gradwatch: no account of this process: {error!r}\n")
+    if len(sys.modules) > known and getattr(sys, "last_type", None) is KeyboardInterrupt:
+        _die_of_it_still()
+
+
+def _launched() -> bool:
+    return os.environ.get("GRADWATCH_LAUNCH_PID") == str(os.getpid())
+
+
+def _children_recorded() -> bool:
+    folder = os.path.join(os.environ.get("GRADWATCH_RUN_ROOT", ""), os.environ.get("GRADWATCH_RUN_ID", ""))
+    try:
+        return any(name.endswith(".gwj") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _die_of_it_still() -> None:
+    """Python ends by SIGINT where the last source text it has run ended by Ctrl-C; imports run some (dataclasses)."""
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        return
+
+
+def _at_the_end() -> None:
+    """Exit handlers run in reverse: the first one registered runs when children were joined and journals closed."""
+    known = "atexit" in sys.modules
+    import atexit  # built in: no file of the script's can have that name
+
+    atexit.register(say)
+    if not known:
+        del sys.modules["atexit"]
+    if _launched():  # it may start trainings and never import torch
+        import time  # built in, too
+
+        fields = (os.getpid(), os.environ.get("RANK", ""), os.uname().nodename, time.time())
+        os.environ["GRADWATCH_TELLER"] = ":".join(map(str, fields))
 
 
 class TorchFinder:

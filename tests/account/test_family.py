@@ -1,0 +1,164 @@
+"""One launch, one line: what several processes did is summed by the one that started them, or said by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradwatch.account import Account, Taken, Watched
+from gradwatch.journal import EndEntry, JournalReader
+from gradwatch.journal.entries import RunEntry
+from gradwatch.journal.files import JournalFiles
+from gradwatch.journal.retention import Retention
+from gradwatch.launch import family
+from gradwatch.settings import ROOT, TELLER, told_by
+from gradwatch.snapshot import RunInfo
+from tests.test_launch_training import run
+
+WORKERS = """
+import os, signal, subprocess, sys, time
+import multiprocessing as mp
+
+def train(steps, then=""):
+    import torch
+    torch.set_num_threads(1)
+    m = torch.nn.Linear(4, 1)
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    for t in range(steps):
+        o.zero_grad()
+        m(torch.ones(2, 4)).square().mean().backward()
+        o.step()
+    if then:
+        while not [name for name in os.listdir("runs/r") if name.endswith(".gwj")]:
+            time.sleep(0.05)
+        time.sleep(0.5 if then == "killed" else 60)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+FORKED = """
+train(3)
+for steps, then in ((4, ""), (5, ""), (6, "killed")):
+    mp.get_context("fork").Process(target=train, args=(steps, then)).start()
+sys.exit(4)
+"""
+STARTED = """
+if __name__ == "__main__":
+    subprocess.run([sys.executable, "-c", "from x import train; train(2)"], check=True)
+    spawn = mp.get_context("spawn")
+    worker = spawn.Process(target=train, args=(3,))
+    worker.start()
+    worker.join()
+    spawn.Process(target=train, args=(4, "alive"), daemon=True).start()
+    while len([name for name in os.listdir("runs/r") if name.endswith(".gwj")]) < 3:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def told(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("gradwatch: ")]
+
+
+def test_forked_workers_are_in_the_account_of_their_parent(tmp_path: Path) -> None:
+    """One line though nobody joins them: 3 + 4 + 5 steps in three processes; the one that was killed is said."""
+    done = run(tmp_path, WORKERS + FORKED)
+    assert done.returncode == 4, done.stderr
+    line, missed = told(done.stderr)
+    assert line.startswith("gradwatch: 12 of 12 steps watched in 3 processes · 3 optimizers, 6 parameters")
+    assert line.endswith("next: gradwatch audit runs/r")
+    assert missed == "gradwatch: not seen: 1 process gave no account (killed, or left by os._exit)"
+
+
+@pytest.mark.soak
+def test_a_process_that_trains_nothing_speaks_for_its_children(tmp_path: Path) -> None:
+    """It never imports torch; a subprocess and a spawned worker train; a daemon holds nothing up; Ctrl-C ends it."""
+    done = run(tmp_path, WORKERS + STARTED)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    line, missed = told(done.stderr)
+    assert line.startswith("gradwatch: 5 of 5 steps watched in 2 processes · 2 optimizers")
+    assert " · stopped · " in line
+    assert "1 process gave no account" in missed
+    assert told(run(tmp_path, WORKERS + STARTED, options=("--quiet",)).stderr) == []
+
+
+# -- who tells, and what is found ------------------------------------------------------------------------
+
+HERE = f"{os.uname().nodename}:1.5"
+
+
+@pytest.mark.parametrize(
+    ("env", "teller"),
+    [
+        ({}, 0),
+        ({TELLER: f"7::{HERE}"}, 7),
+        ({TELLER: f"{os.getpid()}::{HERE}"}, 0),
+        ({TELLER: "7::elsewhere:1.5"}, 0),
+        ({TELLER: f"7::{HERE}", "RANK": "0", "WORLD_SIZE": "2"}, 0),
+        ({TELLER: f"7::{HERE}", "RANK": "0", "WORLD_SIZE": "1"}, 7),
+        ({TELLER: f"7:0:{HERE}", "RANK": "0", "WORLD_SIZE": "2"}, 7),
+        ({TELLER: "nonsense"}, 0),
+    ],
+    ids=["alone", "child", "itself", "other host", "a rank", "one rank", "child of a rank", "nonsense"],
+)
+def test_who_prints_the_account(env: dict[str, str], teller: int) -> None:
+    """The process in the environment, unless that is this one, on another machine, or this is a rank of several."""
+    assert told_by(env) == teller
+
+
+def written(folder: Path, pid: int, account: Account | None, started: float, teller: int) -> None:
+    """A journal as such a process leaves it; None = without an end."""
+    info = RunInfo("r", str(folder), pid=pid, host=os.uname().nodename, start_time=started, told_by=teller)
+    files = JournalFiles(folder, 0, 0, Retention(0), lambda attempt, segment: [RunEntry(info).encode()])
+    files.ensure_open()
+    if account is not None:
+        files.append([EndEntry(3, "finished", account.to_dict()).encode()])
+    files.close()
+
+
+def test_children_are_summed_from_their_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this launch that leave the telling to this process; not earlier ones, nor those of another."""
+    now, me = time.time(), os.getpid()
+    monkeypatch.setenv(TELLER, f"{me}::{os.uname().nodename}:{now}")
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    monkeypatch.setenv("GRADWATCH_RUN_ID", "r")
+    own = Account(Taken(backwards=1, optimizers=2), ended="failed")
+    assert family.with_children(own) is own
+    one = Account(
+        Taken(backwards=4, steps=4, stepped=1), Watched(steps=3, optimizers=1), fired={"a": 1}, rules=5
+    )
+    folder = tmp_path / "r"
+    written(folder, 2**22 + 1, one, now + 1, me)
+    written(folder, 2**22 + 2, one, now + 1, me)
+    written(folder, 2**22 + 3, None, now + 1, me)
+    written(folder, os.getppid(), None, now + 1, me)
+    written(folder, 2**22 + 4, one, now - 100, me)
+    written(folder, 2**22 + 5, one, now + 1, me + 1)
+    found = family.with_children(own)
+    assert (found.taken.steps, found.taken.backwards, found.watched.steps) == (8, 9, 6)
+    assert (found.processes, found.lost, found.running) == (3, 1, 1)
+    assert (found.fired, found.rules, found.ended) == ({"a": 2}, 5, "failed")
+    assert found.directory == str(folder)
+    assert not family.handed_over()
+    written(folder, me, one, now + 1, 7)
+    assert family.handed_over()
+    assert replace(own, told_by=7).told
+
+
+def test_the_end_of_a_journal_is_read_from_its_tail(tmp_path: Path) -> None:
+    """Without what is before it, junk behind it or not; None where the process has written none."""
+    account = Account(Taken(steps=2))
+    written(tmp_path, 1, account, 0.0, 0)
+    written(tmp_path, 2, None, 0.0, 0)
+    first, second = (JournalReader(tmp_path / f"rank0-attempt{n}.gwj") for n in range(2))
+    end = first.end()
+    assert end is not None
+    assert Account.from_dict(end.account) == account
+    assert second.end() is None
+    with (tmp_path / "rank0-attempt0.gwj").open("ab") as file:
+        file.write(b"\x8fGW1 junk")
+    assert first.end() == end
