@@ -1,10 +1,12 @@
-"""Is this checkout slower than another? `python -m tests.benchmarks.versions OTHER [WORKLOAD ...] [--rounds 60]`.
+"""Is this checkout slower than another? `python -m tests.benchmarks.versions OTHER [WORKLOAD ...] [--starts 8]`.
 
 OTHER is the folder of another checkout, e.g. made by `git worktree add OTHER COMMIT`. A process of each (under DDP two)
 holds the same watched training, another holds a bare one, and all three step in turns, in shuffled order, on a word
-from here: what slows the machine for a while slows all alike. The whole default watch: rules, journal, endpoint.
+from here: what slows the machine for a while slows all alike. Where a process happens to lie in memory makes it some
+per cent faster or slower for as long as it lives, so all are started anew several times, and the interval is one over
+starts. The whole default watch: rules, journal, endpoint.
 
-Axes: N rounds, T timed steps of a turn.
+Axes: B starts, N rounds of one, T timed steps of a turn.
 """
 
 from __future__ import annotations
@@ -156,21 +158,27 @@ def measure(name: str, checkouts: dict[str, str], rounds: int) -> dict[str, tupl
     return {title: (each[..., 0], each[..., 1]) for title, each in clocks.items()}
 
 
-def relative(new: Seconds, old: Seconds) -> Interval:
-    """The median over rounds of (new − old) / old, with its 95 % bootstrap interval."""
+def relative(new: Seconds, old: Seconds) -> float:
+    """The median over rounds of (new − old) / old, of one start."""
     mine, other = np.median(new, 1), np.median(old, 1)
-    change = (mine - other) / other
+    return float(np.median((mine - other) / other))
+
+
+def interval(changes: list[float]) -> Interval:
+    """The median over starts, with its 95 % bootstrap interval."""
+    change = np.array(changes)
     picks = np.random.default_rng(0).integers(len(change), size=(BOOTSTRAP, len(change)))
     low, high = np.percentile(np.median(change[picks], 1), (2.5, 97.5))
     return Interval(float(np.median(change)), float(low), float(high))
 
 
-def compared(name: str, other: str, rounds: int) -> Row:
+def compared(name: str, other: str, starts: int, rounds: int) -> Row:
     """One workload measured."""
-    found = measure(name, {"bare": "", "old": other, "new": str(ROOT)}, rounds)
-    medians = [float(np.median(found[title][0])) * 1e3 for title in ("bare", "old", "new")]
-    wall, cpu = (relative(found["new"][clock], found["old"][clock]) for clock in range(2))
-    return Row(name, *medians, wall, cpu)
+    found = [measure(name, {"bare": "", "old": other, "new": str(ROOT)}, rounds) for _ in range(starts)]
+    titles = ("bare", "old", "new")
+    medians = [float(np.median([np.median(one[title][0]) for one in found])) * 1e3 for title in titles]
+    changes = [[relative(one["new"][clock], one["old"][clock]) for one in found] for clock in range(2)]
+    return Row(name, *medians, *map(interval, changes))
 
 
 def _free_port() -> int:
@@ -190,15 +198,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", metavar="OTHER", help="folder of the other checkout")
     parser.add_argument("names", nargs="*", default=NAMES, metavar="WORKLOAD", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--rounds", type=int, default=60, help="turns of each (default 60)")
+    parser.add_argument("--starts", type=int, default=8, help="how often all are started anew (default 8)")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each after one start (default 60)")
     arguments = parser.parse_args()
     rows = [["workload", "bare ms", "old ms", "new ms", "(new − old) ÷ old", "the same of CPU time"]]
     for name in arguments.names:
-        row = compared(name, str(Path(arguments.other).resolve()), arguments.rounds)
+        row = compared(name, str(Path(arguments.other).resolve()), arguments.starts, arguments.rounds)
         numbers = [f"{ms:.2f}" for ms in (row.bare, row.old, row.new)]
         rows.append([row.name, *numbers, _percent(row.wall), _percent(row.cpu)])
         print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {arguments.rounds} rounds")
+    print(f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {arguments.starts} × {arguments.rounds} rounds")
 
 
 if __name__ == "__main__":
