@@ -3,8 +3,8 @@
 torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
 end it. A weak reference with a callback, or `__del__`, would run gradwatch in the midst of any code of the script, the
 garbage collector's included, where what a signal handler raises goes nowhere. So nothing runs when a model goes. Its
-Watch is closed at the next event of the process that is seen anyway, a backward or the end of a step, and gives up the
-memory of the parameters as soon as a parameter is put into another model.
+Watch is closed before the next backward of the process, or when another one is made, and gives up the memory of the
+parameters as soon as a parameter is put into another model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from torch.optim import Optimizer
-
-from gradwatch.hooks import step_hooks
 from gradwatch.taps import backward_entry, building
 from gradwatch.taps.backward_entry import BackwardCall
 
@@ -46,12 +43,7 @@ class Lifetimes(Generic[W]):
         """It lives from now on."""
         self._live.append(watch)
         if not self._removes:
-            taps = (
-                backward_entry.listen(self._about_to_run),
-                step_hooks.listen(self),
-                building.listen(self._built),
-            )
-            self._removes += taps
+            self._removes += backward_entry.listen(self._about_to_run), building.listen(self._built)
 
     def discard(self, watch: W) -> None:
         """It has been closed. The last one takes the taps with it."""
@@ -72,13 +64,6 @@ class Lifetimes(Generic[W]):
                 watch.close()
 
     # -- told by taps ------------------------------------------------------------------------------------
-
-    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Nothing: taps do not come and go before the listeners behind this one have been called."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """A step has ended."""
-        self.close_orphans()
 
     def _about_to_run(self, call: BackwardCall) -> None:
         self.close_orphans()

@@ -207,7 +207,9 @@ def main() -> None:
         numbers = [f"{ms:.2f}" for ms in (row.bare, row.old, row.new)]
         rows.append([row.name, *numbers, _percent(row.wall), _percent(row.cpu)])
         print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {arguments.starts} × {arguments.rounds} rounds")
+    print(
+        f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {arguments.starts} × {arguments.rounds} rounds"
+    )
 
 
 if __name__ == "__main__":
