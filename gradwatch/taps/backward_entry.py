@@ -69,6 +69,7 @@ class _Engine(ImperativeEngine):
             finally:
                 if aside is not None:
                     aside.put_back()
+            return _run_backward(self)
         except Exception as error:
             guard.fault("capture", error)
         return _run_backward(self)
