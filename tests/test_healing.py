@@ -292,6 +292,6 @@ def test_registration_hooks_leave_with_the_watch() -> None:
     )
     before = [len(each) for each in hooks]
     job = Job(2, "observe-only")
-    assert [len(each) for each in hooks] == [count + 1 for count in before]
+    assert [len(each) for each in hooks] == [before[0] + 2, before[1] + 1]
     job.gw.close()
     assert [len(each) for each in hooks] == before
