@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gradwatch.snapshot import Snapshot
 
 NEVER_CAME = {
-    "loss": "no loss was observed",
+    "loss": "no loss was observed (a backward inside a compiled step is not heard: give it by `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",

@@ -77,7 +77,9 @@ def test_every_optimizer_is_asked_about_its_own_rules() -> None:
     unfed.observe(make_snapshot(SITES, 14, [1.0] * 4, optimizer=1))
     unfed.bind(1, reads)
     assert unfed.reasons().keys() == {"loss", "scale", "large", "often", "nan"}
-    assert unfed.reasons()["loss"] == "no loss was observed"
+    assert unfed.reasons()["loss"].startswith(
+        "no loss was observed (a backward inside a compiled step is not heard"
+    )
     assert unfed.reasons()["large"] == "max_abs was never measured"
 
 
