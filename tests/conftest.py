@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Time decides no test: neither how long one example takes nor how long it takes to think of one.
 settings.register_profile("gradwatch", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gradwatch")
+
+# What is imported and collected stays to the end: looked at by no collection of garbage, not now and not in a test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage begin with the tests, and look only at what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
