@@ -1,20 +1,19 @@
 """Two ranks over gloo on this machine: the launcher that tests call, and what its workers share.
 
-Importing torch costs seconds, so ranks are forked from a process that has imported it (and run nothing of it), and
-one launch runs many situations; each returns a dict that travels home as JSON.
+A start costs seconds (torch is imported on every rank), so one launch runs many situations; each returns a
+dict that travels home as JSON.
 """
 
 from __future__ import annotations
 
 import datetime
-import faulthandler
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -22,16 +21,6 @@ from typing import Any
 
 WORLD = 2
 SECONDS = 240
-IMPORTED = (
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "prometheus_client",
-    "pydantic",
-    "ruamel.yaml",
-    "structlog",
-)
 
 
 def launch(module: str, chosen: str = "", world: int = WORLD) -> dict[str, list[Any]]:
@@ -39,40 +28,34 @@ def launch(module: str, chosen: str = "", world: int = WORLD) -> dict[str, list[
 
     Fails with the ranks' output when one of them did not come home.
     """
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(list(IMPORTED))
     with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen, str(world)]
+        # A rank that dies of a signal says where it was.
+        ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
+        environ = {**os.environ, **ours}
         ranks = [
-            forks.Process(target=main, args=(module, folder, chosen, world, rank, environ))
+            subprocess.Popen(
+                [*command, str(rank)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environ,
+            )
             for rank in range(world)
         ]
-        for rank in ranks:
-            rank.start()
         try:
-            deadline = time.monotonic() + SECONDS
-            for rank in ranks:
-                rank.join(max(deadline - time.monotonic(), 0))
+            said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.join()
-        codes = [rank.exitcode for rank in ranks]
-        said = [path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.log"))]
+        codes = [rank.returncode for rank in ranks]
         assert codes == [0] * world, f"exit codes {codes}\n" + "\n".join(said)
         homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     return {name: [home[name] for home in homes] for name in homes[0]}
 
 
-def main(module: str, folder: str, chosen: str, world: int, rank: int, environ: dict[str, str]) -> None:
+def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
     """One rank: every situation in turn, a barrier between them; a situation that raises says so."""
-    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()  # a rank that dies of a signal says where it was
-    os.environ.clear()
-    os.environ.update(environ)
-
     import torch
     import torch.distributed as dist
 
@@ -109,3 +92,7 @@ def fingerprint(tensors: Any) -> str:
         local = local.to_local() if hasattr(local, "to_local") else local
         digest.update(local.contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], *map(int, sys.argv[4:6]))
