@@ -242,3 +242,24 @@ def test_a_dispatch_mode_of_the_user_sees_no_read() -> None:
     assert found is not None
     assert found.value == 3.0
     assert watched == bare
+
+
+def test_a_backward_that_python_does_not_start_takes_no_other_ones_loss() -> None:
+    """C++ may call the engine itself: its step has no loss, which is said once, and the one after it has its own."""
+    first, optimizer = make()
+    second, other = make()
+    sink, said = Kept(), list[str]()
+    with gradwatch.watch([first, second], [optimizer, other], sinks=[sink], rules="default") as gw:
+        gw._capture.losses.refused = said.append
+        for step in range(3):
+            plain(first, optimizer)
+            loss = loss_of(second)
+            if step == 1:
+                torch.ops.aten._backward(loss, list(second.parameters()), None, None, False)
+            else:
+                loss.backward()
+            other.step()
+            other.zero_grad()
+            told = sink.records[-1].snapshot.scalars.get("loss")
+            assert told is None if step == 1 else told == pytest.approx(loss.item())
+    assert said == ["backward was started from C++"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gradwatch.snapshot import Snapshot
 
 NEVER_CAME = {
-    "loss": "no loss was observed (a backward inside a compiled step is not heard: give it by `gw.observe(loss=…)`)",
+    "loss": "no loss was observed (a backward that Python does not start shows none: give it by `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
@@ -38,9 +38,8 @@ class Unfed:
 
     def __init__(self) -> None:
         self._waiting: Mapping[int, Mapping[str, Reads]] = {}
-        self._missing: dict[
-            int, frozenset[str]
-        ] = {}  # columns by optimizer, where all that waits is for them to come
+        # The columns, by optimizer, where all that its rules wait for is that these come.
+        self._missing: dict[int, frozenset[str]] = {}
         self._fed: frozenset[str] = frozenset()
         self._came: frozenset[str] = frozenset()
 

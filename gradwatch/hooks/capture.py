@@ -410,6 +410,7 @@ class Capture:
         for lane in self.lanes:
             if lane.begins():
                 self.cleared(lane)
+        self.losses.reached()
         self._ends.arm()
 
     def _abandon(self) -> None:

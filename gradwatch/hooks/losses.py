@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwatch.hooks import graph_task
 from gradwatch.hooks.dense import local
 from gradwatch.hooks.device import Arriving, Number, arrived, capturing, on_host, one_number
 from gradwatch.taps import backward_entry
+from gradwatch.taps.backward_entry import entry_frame
 
 Value = float | Tensor
 _THREADS = 32
@@ -54,6 +56,13 @@ class Losses:
         if found is None and len(self._latest) == 1:  # on a device, backwards end on autograd's own threads
             (found,) = self._latest.values()
         return found
+
+    def reached(self) -> None:
+        """The running backward has reached a parameter; what is known is not its root where Python did not start it."""
+        thread = threading.get_ident()
+        if thread in self._latest and graph_task.current() != graph_task.NONE and entry_frame() is None:
+            self._latest[thread], self.unheard = Root(None), "backward was started from C++"
+            self.refused(self.unheard)
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if not call.accumulates or call.nested or _tracing():

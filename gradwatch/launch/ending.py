@@ -53,7 +53,7 @@ def say() -> None:
 def _told(own: Account) -> Iterator[str]:
     if own.rank or os.environ.get("RANK", "0") not in ("", "0"):
         return
-    if family.alive(own.told_by) and (not own.told or family.handed_over()):
+    if family.alive(own.told_by, family.began()) and (not own.told or family.handed_over()):
         return
     account = family.with_children(own)
     if account.told:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch.account import Account, merged, total
+from gradwatch.process import is_running, started_at
 from gradwatch.settings import DEFAULT_DIR, ROOT, TELLER, told_by
 
 if TYPE_CHECKING:
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
     from gradwatch.snapshot import RunInfo
 
 _CLOCKS = 60.0  # seconds that the clock of a file server may be behind
+_TICKS = 2.0  # seconds; when a process started is known in ticks since a boot that is known in seconds
 LAUNCHED = "GRADWATCH_LAUNCH_PID"
 """The process that `gradwatch run` became; its children have it in their environment too."""
 
 
 def claim() -> None:
     """Print the account of this process and all that it starts, unless a process above, still alive, does that."""
-    if not alive(told_by()):
+    if not alive(told_by(), began()):
         rank = os.environ.get("RANK", "")
         os.environ[TELLER] = f"{os.getpid()}:{rank}:{os.uname().nodename}:{time.time()}"
 
@@ -40,17 +42,9 @@ def launched() -> bool:
     return os.environ.get(LAUNCHED) == str(os.getpid())
 
 
-def alive(pid: int) -> bool:
-    """Whether a process of this machine has this id; 0 is no process."""
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def alive(pid: int, known_at: float) -> bool:
+    """Whether the process that had this id at that time (Unix seconds) still runs; 0 is no process."""
+    return is_running(pid) and started_at(pid) <= known_at + _TICKS
 
 
 def folder() -> Path:
@@ -60,7 +54,7 @@ def folder() -> Path:
 
 def recorded() -> bool:
     """Whether some process has written to the folder of this launch since it began."""
-    return any(_written(_since()))
+    return any(_written(began()))
 
 
 def handed_over() -> bool:
@@ -75,18 +69,18 @@ def with_children(own: Account) -> Account:
     A process without an end in its journal was killed, or left by `os._exit`, or runs on.
     """
     ended: dict[int, list[Account]] = {}
-    open_ended: set[int] = set()
+    open_ended: dict[int, float] = {}  # when it began to record
     for run, end in _journals():
         if run.told_by == os.getpid():
             if end is None or not end.account:
-                open_ended.add(run.pid)
+                open_ended[run.pid] = run.start_time
             else:
                 ended.setdefault(run.pid, []).append(Account.from_dict(end.account))
     if not (ended or open_ended):
         return own
     children = [merged(each, total(one.taken for one in each)) for each in ended.values()]
     parts = [one for one in (own, *children) if one.told]
-    running = sum(map(alive, open_ended))
+    running = sum(alive(pid, at) for pid, at in open_ended.items())
     return replace(
         merged(parts or [own], total(one.taken for one in (own, *children))),
         reasons=tuple(dict.fromkeys(reason for one in (own, *children) for reason in one.reasons)),
@@ -100,7 +94,7 @@ def with_children(own: Account) -> Account:
 
 def _journals() -> Iterator[tuple[RunInfo, EndEntry | None]]:
     """Who wrote each journal of this launch, and how it ends."""
-    since = _since()
+    since = began()
     found = list(_written(since - _CLOCKS))
     if not found:
         return
@@ -117,7 +111,7 @@ def _journals() -> Iterator[tuple[RunInfo, EndEntry | None]]:
             yield entry.run, end
 
 
-def _since() -> float:
+def began() -> float:
     """When the launch, or the part of it whose account is printed by one process, began (Unix seconds)."""
     with suppress(ValueError, IndexError):
         return float(os.environ.get(TELLER, "").split(":")[3])

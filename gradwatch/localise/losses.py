@@ -6,13 +6,11 @@ so it is done for calls that are looked at anyway; what a loop computes there is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -20,15 +18,12 @@ from gradwatch.finding import Finding
 from gradwatch.localise import loss_side
 from gradwatch.localise.frames import frame_of, is_of_user
 from gradwatch.localise.operations import of_node
+from gradwatch.taps.backward_entry import entry_frame
 
 if TYPE_CHECKING:
     from gradwatch.localise.held import Call
 
-BEGINS: CodeType | None = getattr(
-    getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
-)
-"""Of torch's function in which every backward runs; its first argument is what it begins at."""
-DEEP = 8  # frames between a hook of ours and that function
+DEEP = 8  # frames between a hook on a tensor and the entry of its backward
 MOST = 32  # nodes of a loss
 
 
@@ -79,12 +74,8 @@ class Losses:
 
     def look(self, since: int) -> None:
         """Within a backward: look at what it began at. `since` numbers the first node after the call."""
-        frame: FrameType | None = sys._getframe(1)
-        for _ in range(DEEP):
-            if frame is None or frame.f_code is BEGINS:
-                break
-            frame = frame.f_back
-        if frame is None or frame.f_code is not BEGINS:
+        frame = entry_frame(DEEP)
+        if frame is None:
             return  # on a device torch runs backwards in a thread of its own
         roots = frame.f_locals.get(frame.f_code.co_varnames[0], ())
         if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].grad_fn is None:

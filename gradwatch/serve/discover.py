@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradwatch.journal.reader import JournalName
+from gradwatch.process import is_running, started_at
 from gradwatch.sinks.listen import Address
-from gradwatch.sinks.processes import is_running, started_at
 from gradwatch.sinks.whole_file import read_regular
 from gradwatch.snapshot import RunInfo
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwatch.journal.files import make_directory
-from gradwatch.sinks.processes import start_ticks
+from gradwatch.process import start_ticks
 from gradwatch.sinks.whole_file import read_regular, write_whole
 from gradwatch.snapshot import RunInfo
 

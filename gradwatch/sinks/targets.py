@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gradwatch.process import is_running, start_ticks
 from gradwatch.sinks.listen import Address
-from gradwatch.sinks.processes import is_running, start_ticks
 from gradwatch.sinks.whole_file import read_regular, write_whole
 from gradwatch.snapshot import RunInfo
 

@@ -8,8 +8,10 @@ of gradwatch stands in the traceback of a backward that raises.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from torch.autograd import Variable
 from gradwatch.taps import guard, modes
 from gradwatch.taps.dynamo import untraced
 
+_ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__
+"""Of torch's function in which every backward from Python runs; its first argument is what it begins at."""
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _run_backward: Callable[[ImperativeEngine], Any] = (
@@ -96,6 +100,19 @@ def listen(about_to_run: Listener) -> Callable[[], None]:
             Variable._execution_engine = _original.pop()
 
     return remove
+
+
+def entry_frame(deepest: int | None = None) -> FrameType | None:
+    """The frame of torch's Python function that started the backward running on this thread; None where none did.
+
+    That is so on the threads of a device, and where C++ called the engine. Looks at `deepest` frames (None = all).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in itertools.count() if deepest is None else range(deepest):
+        if frame is None or frame.f_code is _ENTRY:
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _call_of(frame: Any) -> BackwardCall:

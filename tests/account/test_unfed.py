@@ -78,7 +78,7 @@ def test_every_optimizer_is_asked_about_its_own_rules() -> None:
     unfed.bind(1, reads)
     assert unfed.reasons().keys() == {"loss", "scale", "large", "often", "nan"}
     assert unfed.reasons()["loss"].startswith(
-        "no loss was observed (a backward inside a compiled step is not heard"
+        "no loss was observed (a backward that Python does not start shows none"
     )
     assert unfed.reasons()["large"] == "max_abs was never measured"
 

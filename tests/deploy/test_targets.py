@@ -17,9 +17,9 @@ import pytest
 
 from gradwatch.errors import AttachError
 from gradwatch.health import Health
+from gradwatch.process import is_running, start_ticks
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.listen import Address
-from gradwatch.sinks.processes import is_running, start_ticks
 from gradwatch.sinks.targets import MOURNING_SECONDS, remove_target, sweep, target_address, write_target
 from tests.sink_records import make_run, serving
 
