@@ -86,7 +86,9 @@ class Snapshot:
     it means something only where `calls[S] > 0` (how many times a gradient arrived; 0 = none this step). NaN
     and Inf there always mean "this gradient is not finite" (or its true norm exceeds float32).
     `coef[S]` is the smallest multiplier applied between `norm` and the optimizer (1 = untouched).
-    `total_norm` is the root sum of squares over all parameters; `total_norm_applied` the same after clipping.
+    `total_norm` is the root sum of squares over all parameters; `total_norm_applied` the same after clipping. All of
+    `coef` and `total_norm_applied` are NaN where that is not known (`applied_known`), which a loop without an
+    optimizer may leave so.
     `columns` holds only what rules asked for, and `nonfinite` (elements) / `norm_overflow` on suspicion.
     `loss_scale` is that of the GradScaler these gradients went through, None without one. `scalars` holds the
     other one-per-step values: `loss`, `lr`, and under a GradScaler `scaler_skip`, 1 where it rejected the step
@@ -122,15 +124,20 @@ class Snapshot:
             sizes = np.sqrt(np.maximum(self.sites.numels, 1).astype(np.float32))
             return Column(self.norm / sizes, present)
         if name == "norm_applied":
-            return Column(self.norm * self.coef, present)
+            return Column(self.norm * self.coef, present & ~np.isnan(self.coef))
         if name == "coef":
-            return Column(self.coef, present)
+            return Column(self.coef, present & ~np.isnan(self.coef))
         if name == "calls":
             return Column(self.calls.astype(np.float32), np.ones(len(self.sites), bool))
         if name in ("nonfinite", "norm_overflow"):
             # Absent columns mean that no norm was suspicious: every element is finite.
             return Column(np.zeros(len(self.sites), np.float32), present)
         return None
+
+    @property
+    def applied_known(self) -> bool:
+        """Whether it is known by which gradients the weights were moved."""
+        return not (math.isnan(self.total_norm_applied) and len(self.coef) and np.isnan(self.coef).all())
 
     def wide_norm(self) -> NDArray[np.float64]:
         """float64[S]: `norm`; where it only overflowed float32 the total norm, which is finite and no smaller."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,3 +120,115 @@ def test_an_optimizer_that_turns_up_takes_over() -> None:
     found = [record.snapshot for record in kept.records]
     assert [one.step for one in found] == list(range(6))
     assert [one.scalars.get("lr") for one in found] == [None, None, None, 0.5, 0.5, 0.5]
+
+
+def by_hand(model: nn.Module, loss: Tensor, change: Callable[[Tensor], None] | None = None) -> float:
+    """One step of SGD written by hand; `change` is done to each gradient first. The norm that was applied."""
+    params = list(model.parameters())
+    loss.backward()
+    for param in params:
+        assert param.grad is not None
+        if change is not None:
+            change(param.grad)
+        param.data.add_(param.grad, alpha=-0.05)
+    return total(params)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: grad.clamp_(-0.01, 0.01),
+        lambda grad: grad.data.mul_(0.1),
+        lambda grad: grad.mul_(0.1),
+        lambda grad: None,
+    ],
+    ids=["value", "scaled in data", "scaled", "untouched"],
+)
+@pytest.mark.parametrize("zeroed", [False, True], ids=["dropped", "zeroed"])
+def test_the_norm_applied_is_the_one_that_moved_the_weights_or_unknown(
+    change: Callable[[Tensor], None], zeroed: bool
+) -> None:
+    """Whoever changes the gradients, and however: where they are gone when the step is judged nothing is claimed."""
+    torch.manual_seed(0)
+    model, kept, applied = nn.Linear(4, 1), Kept(), []
+    with gradwatch.watch(model, sinks=[kept], strict=True):
+        for _ in range(4):
+            model.zero_grad(set_to_none=not zeroed)
+            applied.append(by_hand(model, model(torch.randn(3, 4)).square().mean(), change))
+    found = [record.snapshot for record in kept.records]
+    assert len(found) == len(applied)
+    known = [one.applied_known for one in found]
+    assert known == ([False] * 3 + [True] if zeroed else [True] * 4)
+    for one, norm in zip(found, applied, strict=True):
+        column = one.column("norm_applied")
+        assert column is not None
+        assert column.present.all() == one.applied_known
+        if one.applied_known:
+            assert one.total_norm_applied == pytest.approx(norm, rel=1e-5)
+        else:
+            assert math.isnan(one.total_norm_applied)
+
+
+def test_one_side_of_a_pair_may_be_trained_by_hand() -> None:
+    """Both sides of a GAN are counted, the one with an optimizer is acted on, and neither takes the other's place."""
+    torch.manual_seed(0)
+    made, judge, kept = nn.Linear(4, 4), nn.Linear(4, 1), Kept()
+    with gradwatch.watch([made, judge], sinks=[kept], strict=True) as gw:
+        for epoch in range(2):
+            optimizer = torch.optim.SGD(judge.parameters(), 0.05)  # a new one takes over from the old one
+            for _ in range(4):
+                optimizer.zero_grad()
+                judge(made(torch.randn(3, 4)).detach()).mean().backward()
+                optimizer.step()
+                made.zero_grad()
+                by_hand(made, judge(made(torch.randn(3, 4))).square().mean())
+            assert gw.status()["observed_only"], epoch
+    observed = [one.snapshot for one in kept.records if "observed_only" in one.snapshot.scalars]
+    stepped = [one.snapshot for one in kept.records if "observed_only" not in one.snapshot.scalars]
+    assert [one.step for one in observed] == [one.step for one in stepped] == list(range(8))
+    assert {one.optimizer for one in observed} == {1}
+    assert {int(one.sites.numels.sum()) for one in observed} == {20}  # made, and nothing of judge
+    assert (gw.account().watched.unowned, gw.account().watched.steps) == (8, 8)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same model", "another"])
+def test_a_loop_by_hand_after_one_with_an_optimizer_is_seen(same: bool) -> None:
+    """The optimizer is gone, or has another model: what moves the weights now is the loop's own code."""
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+    kept = Kept()
+    with gradwatch.watch([first, second], sinks=[kept], strict=True):
+        optimizer = torch.optim.SGD(first.parameters(), 0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            first(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+        if same:
+            del optimizer
+        model = first if same else second
+        for _ in range(5):
+            model.zero_grad()
+            by_hand(model, model(torch.randn(3, 4)).square().mean())
+    assert len(kept.records) == 8
+    assert sum("observed_only" in one.snapshot.scalars for one in kept.records) == 5
+
+
+def test_weights_that_never_move_are_claimed_by_none_and_soon_read_no_more() -> None:
+    """A backbone that was neither frozen nor given to the optimizer costs no reads, and is seen when it is trained."""
+    torch.manual_seed(0)
+    backbone, head, kept = nn.Linear(4, 4), nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(head.parameters(), 0.05)
+    with gradwatch.watch([backbone, head], sinks=[kept], strict=True) as gw:
+        for step in range(100):
+            optimizer.zero_grad()
+            backbone.zero_grad()
+            head(backbone(torch.randn(3, 4))).square().mean().backward()
+            optimizer.step()
+            if step >= 90:
+                for param in backbone.parameters():
+                    assert param.grad is not None
+                    param.data.add_(param.grad, alpha=-0.05)
+    observed = [one.snapshot for one in kept.records if "observed_only" in one.snapshot.scalars]
+    assert [one.step for one in observed] == list(
+        range(9)
+    )  # the first was not read, and is said to be missing
+    assert gw.account().watched.cleared == 1

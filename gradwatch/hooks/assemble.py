@@ -86,6 +86,8 @@ def assemble(
             raw, norms, total = after, wide, applied
     _sampled(columns, extras, count, missing)
     coef = _pad(_coefficients(raw, after), missing, 1)
+    if not window.applied_known:
+        coef, applied = np.full_like(coef, np.nan), math.nan
     bounded = columns.pop("coef", None)  # of modules; that of a parameter needs no column
     if bounded is not None:
         made = bounded.values.astype(np.float32)

@@ -79,6 +79,7 @@ class Capture:
         self.unowned: Callable[[list[int], Root | None], None] = (
             _nothing  # reached parameters of no optimizer
         )
+        self._unowned_slots: frozenset[int] | None = None  # as of now; None = to be found anew
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
@@ -147,6 +148,7 @@ class Capture:
             self.names.append(name)
             self._since.append(0)
         slot = self._free.pop() if self._free else len(self.params) - 1
+        self._unowned_slots = None
         if self.names[slot] != name:  # as deep as its predecessor only in a model of the same kind
             self._arrival.pop(slot, None)
         self._slot_of[id(param)] = slot
@@ -262,6 +264,7 @@ class Capture:
             self._predecessor(set(map(id, params))) if lane is None else lane
         )  # one without parameters is falsy
         index = len(self.lanes) if lane is None else lane.index
+        self._unowned_slots = None
         built = Lane(index, optimizer, params, self._sites(kept, params))
         built.slots = kept
         built.position = {int(slot): k for k, slot in enumerate(kept)}
@@ -285,6 +288,7 @@ class Capture:
         )
         lane.inside_backward = True
         lane.watched_ids = list(map(id, fresh))
+        self._unowned_slots = None
         if before is None:
             self.lanes.append(lane)
         else:
@@ -297,14 +301,15 @@ class Capture:
     def adopt_unowned(self, before: Lane | None, touched: list[int]) -> Lane:
         """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there.
 
-        It has the parameters of every model of which some were `touched`, now or before.
+        It has the parameters, but for those of optimizers, of every model of which some were `touched`, now or before.
         """
-        reached = {*touched, *(() if before is None else map(int, before.slots))}
+        unowned = self.unowned_slots()
+        reached = unowned.intersection({*touched, *(() if before is None else map(int, before.slots))})
         within: set[int] = set()
         for model in self.models():
-            slots = {
+            slots = unowned.intersection(
                 self._slot_of[id(param)] for param in tree.parameters(model) if id(param) in self._slot_of
-            }
+            )
             within |= set() if slots.isdisjoint(reached) else slots
         wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
@@ -320,10 +325,19 @@ class Capture:
             self.replaced = True
         return lane
 
-    @property
-    def optimized(self) -> bool:
-        """Whether an optimizer of torch's has ever been watched here, or is about to be."""
-        return False in [lane.without_optimizer for lane in self.lanes]
+    def unowned_slots(self) -> frozenset[int]:
+        """The slots of parameters that no living optimizer has, as far as one has been watched here."""
+        if self._unowned_slots is None:
+            owned = {
+                identity
+                for lane in self.lanes
+                if lane.inside_backward or (lane.optimizer is not None and lane.optimizer() is not None)
+                for identity in (*lane.param_ids, *lane.watched_ids)
+            }
+            self._unowned_slots = frozenset(
+                slot for identity, slot in self._slot_of.items() if identity not in owned
+            )
+        return self._unowned_slots
 
     def _in_model_order(
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
@@ -345,10 +359,10 @@ class Capture:
 
     def _predecessor(self, wanted: set[int]) -> Lane | None:
         """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
-        gone = (lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None)
-        dead = [*gone, *(lane for lane in self.lanes if lane.without_optimizer)]
-        same = [lane for lane in dead if wanted & set(lane.param_ids)]
-        return next(iter(same or dead), None)
+        gone = [lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None]
+        by_hand = [lane for lane in self.lanes if lane.without_optimizer]
+        same = [lane for lane in (*gone, *by_hand) if not wanted.isdisjoint(lane.param_ids)]
+        return next(iter(same or gone), None)
 
     def let_go_of_dead(self) -> None:
         """`drop_dead` where an optimizer is gone whose parameters are still held."""
@@ -365,7 +379,7 @@ class Capture:
 
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
-        self.replaced = False
+        self.replaced, self._unowned_slots = False, None
         for lane in self.lanes:
             if lane.optimizer is not None and lane.optimizer() is None:
                 lane.release()
@@ -381,6 +395,7 @@ class Capture:
     def _release(self, slot: int) -> None:
         """Let go of a parameter; its slot stays for another, so that the others keep theirs."""
         self._marks.forget(slot)
+        self._unowned_slots = None
         self._slot_of.pop(id(self.params[slot]), None)
         self.coverage.forget(slot)
         self._silent.discard(slot)
@@ -444,8 +459,13 @@ class Capture:
             if optimizer not in self.stepped_inside:
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on
         self._tell_lanes(touched)
-        if touched and not self.optimized:
-            self.unowned(touched, self.losses.latest())
+        unowned = self._unowned_slots
+        if unowned is None:
+            unowned = self.unowned_slots()
+        if unowned and touched:
+            reached = [slot for slot in touched if slot in unowned]
+            if reached:
+                self.unowned(reached, self.losses.latest())
         self._ended()
         if self.after_backward is not _nothing and not graph_task.nested():
             self.after_backward()

@@ -279,17 +279,43 @@ class Lane:
         self.advance()
         self.step -= 1
 
-    def observed(self, factor: float) -> Window:
-        """The window of a loop without an optimizer: what its last backward left, times `factor` after clips."""
+    def observed(self) -> Window:
+        """The window of a loop without an optimizer: what its last backward left, and what was made of that since.
+
+        Nothing announces the move of the weights, so what they were moved by is known only where the gradients are
+        still there when the window closes; else its `after` is None.
+        """
         raw = self._norms
         assert raw is not None
-        after = raw if factor == 1.0 else raw.divided(1.0 / factor)
-        self._after = after
+        left: Grads = self._kept or [None if ref is None else ref() for ref in self._held]
+        self._after = after = self._left(left, raw)
         calls, current = self._arrivals.counted().copy(), self._arrivals.current
         calls[np.array(self._versions) < 0] = 0
         return Window(
-            self.sites, self.step, raw, after, calls, current, self.late, True, loss=self.losses.total()
+            self.sites,
+            self.step,
+            raw,
+            raw if after is None else after,
+            calls,
+            current,
+            self.late,
+            True,
+            applied_known=after is not None,
+            loss=self.losses.total(),
         )
+
+    def _left(self, grads: Grads, raw: Reading) -> Reading | None:
+        """What is left of gradients that were read, None where they are gone: taken out of `.grad`, or zeroed."""
+        here = [version >= 0 for version in self._versions]
+        if [grad is not None for grad in grads] != here or (self.distributed and self._kept is None):
+            return None
+        if versions_of(grads) == self._versions and self._untouched(grads, raw, 1.0):
+            return raw
+        if not self.on_cpu:  # whether they are zeros cannot be told without waiting
+            return None
+        now = HostReading(self._reader.read(grads), self._floor, 1.0)
+        now.look(grads)
+        return None if ((now.norms() == 0) & (raw.norms() > 0)).any() else now
 
     def divide_applied(self, window: Window, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""

@@ -33,7 +33,8 @@ class Window:
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
     0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
     `empty`: every micro-batch of it was dropped, so there is nothing to step by. `loss` is the sum of what its
-    backwards started from, a loss scale still in it; None where that is not known.
+    backwards started from, a loss scale still in it; None where that is not known. `applied_known` False: nothing is
+    known of what came of the gradients, and `after` stands for nothing.
     """
 
     sites: Sites
@@ -52,6 +53,7 @@ class Window:
     at_hand: bool = False
     empty: bool = False
     loss: float | Tensor | None = None
+    applied_known: bool = True
 
     @property
     def details(self) -> Mapping[int, Detail]:

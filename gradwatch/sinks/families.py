@@ -235,7 +235,9 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_steps_total": lambda view: _one(view.tally.steps),
     "gradwatch_last_step_timestamp_seconds": _latest(lambda record: record.wall_time),
     "gradwatch_grad_norm": _latest(lambda record: record.snapshot.total_norm),
-    "gradwatch_grad_norm_applied": _latest(lambda record: record.snapshot.total_norm_applied),
+    "gradwatch_grad_norm_applied": _latest(
+        lambda record: record.snapshot.total_norm_applied if record.snapshot.applied_known else None
+    ),
     "gradwatch_grad_norm_recent_max": _recent_max,
     "gradwatch_group_grad_norm": _group_norms,
     "gradwatch_nonfinite_steps_total": lambda view: _one(view.tally.nonfinite_steps),

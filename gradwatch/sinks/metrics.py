@@ -91,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_grad_norm_applied",
         "gauge",
-        "L2 norm of all gradients as the optimizer got them at the last step, after clipping.",
+        "L2 norm of all gradients as the optimizer got them at the last step, after clipping; absent where unknown.",
         "Snapshot.total_norm_applied",
     ),
     Metric(

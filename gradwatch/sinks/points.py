@@ -84,7 +84,8 @@ class Points:
             tally = self._tallies[snapshot.optimizer] = Tally.of(self._rules)
         tally.observe(record, time.monotonic())
         notes = tuple(_notes(record))
-        finite = math.isfinite(snapshot.total_norm) and math.isfinite(snapshot.total_norm_applied)
+        applied = snapshot.total_norm_applied
+        finite = math.isfinite(snapshot.total_norm) and (math.isfinite(applied) or not snapshot.applied_known)
         if snapshot.step % self._every and finite and not record.decision.skip and not notes:
             return None
         several = f"optimizer_{snapshot.optimizer}/" if snapshot.optimizer else ""
@@ -95,7 +96,10 @@ class Points:
     def _values(self, record: Record, tally: Tally) -> Iterator[tuple[str, float]]:
         snapshot = record.snapshot
         yield "grad_norm", snapshot.total_norm
-        yield "grad_norm_applied", snapshot.total_norm_applied
+        if snapshot.applied_known:
+            yield "grad_norm_applied", snapshot.total_norm_applied
+        if "observed_only" in snapshot.scalars:
+            yield "observed_only", 1.0
         groups = self._labelled.get(snapshot.optimizer)
         if groups is None or groups.sites is not snapshot.sites:
             groups = self._labelled[snapshot.optimizer] = _Groups(snapshot.sites)
