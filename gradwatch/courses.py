@@ -240,9 +240,24 @@ class Courses:
                     found[rule.id] = reasons[0]
         return found
 
+    def begun(self) -> list[Course]:
+        """Those of optimizers that have stepped, or that there is something to say of; all where none has.
+
+        An optimizer that another one wraps, and that never steps itself, holds nothing back.
+        """
+        found = list(self)
+        begun = [
+            course
+            for course in found
+            if course.record is not None
+            or course.vitals.now.last_healthy_step is not None
+            or not course.vitals.now.healthy
+        ]
+        return begun or found
+
     def warming_up(self) -> dict[str, str]:
         """The rules whose every baseline is still warming up, in all lanes, with how far the best of them is."""
-        lanes = [course.bound.warming_up(course.state) for course in self]
+        lanes = [course.bound.warming_up(course.state) for course in self.begun()]
         shared = set(lanes[0]).intersection(*lanes[1:]) if lanes else set()
         return {rule: lanes[0][rule] for rule in sorted(shared)}
 

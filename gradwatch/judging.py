@@ -99,7 +99,7 @@ class Judging:
 
     def checkpoint(self) -> CheckpointHealth:
         """Whether a checkpoint saved now is one to go back to, as of the last step and the last look."""
-        return joined(course.vitals.now for course in self._courses)
+        return joined(course.vitals.now for course in self._courses.begun())
 
     def look(self) -> CheckpointHealth:
         """The same after a look at the weights as they are now, which waits for a device."""

@@ -106,6 +106,7 @@ class Loop:
         self._given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
+        self.pauses = 0
         self._captured = False
         # The process served: none before every part is there (another thread may train while this one attaches).
         self._serving = 0
@@ -240,7 +241,7 @@ class Loop:
     def _cleared(self, lane: Lane) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
         self._courses.cleared(lane)
-        self._publishing.totals.cleared += 1
+        self._publishing.totals.cleared += not self.resting()  # while it pauses it sees no steps, either
         if self._causes is not None:
             self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
 
@@ -327,6 +328,7 @@ class Loop:
         if self._failures >= FAILURES:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             self._failures = 0
+            self.pauses += 1
             self.health.mark(component, False)
         if self._strict:
             raise error

@@ -31,6 +31,7 @@ from gradwatch.snapshot import CheckpointHealth
 from gradwatch.taps.process_totals import TOTALS, count_backwards, settle
 
 T = TypeVar("T")
+PAUSED = "watching was paused {} × after internal errors"
 
 _live: Lifetimes[Watch] = Lifetimes()
 _concluded: list[Account] = []  # of the watches closed so far, put together in one
@@ -64,6 +65,7 @@ class Watch(Loop):
     _before: Taken | None = None  # None: nothing was ever attached
     _steps_elsewhere = 0
     _concluding = False
+    _final: Account | None = None  # what it came to, once it is closed
     _last_state: Mapping[str, Any] = {"version": 1, "lanes": {}}
 
     def _attach(
@@ -266,9 +268,14 @@ class Watch(Loop):
         }
 
     def account(self) -> Account:
-        """What the process did since the attach, beside what was watched of it; see `gradwatch.account`."""
+        """What the process did since the attach, beside what was watched of it; see `gradwatch.account`.
+
+        After `close()`: as it was then.
+        """
         if self._before is None:
             return Account()
+        if self._final is not None:
+            return self._final
         self._catch_up()
         totals, courses, boundary = self._publishing.totals, self._courses, self._boundary
         waiting = courses.warming_up() if totals.judged else {}
@@ -281,6 +288,7 @@ class Watch(Loop):
             inactive=self.health.inactive(),
             no_data={**waiting, **self._unfed()},
             rules=len(self.run.rules),
+            reasons=(PAUSED.format(self.pauses),) if self.pauses else (),
             directory=self.run.directory if os.path.isdir(self.run.directory) else "",
             rank=self.run.rank,
             told_by=self.run.told_by,
@@ -398,6 +406,7 @@ class Watch(Loop):
         except Exception as error:
             self.health.report("close", error)
             return
+        self._final = account
         _concluded[:] = [merged([*_concluded, account])]
         quiet = not account.told or printed_at_exit[0] or quiet_asked()
         for sink in self._sinks:

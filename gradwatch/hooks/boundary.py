@@ -83,7 +83,7 @@ class Boundary:
     def _count(self, optimizer: Optimizer) -> None:
         """One more step was measured, unless it is the one counted last."""
         self.optimizers.add(optimizer)
-        number = process_totals.present_step()
+        number = process_totals.present_step(optimizer)
         if number != self._counted:
             self._counted = number
             self.steps += 1

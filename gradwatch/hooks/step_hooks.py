@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks.copies import with_inner
 from gradwatch.taps import backward_entry, guard, modes
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
@@ -121,13 +123,28 @@ def steps_under_way(optimizer: Optimizer) -> int:
     return found
 
 
-def _steps_open() -> int:
-    """How many optimizer steps are on this thread's stack, of any optimizer; 0 where compiled ones hide them."""
-    found, frame = 0, sys._getframe(1)
+def _part_of(optimizer: Optimizer) -> list[bool]:
+    """Of each step on this thread's stack around this optimizer's, the innermost first, whether this one is part of it.
+
+    Empty where compiled steps hide them.
+    """
+    found, frame = [], sys._getframe(1)
     while frame is not None:
-        found += frame.f_code is _WRAPPER
+        if frame.f_code is _WRAPPER:  # torch's wrapper keeps the optimizer in its local `self`
+            found.append(frame.f_locals.get("self"))
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    counted = [outer for outer in found if isinstance(outer, Optimizer) and _IGNORED not in outer.__dict__]
+    return [_belongs(optimizer, outer) for outer in counted[1:]]
+
+
+def _belongs(optimizer: Optimizer, outer: Optimizer) -> bool:
+    """Whether a step of `outer` is made of this optimizer's; not where a closure trains something else."""
+    if optimizer is outer:
+        return True
+    groups, outers = getattr(optimizer, "param_groups", ()), getattr(outer, "param_groups", ())
+    mine = {id(param) for group in groups for param in group["params"]}
+    shared = any(id(param) in mine for group in outers for param in group["params"])
+    return shared or any(inner is optimizer for inner in with_inner(outer))
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False) -> Any:
@@ -137,7 +154,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
             return _shielded_before(optimizer, args, kwargs, True)
         if _IGNORED in optimizer.__dict__:
             return None
-        step_begins(optimizer, _steps_open)
+        step_begins(optimizer, partial(_part_of, optimizer))
         aside = modes.Aside() if modes.dispatching() or modes.functions() else None
         try:
             # Not over a copy: a launcher's listener may add the watch that must see this very step.
@@ -161,7 +178,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
             return
         if _IGNORED in optimizer.__dict__:
             return
-        step_ends()
+        step_ends(optimizer)
         aside = modes.Aside() if modes.dispatching() or modes.functions() else None
         try:
             for listener in tuple(_listeners):

@@ -24,10 +24,10 @@ class ProcessTotals:
     """Counts since the first tap was installed, or since the fork in a forked child.
 
     `backwards` calls that add to `.grad`; `grad_calls` calls of `torch.autograd.grad`; `steps` calls of an optimizer's
-    `step`, and `nested` those inside another one (`super().step()`, an optimizer that wraps an optimizer); `clips`
-    calls of torch's `clip_grad_*`; `rejected` steps that a GradScaler kept from the optimizer; `optimizers` how many
-    were made, and `stepped` of how many a step began or was rejected; `raised` those of the `steps` that an exception
-    ended, noticed when the thread steps again or exits.
+    `step`, and `nested` those that are part of another one (`super().step()`, an optimizer that wraps an optimizer);
+    `clips` calls of torch's `clip_grad_*`; `rejected` steps that a GradScaler kept from the optimizer; `optimizers` how
+    many were made, and `stepped` of how many a step began or was rejected; `raised` those of the `steps` that an
+    exception ended, noticed when the thread steps again or exits.
     """
 
     backwards: int = 0
@@ -53,8 +53,9 @@ class ProcessTotals:
 TOTALS = ProcessTotals()
 _optimizers = Distinct()  # those that were stepped, each counted once
 _counting: dict[object, Callable[[], None]] = {}  # who wants backwards counted, and under None the tap
-_stepping: dict[int, int] = {}  # optimizer steps under way, by thread
-_outermost: dict[int, int] = {}  # the number of the last step that was part of no other one, by thread
+# By thread, of each call of `step` under way: the number of the step it is part of, and the optimizer by `id`.
+_open: dict[int, list[tuple[int, int]]] = {}
+_last: dict[int, int] = {}  # by thread, the number of the step that began last
 _numbers = itertools.count(1)
 
 
@@ -77,21 +78,25 @@ def _nothing() -> None:
     """What one of several users of the count has to undo."""
 
 
-def step_begins(optimizer: object, under_way: Callable[[], int]) -> None:
-    """Count a step of this optimizer unless it is part of another one on this thread.
+def step_begins(optimizer: object, part_of: Callable[[], list[bool]]) -> None:
+    """Count a step of this optimizer unless it is part of the one around it on this thread.
 
-    `under_way()` reads the number of steps from the thread's stack, this one included; it is asked only where a step
-    seems to be open, which one that raised leaves behind too.
+    `part_of()` says of each call of `step` that the thread's stack shows around this one, the innermost first, whether
+    this one is part of it; it is asked only where a step seems to be open, which one that raised leaves behind too.
     """
     thread = threading.get_ident()
-    if _stepping.get(thread) and under_way() > 1:
-        _stepping[thread] += 1
-        TOTALS.nested += 1
-        return
-    if _stepping.get(thread):  # it has not ended: an exception ended it
-        TOTALS.raised += 1
-    _stepping[thread] = 1
-    _outermost[thread] = next(_numbers)
+    calls = _open.get(thread)
+    if calls is None:
+        calls = _open[thread] = []
+    if calls:
+        around = part_of()
+        _raised(calls, len(around))
+        if calls and around[0]:
+            calls.append((calls[-1][0], id(optimizer)))
+            TOTALS.nested += 1
+            return
+    _last[thread] = number = next(_numbers)
+    calls.append((number, id(optimizer)))
     TOTALS.steps += 1
     _optimizers.add(optimizer)
     TOTALS.stepped = _optimizers.count
@@ -104,21 +109,38 @@ def step_rejected(optimizer: object) -> None:
     TOTALS.stepped = _optimizers.count
 
 
-def present_step() -> int:
-    """A number for the outermost step that this thread has begun last; 0 before the first. Never used twice."""
-    return _outermost.get(threading.get_ident(), 0)
+def _raised(calls: list[tuple[int, int]], left: int) -> None:
+    """All calls but the first `left` have not returned, and are not under way: an exception ended them."""
+    ended = {number for number, _ in calls[left:]}
+    del calls[left:]
+    TOTALS.raised += len(ended.difference(number for number, _ in calls))
+
+
+def present_step(optimizer: object) -> int:
+    """A number for the step of this optimizer that the thread is in, else for its last step; 0 before the first.
+
+    Never used twice; the parts of a step have its number.
+    """
+    thread = threading.get_ident()
+    for number, one in reversed(_open.get(thread, ())):
+        if one == id(optimizer):
+            return number
+    return _last.get(thread, 0)
 
 
 def settle() -> None:
-    """No step is under way on this thread: one that has not ended was ended by an exception."""
-    if _stepping.pop(threading.get_ident(), 0):
-        TOTALS.raised += 1
+    """No step is under way on this thread: those that have not ended were ended by an exception."""
+    _raised(_open.pop(threading.get_ident(), []), 0)
 
 
-def step_ends() -> None:
-    """The step that began last on this thread has returned."""
-    thread = threading.get_ident()
-    _stepping[thread] = max(0, _stepping.get(thread, 0) - 1)
+def step_ends(optimizer: object) -> None:
+    """A step of this optimizer has returned, the last that began on this thread."""
+    calls = _open.get(threading.get_ident(), [])
+    while calls:
+        number, ended = calls.pop()
+        if ended == id(optimizer):
+            break
+        TOTALS.raised += number not in {number for number, _ in calls}
 
 
 @contextmanager
@@ -144,8 +166,8 @@ def _start_again() -> None:
     """In a forked child: what the parent did is counted there."""
     TOTALS.reset()
     _optimizers.reset()
-    _stepping.clear()
-    _outermost.clear()
+    _open.clear()
+    _last.clear()
 
 
 os.register_at_fork(after_in_child=_start_again)

@@ -1,0 +1,117 @@
+"""Steps within steps, optimizers that wrap others, watches that are over or paused: what the account says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import gradwatch
+from gradwatch.account import gaps
+from tests.kept import Kept
+
+
+def closure_of(model: nn.Module, optimizer: Optimizer, before: Callable[[], Any] = lambda: None) -> Any:
+    """A closure of the usual kind that does something else first."""
+
+    def closure() -> Tensor:
+        before()
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def test_what_a_closure_trains_beside_its_own_model_is_steps_of_their_own() -> None:
+    """Inside an optimizer's closure another one steps on another model: counted, and watched, each."""
+    outer, inner = nn.Linear(3, 1), nn.Linear(3, 1)
+    around, within = SGD(outer.parameters(), 0.1), SGD(inner.parameters(), 0.1)
+    kept = Kept()
+    with gradwatch.watch([outer, inner], [around, within], sinks=[kept], strict=True) as gw:
+        for _ in range(4):
+            around.step(closure_of(outer, around, before=lambda: within.step(closure_of(inner, within))))
+    account = gw.account()
+    assert (account.taken.steps, account.taken.nested, account.watched.steps) == (8, 0, 8)
+    assert sorted(record.snapshot.optimizer for record in kept.records) == [0] * 4 + [1] * 4
+
+
+def test_a_step_that_an_exception_ends_inside_a_closure_is_not_the_one_around_it() -> None:
+    """The inner step of another model raises and is counted as such; the outer one goes on and is watched."""
+    outer, inner = nn.Linear(3, 1), nn.Linear(3, 1)
+    around, within = SGD(outer.parameters(), 0.1), SGD(inner.parameters(), 0.1)
+
+    def fails() -> None:
+        raise ValueError("the closure's own")
+
+    def tried() -> None:
+        with pytest.raises(ValueError, match="own"):
+            within.step(closure_of(inner, within, before=fails))
+
+    with gradwatch.watch([outer, inner], [around, within], sinks=[Kept()], strict=True) as gw:
+        for _ in range(3):
+            around.step(closure_of(outer, around, before=tried))
+    account = gw.account()
+    assert (account.taken.steps, account.taken.raised, account.watched.steps) == (6, 3, 3)
+
+
+class Around(Optimizer):
+    """Wraps an optimizer, as SAM and Lookahead do, sharing its parameters; its own `step` may never be called."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["step of the wrapper", "step of what it wraps"])
+def test_an_optimizer_that_wraps_another_one_counts_once_and_holds_nothing_back(own: bool) -> None:
+    """One step each, healthy as of the last one, whichever of the two is called."""
+    model = nn.Linear(3, 1)
+    optimizer = Around(SGD(model.parameters(), 0.1))
+    with gradwatch.watch(model, optimizer, sinks=[Kept()], strict=True) as gw:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            (optimizer if own else optimizer.base).step()
+        assert gw.healthy
+        assert gw.last_healthy_step == 4
+        assert (gw.account().taken.steps, gw.account().watched.steps) == (5, 5)
+
+
+def test_the_account_of_a_watch_that_is_over_is_the_one_it_gave() -> None:
+    """Asked after `close`, while the process trains on: as it was then."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    gw = gradwatch.watch(model, optimizer, sinks=[Kept()], strict=True)
+    for step in range(5):
+        if step == 3:
+            told = gw.account()
+            gw.close()
+            assert gw.account().taken == told.taken
+        optimizer.step(closure_of(model, optimizer))
+    assert (gw.account().taken.steps, gw.account().watched.steps) == (3, 3)
+    assert not gaps(gw.account())
+
+
+def test_a_pause_is_the_reason_why_steps_were_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults in a row pause the watch, and the account says so instead of guessing."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, sinks=[Kept()]) as gw:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("ours")
+
+        monkeypatch.setattr(gw, "measure", broken)
+        for _ in range(6):
+            optimizer.step(closure_of(model, optimizer))
+    (missed,) = gaps(gw.account())
+    assert missed == "6 of 6 optimizer steps not watched: watching was paused 1 × after internal errors"
