@@ -53,6 +53,7 @@ from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.snapshot import Decision, Event, Record, RunInfo, Sites, Snapshot, Verdict
 
+MOST_NAMED = 5
 FAILURES = 3  # faults of ours in a row before watching pauses
 PAUSE_SECONDS = 60.0
 IN_GRAPH = (
@@ -66,7 +67,7 @@ OFF = (
     "{}: off, since there is nothing for them to judge, while all other rules protect; `optional: true` in the rule "
     "file silences this, --strict-rules (strict_rules=True) refuses it"
 )
-NO_OPTIMIZER = "no optimizer steps here: gradients are observed only, and no action is carried out"
+NO_OPTIMIZER = "no optimizer steps {}: gradients are observed only, and no action is carried out"
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
@@ -219,7 +220,8 @@ class Loop:
         lane.solitary = False
         if lane.without_optimizer and not self._said_no_optimizer:
             self._said_no_optimizer = True
-            self._say_once("capture", AttachError(NO_OPTIMIZER))
+            names = shortened(lane.sites.names)
+            self._say_once("capture", AttachError(NO_OPTIMIZER.format(names)))
         self._catch_up()  # what waits was measured on the parameters as they were
         if self._capture.replaced:
             self._capture.drop_dead()
@@ -434,8 +436,7 @@ class Loop:
         """The coverage as of this boundary; a fall is said once, until it is whole again."""
         ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
         if missing and not self._said_blind:
-            listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            self._say_once("coverage", AttachError(f"{BLIND}: {listed}"))
+            self._say_once("coverage", AttachError(f"{BLIND}: {shortened(missing)}"))
         self._said_blind = bool(missing)
         return ratio
 
@@ -467,3 +468,9 @@ class Loop:
             say = getattr(breaker.sink, "internal_error", None)
             if say is not None:
                 say(component, error)
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

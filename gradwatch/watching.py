@@ -102,6 +102,11 @@ class Watch(Loop):
         """Whether the parameter with this `id()` is watched here."""
         return not self._closed and self._capture.covers_id(identity)
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards have reached a parameter that is watched here."""
+        return 0 if self._before is None else self._capture.backwards
+
     def let_go_of_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
         if self._closed or not self._boundary.is_here():
@@ -281,7 +286,9 @@ class Watch(Loop):
         waiting = courses.warming_up() if totals.judged else {}
         return Account(
             taken=TOTALS.taken().since(self._before, self._elsewhere() - self._steps_elsewhere),
-            watched=totals.watched(boundary.steps, boundary.optimizers.count, courses.most_parameters),
+            watched=totals.watched(
+                boundary.steps, self.backwards, boundary.optimizers.count, courses.most_parameters
+            ),
             ended="stopped" if totals.stopped else self._ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),

@@ -45,14 +45,25 @@ NOTHING_TAKEN = Taken()
 NOT_ARMED = "not armed: "
 """Begins the reason in `Account.inactive` for a rule that judges, but whose actions are off; or for a clip."""
 NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running")
-COUNTS = ("steps", "rejected", "unowned", "cleared", "provisional", "unjudged", "optimizers", "parameters")
+COUNTS = (
+    "steps",
+    "backwards",
+    "rejected",
+    "unowned",
+    "cleared",
+    "provisional",
+    "unjudged",
+    "optimizers",
+    "parameters",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
     """What was watched.
 
-    `steps` optimizer steps taken, `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
+    `steps` optimizer steps taken, `backwards` those that reached a watched parameter (parts of one count, too),
+    `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
     step was seen; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
     rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
@@ -61,6 +72,7 @@ class Watched:
     """
 
     steps: int = 0
+    backwards: int = 0
     rejected: int = 0
     unowned: int = 0
     cleared: int = 0

@@ -73,6 +73,10 @@ def _without_steps(account: Account) -> Iterator[str]:
         )
     elif seen.unowned:
         yield f"{_many(seen.unowned, 'window')} of gradients belong to no torch optimizer: observed, never acted on"
+    lost = taken.backwards - seen.backwards
+    # One that belongs to a step that was not watched is told with it; where none was heard, marks do not speak here.
+    if seen.backwards and lost > max(0, taken.steps - seen.steps):
+        yield f"{lost:,} of {_many(taken.backwards, 'backward')} reached no parameter that is watched"
     if not no_step and seen.cleared:
         yield f"gradients were cleared {_many(seen.cleared, 'time')} with no optimizer step seen since they were made"
 

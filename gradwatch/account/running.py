@@ -48,10 +48,11 @@ class RunningTotals:
         """Records that every rule could judge."""
         return self.records - self.provisional - self.unjudged
 
-    def watched(self, steps: int, optimizers: int, parameters: int) -> Watched:
+    def watched(self, steps: int, backwards: int, optimizers: int, parameters: int) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`."""
         return Watched(
             steps=steps,
+            backwards=backwards,
             rejected=self.rejected,
             cleared=self.cleared,
             provisional=self.provisional,

@@ -302,6 +302,7 @@ class Boundary:
             skipped = 0.0
         window.skipped = skipped
         if lane.thinned and not window.trusted:
+            self._capture.unheard += not lane.backwards
             self._capture.restore(lane)
         if self._capture.look_after(lane, window):
             self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks

@@ -88,6 +88,8 @@ class ByHand:
             mine = [slot for slot in touched if slot in loop.lane.position]
             if mine:
                 loop.arrived(mine, root)
+                if loop.still == STILL:
+                    self._capture.mute(loop.lane)
 
     def _make_room(self, new: set[int]) -> None:
         """Parameters that are in no lane yet: those of a loop's model join it, others are a loop of their own."""
@@ -146,6 +148,7 @@ class ByHand:
         """Judge what the last backward left."""
         lane = loop.lane
         if not loop.claimed:
+            loop.still = 0
             self._claim(lane)
         loop.clip_seen = False
         if lane.unread:  # trained by hand after all: from the next backward on
@@ -167,6 +170,7 @@ class ByHand:
         """The weights are trained by hand: rules are bound to them."""
         lane.index = len(self._capture.lanes)
         self._capture.lanes.append(lane)
+        self._capture.restore(lane)
         self._ending = True
         try:
             self._judge.bound(lane)
@@ -188,7 +192,7 @@ class _Loop:
         """This is its lane from now on."""
         self.lane = lane
         self._weights: list[Tensor] = []
-        self._still = 0  # backwards since the weights were first looked at, while they have not moved
+        self.still = 0  # backwards since the weights were first looked at, while they have not moved
 
     @property
     def claimed(self) -> bool:
@@ -201,11 +205,10 @@ class _Loop:
         if not self.claimed:  # a lane that is claimed was told of it, and is read, with all others
             lane.begins()
             lane.hear(touched, root)
-            self._still += 1
-            if self._still <= STILL:
-                lane.read()
-            elif self._still > STILL + 1:
-                return  # the weights are compared with those of the backward before
+            self.still += 1
+            if self.still > STILL:
+                return  # the weights are compared with those of then
+            lane.read()
         self._weights = probe(lane.params)
 
     def moved(self) -> bool:

@@ -83,6 +83,7 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
+        self.unheard = 0  # backwards that few marks said nothing of, and gradients at the step do
         self.replaced = False  # a lane was replaced: some of its parameters may be nobody's now
         self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
@@ -225,6 +226,11 @@ class Capture:
     def _heal(self, lane: Lane) -> int:
         """Mark those parameters again whose contents were swapped; how many there were."""
         return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, lane.slots))
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards have reached a watched parameter, parts of one (reentrant checkpointing) included."""
+        return self._ends.begun + self.unheard
 
     @property
     def marked(self) -> int:
@@ -514,6 +520,13 @@ class Capture:
             if slot not in keep and slot not in shared:
                 self._marks.remove(slot)
         lane.thinned = True
+
+    def mute(self, lane: Lane) -> None:
+        """Keep one mark in the middle of a lane that nothing seems to train; `restore` puts the others back."""
+        keep = int(lane.slots[len(lane) // 2])
+        for slot in map(int, lane.slots):
+            if slot != keep:
+                self._marks.remove(slot)
 
     def restore(self, lane: Lane) -> None:
         """Put every mark of a lane back."""

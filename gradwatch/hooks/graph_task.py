@@ -57,6 +57,7 @@ class Ends:
 
     def __init__(self, ended: Callable[[], None], abandoned: Callable[[], None]) -> None:
         self.task = [IDLE]  # the last one armed; a list, so that a mark can look without an attribute walk
+        self.begun = 0  # backwards that it was armed in
         self._open: set[int] = set()  # armed, and not ended yet
         self._ended = ended
         self._abandoned = abandoned
@@ -72,6 +73,7 @@ class Ends:
         self.task[0] = task
         if task == NONE:
             return
+        self.begun += task not in self._open
         self._open.add(task)
         _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
 

@@ -27,6 +27,7 @@ from gradwatch.interruption import not_ours
 from gradwatch.launch import ending
 from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
+from gradwatch.launch.unannounced import Unannounced
 from gradwatch.taps import backward_entry, guard, making
 from gradwatch.taps.process_totals import count_backwards
 from gradwatch.taps.registered import Registered
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from gradwatch.taps.backward_entry import BackwardCall
     from gradwatch.watching import Watch
 
-_TRIES = 8
 _MANY = 64  # known optimizers before those that are gone are looked for
 
 _watches: list[Watch] = []
@@ -63,9 +63,10 @@ class Agent:
         self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
         self._inherited: list[Watch] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
-        self._tried = 0  # looks for models that train without an optimizer
+        self._heard = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, lambda: self._lock)
+        self._unannounced = Unannounced(self.registered)
         making.listen(self._making)
         backward_entry.listen(self._about_to_run)
         clipping.listen(self._about_to_clip)
@@ -100,12 +101,12 @@ class Agent:
         self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock
 
     def _about_to_run(self, call: BackwardCall) -> None:
-        if (
-            call.accumulates
-            and not call.nested
-            and (self._waiting or self._attaching or not (self._seen or self._tried == _TRIES))
-        ):
-            self.attach_waiting(by_hand=True)
+        if not call.accumulates or call.nested:
+            return
+        before, self._heard = self._heard, sum(watch.backwards for watch in _watches)
+        look = self._unannounced.due(self._heard > before)
+        if look or self._waiting or self._attaching:
+            self.attach_waiting(before=call if look else None)
 
     def _about_to_clip(self, clip: object = None) -> None:
         attaching = self._attaching
@@ -131,7 +132,8 @@ class Agent:
         for key, ref in self._seen.items():
             self._waiting.setdefault(key, (ref, now))
         self._seen.clear()
-        self._tried = 0
+        self._heard = 0
+        self._unannounced.begin()
         self._attaching = False
 
     def save(self) -> None:
@@ -141,10 +143,12 @@ class Agent:
 
     # -- attaching ---------------------------------------------------------------------------------------
 
-    def attach_waiting(self, stepping: Optimizer | None = None, by_hand: bool = False) -> Watch | None:
+    def attach_waiting(
+        self, stepping: Optimizer | None = None, before: BackwardCall | None = None
+    ) -> Watch | None:
         """Watch the optimizers made since the last call, and `stepping`; the Watch, None where there were none.
 
-        With `by_hand`, and where no optimizer has ever been made, the models that want gradients are watched.
+        `before` this backward the models that it reaches are watched too, though no optimizer has them.
         Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
         script nothing but a line, unless `--strict` lets it raise.
         """
@@ -155,8 +159,9 @@ class Agent:
                 # Before anything is taken out of `_waiting`, which is read without the lock.
                 self._attaching = True
                 ready = self._ready(stepping)
-                models = self._without_optimizer() if by_hand and not (ready or self._seen) else []
-                return self._try(ready, models) if ready or models else None
+                watch = self._try(ready, []) if ready else None
+                models = [] if before is None else self._unannounced.models(before, _is_watched)
+                return self._try([], models) if models else watch
             finally:
                 self._attaching = False
 
@@ -195,16 +200,6 @@ class Agent:
             self._prune_at = max(_MANY, 2 * len(self._seen))
         return ready
 
-    def _without_optimizer(self) -> list[nn.Module]:
-        """The models that a backward of a process without optimizers may be training."""
-        self._tried += 1
-        known = self.registered
-        roots = {id(root): root for root in (known.root(module, known.clock) for module in known)}
-        found = [root for root in roots.values() if any(param.requires_grad for param in root.parameters())]
-        if found:
-            self._tried = _TRIES
-        return found
-
     def _knows(self, optimizer: Optimizer) -> bool:
         ref = self._seen.get(id(optimizer))
         return ref is not None and ref() is optimizer
@@ -221,7 +216,7 @@ class Agent:
         own = next((watch for watch in here if watch in _watches), None)
         others = [watch for watch in here if watch is not own]
         ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
-        if not ready and (here or not models):
+        if not (ready or models):
             return None
         roots, loose = discover(self.registered, ready, self._numbered)
         roots = models + roots
@@ -239,6 +234,12 @@ class Agent:
             _greet(own, optimizers)
         self._forwards.handed_over(own)
         return own
+
+
+def _is_watched(identity: int) -> bool:
+    """Whether some watch of this process has the parameter with this `id()`."""
+    watching = sys.modules.get("gradwatch.watching")
+    return watching is not None and any(watch.knows(identity) for watch in watching.live_watches())
 
 
 def _close_at_exit() -> None:

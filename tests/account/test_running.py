@@ -24,7 +24,7 @@ def test_the_own_cost_is_of_the_time_that_passed_however_many_optimizers_step_in
                 overhead=spent,
             )
         )
-    assert totals.watched(steps=3, optimizers=2, parameters=1).own_share == pytest.approx(0.2)
+    assert totals.watched(steps=3, backwards=3, optimizers=2, parameters=1).own_share == pytest.approx(0.2)
 
 
 def test_time_inside_a_measured_call_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

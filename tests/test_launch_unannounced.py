@@ -1,0 +1,66 @@
+"""Models that no optimizer has, beside one that has: found by `gradwatch run` in an unmodified script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwatch.taps.graph_leaves import leaves
+from tests.launch_cases import GRADWATCH
+
+BOTH_SIDES = """
+import torch
+torch.manual_seed(0)
+made, judge = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(judge.parameters(), 0.05)
+def by_hand(model, loss):
+    for p in model.parameters(): p.grad = None
+    loss.backward()
+    for p in model.parameters(): p.data.add_(p.grad, alpha=-0.05)
+for _ in range(20):
+    optimizer.zero_grad()
+    judge(made(torch.randn(3, 4)).detach()).mean().backward()
+    optimizer.step()
+    by_hand(made, judge(made(torch.randn(3, 4))).square().mean())
+late = torch.nn.Linear(4, 1)
+for _ in range(30): by_hand(late, late(torch.randn(3, 4)).square().mean())
+image = torch.zeros(4, requires_grad=True)
+for _ in range(7): (image * 2).sum().backward()
+print("weights", made.weight.tolist(), judge.weight.tolist(), late.weight.tolist())
+"""
+
+
+def test_what_is_trained_by_hand_beside_an_optimizer_is_observed(tmp_path: Path) -> None:
+    """One side of a GAN and a later model are observed; backwards that reach no model are told."""
+    (tmp_path / "train.py").write_text(BOTH_SIDES)
+    bare, watched = (
+        subprocess.run(
+            [*how, sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        for how in ((), (*GRADWATCH, "run", "--"))
+    )
+    assert watched.stdout == bare.stdout
+    assert "20 of 20 steps watched, 50 windows without an optimizer" in watched.stderr
+    assert "50 windows of gradients belong to no torch optimizer" in watched.stderr
+    assert "7 of 77 backwards reached no parameter that is watched" in watched.stderr
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_leaves_are_those_that_a_backward_fills(reentrant: bool) -> None:
+    """Each once, through shared parts, views and non-reentrant checkpoints; frozen ones and inputs of none are not."""
+    model, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    x = torch.randn(2, 3, requires_grad=True)
+    inner = nn.Linear(3, 3)
+    y = model(frozen(model(x))).view(3, 2).t()
+    y = y.reshape(2, 3) + checkpoint(inner, model(x), use_reentrant=reentrant)
+    found = leaves([y.sum(), y.mean()])
+    wanted = [x, *model.parameters(), *(() if reentrant else inner.parameters())]
+    assert sorted(map(id, found)) == sorted(map(id, wanted))
+    assert leaves([x]) == [x]
+    assert leaves([torch.ones(2)]) == []
