@@ -33,6 +33,7 @@ from gradwatch.hooks.capture import Capture
 from gradwatch.hooks.clipping import BeforeClip
 from gradwatch.hooks.deferred import Measured
 from gradwatch.hooks.device import capturing
+from gradwatch.hooks.discarded import Discarded
 from gradwatch.hooks.flat import FlatTaps
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.modules import ModuleTaps
@@ -107,6 +108,7 @@ class Loop:
         self._given = [weakref.ref(optimizer) for optimizer in optimizers]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._failures = 0
+        self._discarded = Discarded()
         self.pauses = 0
         self._captured = False
         # The process served: none before every part is there (another thread may train while this one attaches).
@@ -243,7 +245,8 @@ class Loop:
     def _cleared(self, lane: Lane) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
         self._courses.cleared(lane)
-        self._publishing.totals.cleared += not self.resting()  # while it pauses it sees no steps, either
+        if not self.resting():  # while it pauses it sees no steps, either
+            self._publishing.totals.cleared += self._discarded.unused(lane, self._capture.lanes)
         if self._causes is not None:
             self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
 

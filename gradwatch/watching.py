@@ -79,10 +79,12 @@ class Watch(Loop):
         # A launcher's watch answers for all that the process does, any other one from here on.
         self._before = NOTHING_TAKEN if self.origin == "launcher" else TOTALS.taken()
         self._steps_elsewhere = self._elsewhere()
-        self._uncount = count_backwards()
         self.health.counts(lambda: asdict(TOTALS.taken()), self._unfed)
         _live.close_orphans()
         _live.add(self)
+        self._uncount = (
+            count_backwards()
+        )  # after: the backward that finds the models gone is none of this watch's
         self._containers: list[nn.Module] = []
         self._open = list(self._sinks)
         _at_exit()
@@ -263,7 +265,9 @@ class Watch(Loop):
             "inactive": self.inactive(),
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,
-            "observed_only": not self._closed and any(lane.without_optimizer for lane in self._capture.lanes),
+            "observed_only": []
+            if self._closed
+            else [one.index for one in self._capture.lanes if one.without_optimizer],
             "healthy": checkpoint.healthy,
             "unhealthy_because": list(checkpoint.reasons),
             "account": self.account().to_dict(),

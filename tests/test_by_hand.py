@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.sinks.log import LogSink
+from gradwatch.sinks.prometheus import PrometheusSink
 from tests.kept import Kept
 
 STEPS = 8
@@ -167,6 +170,49 @@ def test_the_norm_applied_is_the_one_that_moved_the_weights_or_unknown(
             assert one.total_norm_applied == pytest.approx(norm, rel=1e-5)
         else:
             assert math.isnan(one.total_norm_applied)
+
+
+def test_what_is_observed_only_is_labelled_so_wherever_it_is_shown() -> None:
+    """The label of each series, the field of each log line, and the status name the lane that no optimizer moves."""
+    torch.manual_seed(0)
+    first, second, told = nn.Linear(4, 1), nn.Linear(4, 1), io.StringIO()
+    metrics = PrometheusSink(listen=None)
+    optimizer = torch.optim.SGD(first.parameters(), 0.05)
+    with gradwatch.watch(
+        [first, second], optimizer, sinks=[metrics, LogSink(stream=told)], strict=True
+    ) as gw:
+        for step in range(3):
+            optimizer.zero_grad()
+            second.zero_grad()
+            first(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            by_hand(second, second(torch.randn(3, 4)).square().mean() * (math.nan if step == 2 else 1))
+        assert gw.status()["observed_only"] == [1]
+        shown = metrics.render().decode()
+    assert 'gradwatch_steps_total{optimizer="0"} 3\n' in shown
+    assert 'gradwatch_steps_total{optimizer="none"} 3\n' in shown
+    assert 'gradwatch_nonfinite_steps_total{optimizer="none"} 1\n' in shown
+    assert "rule=non-finite severity=critical step=2 optimizer=none " in told.getvalue()
+    alone, metrics = nn.Linear(4, 1), PrometheusSink(listen=None)
+    with gradwatch.watch(alone, sinks=[metrics], strict=True) as gw:
+        for _ in range(2):
+            alone.zero_grad()
+            by_hand(alone, alone(torch.randn(3, 4)).square().mean())
+        gw.account()
+        assert 'gradwatch_steps_total{optimizer="none"} 2\n' in metrics.render().decode()
+
+
+def test_weights_that_are_not_finite_and_never_move_are_no_loop() -> None:
+    """NaN is other than itself; a part that nobody trains is claimed by none all the same."""
+    backbone, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    nn.init.constant_(backbone.weight, math.nan)
+    optimizer, kept = torch.optim.SGD(head.parameters(), 0.05), Kept()
+    with gradwatch.watch([backbone, head], optimizer, rules="observe-only", sinks=[kept], strict=True) as gw:
+        for _ in range(4):
+            optimizer.zero_grad()
+            head(backbone(torch.randn(3, 4))).square().mean().backward()
+            optimizer.step()
+    assert gw.account().watched.unowned == 0
 
 
 def test_one_side_of_a_pair_may_be_trained_by_hand() -> None:

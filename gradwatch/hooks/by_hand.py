@@ -213,8 +213,11 @@ class _Loop:
 
     def moved(self) -> bool:
         """Whether the weights are others than at the end of the backward."""
-        now = probe(self.lane.params)
-        return len(now) == len(self._weights) and not all(map(torch.equal, now, self._weights))
+        now, before = probe(self.lane.params), self._weights
+        if len(now) != len(before) or all(map(torch.equal, now, before)):
+            return False
+        # NaN is other than itself: where nothing was seen to move so far, that is not enough.
+        return self.claimed or not all(map(_alike, now, before))
 
     def cleared(self) -> bool:
         """Whether every gradient was taken away."""
@@ -236,3 +239,7 @@ def probe(params: Sequence[Tensor]) -> list[Tensor]:
         flat = getattr(flat, "_local_tensor", flat).reshape(-1)
         found.append(flat[:: max(1, flat.numel() // PROBED)].clone())
     return found
+
+
+def _alike(now: Tensor, before: Tensor) -> bool:
+    return torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)

@@ -22,7 +22,7 @@ from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.replay import join_records
 from gradwatch.serve.discover import Process
-from gradwatch.sinks.families import OptimizerView, RunEnd, View
+from gradwatch.sinks.families import OptimizerView, RunEnd, View, optimizer_labels
 from gradwatch.sinks.tally import Histogram, Tally
 from gradwatch.snapshot import RunInfo
 
@@ -71,10 +71,8 @@ class Summary:
 
     def view(self) -> View:
         """For the families that outlive a process (`gradwatch.sinks.lasting`)."""
-        several = len(self.tallies) > 1
-        optimizers = [
-            OptimizerView(str(index) if several else "", tally) for index, tally in self.tallies.items()
-        ]
+        labels = optimizer_labels(self.tallies)
+        optimizers = [OptimizerView(labels[index], tally) for index, tally in self.tallies.items()]
         return View(
             self.run, tuple(optimizers) or (OptimizerView("", Tally.of(self.run.rules)),), end=self.end
         )

@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from gradwatch.health import Health
 from gradwatch.sinks.alert_names import alert_name
 from gradwatch.sinks.courier import Round, courier
+from gradwatch.sinks.families import NO_OPTIMIZER
 from gradwatch.sinks.post import checked_url, post_json
 from gradwatch.sinks.printable import one_line, printable
 from gradwatch.sinks.targets import target_labels
@@ -92,7 +93,8 @@ class AlertmanagerSink:
         self._stopped |= record.decision.stop
         if not record.verdict.events or self._round is None:
             return
-        changed = [self._note(event) for event in record.verdict.events]
+        observed_only = "observed_only" in record.snapshot.scalars
+        changed = [self._note(event, observed_only) for event in record.verdict.events]
         if any(changed):
             courier().wake(self._round)
 
@@ -120,7 +122,7 @@ class AlertmanagerSink:
             self._health.report(self.name, TimeoutError("Alertmanager did not take the last alerts in time"))
         courier().leave(ended)
 
-    def _note(self, event: Event) -> bool:
+    def _note(self, event: Event, observed_only: bool) -> bool:
         """Take one transition; whether there is something to send."""
         key, now = (event.rule, event.optimizer), self._clock()
         with self._lock:
@@ -131,7 +133,9 @@ class AlertmanagerSink:
             if event.kind != "firing" or not event.notify or (known is None and self._is_full()):
                 return False
             starts = known.starts if known is not None and (known.ends is None or known.ends > now) else now
-            self._alerts[key] = _Alert(self._labels_of(event), self._annotations_of(event), starts)
+            self._alerts[key] = _Alert(
+                self._labels_of(event, observed_only), self._annotations_of(event), starts
+            )
             self._unsent.add(key)
             return True
 
@@ -171,8 +175,9 @@ class AlertmanagerSink:
             **ends,
         }
 
-    def _labels_of(self, event: Event) -> dict[str, str]:
+    def _labels_of(self, event: Event, observed_only: bool) -> dict[str, str]:
         several = {"optimizer": str(event.optimizer)} if event.optimizer else {}
+        several |= {"optimizer": NO_OPTIMIZER} if observed_only else {}
         given = {**event.labels, **self._labels, **target_labels(self._run), **several}
         own = {
             "alertname": alert_name(event.detector, self._columns.get(event.rule, "")),

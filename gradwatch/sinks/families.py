@@ -65,11 +65,30 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """One optimizer at one moment: `label` is its index as text, "" while it is the only one."""
+    """One optimizer at one moment: `label` as `optimizer_labels` says."""
 
     label: str
     tally: Tally
     layout: Layout | None = None
+
+
+NO_OPTIMIZER = "none"
+"""Label `optimizer` of what no optimizer stands behind: weights moved by the script's own code, observed only."""
+
+
+def optimizer_labels(tallies: Mapping[int, Tally]) -> dict[int, str]:
+    """The label `optimizer` of each tally: its index as text, "" where it is the only one.
+
+    "none" where no optimizer steps there (and of several such "none-" and the index).
+    """
+    observed = sum(tally.observed_only for tally in tallies.values())
+    labels = {}
+    for index, tally in tallies.items():
+        if tally.observed_only:
+            labels[index] = NO_OPTIMIZER if observed == 1 else f"{NO_OPTIMIZER}-{index}"
+        else:
+            labels[index] = str(index) if len(tallies) > 1 else ""
+    return labels
 
 
 Outcome = Literal["finished", "stopped", "died"]

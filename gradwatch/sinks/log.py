@@ -19,6 +19,7 @@ from gradwatch.account.text import fields
 from gradwatch.errors import GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
+from gradwatch.sinks.families import NO_OPTIMIZER
 from gradwatch.sinks.printable import one_line, printable
 from gradwatch.snapshot import Event, Order, Record, RunInfo
 
@@ -52,10 +53,14 @@ _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
 class _Done(NamedTuple):
-    """What was done about an Event: what its rule ordered, and whether the weights are known to be as they were."""
+    """What was done about an Event: what its rule ordered, and whether the weights are known to be as they were.
+
+    `observed_only`: nothing can be, for no optimizer steps there.
+    """
 
     orders: tuple[Order, ...] = ()
     weights: str = ""
+    observed_only: bool = False
 
 
 @dataclass(slots=True)
@@ -221,14 +226,17 @@ class _Lines:
 
 def _done_about(event: Event, record: Record) -> _Done:
     """What the rule of an Event ordered on that step, told by action, and what is known of the weights after it."""
+    observed_only = "observed_only" in record.snapshot.scalars
     if event.kind == "resolved":
-        return _Done()
+        return _Done(observed_only=observed_only)
     orders = (order for order in record.decision.orders if order.rule == event.rule)
     looked = None if record.checkpoint is None else record.checkpoint.weights_step
     # Fit after the step before this one, which was kept from the optimizer.
     untouched = record.decision.skip and looked is not None and looked >= event.step - 1
     return _Done(
-        tuple(sorted(orders, key=lambda order: order.action)), "untouched, finite" if untouched else ""
+        tuple(sorted(orders, key=lambda order: order.action)),
+        "untouched, finite" if untouched else "",
+        observed_only,
     )
 
 
@@ -236,7 +244,9 @@ def _fields(event: Event, done: _Done) -> Iterator[tuple[str, Any]]:
     yield "rule", event.rule
     yield "severity", event.severity
     yield "step", event.step
-    if event.optimizer:
+    if done.observed_only:
+        yield "optimizer", NO_OPTIMIZER
+    elif event.optimizer:
         yield "optimizer", event.optimizer
     if event.sites:
         yield "param", event.sites[0]

@@ -14,7 +14,8 @@ class Metric:
     """One metric family.
 
     `name` in full (`_total` included); `help` one sentence; `source` where the value comes from; `labels` in
-    order, without `optimizer`, which `per_optimizer` families get where a run has more than one; `buckets`
+    order, without `optimizer`, which `per_optimizer` families get where a run has more than one, or where no optimizer
+    steps (`optimizer="none"`: observed only); `buckets`
     upper bounds of a histogram, without +Inf.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradwatch.health import Health
 from gradwatch.sinks.exposition import CONTENT_TYPE, render
-from gradwatch.sinks.families import Layout, OptimizerView, View, families
+from gradwatch.sinks.families import Layout, OptimizerView, View, families, optimizer_labels
 from gradwatch.sinks.http import Content, plain
 from gradwatch.sinks.listen import (
     DEFAULT_LISTEN,
@@ -168,13 +168,13 @@ class PrometheusSink:
         """Everything a scrape shows, copied at this moment."""
         with self._lock:
             numbered = [
-                (str(index), each, each.tally.copy(), each.selection.chosen)
+                (index, each, each.tally.copy(), each.selection.chosen)
                 for index, each in self._optimizers.items()
             ]
-        several = len(numbered) > 1
+        labels = optimizer_labels({index: tally for index, _, tally, _ in numbered})
         optimizers = []
         for index, optimizer, tally, chosen in numbered:
-            label = index if several else ""
+            label = labels[index]
             layout = optimizer.layout
             if chosen is not None and (
                 layout is None or layout[0] != label or layout[1].chosen is not chosen

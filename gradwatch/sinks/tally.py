@@ -81,9 +81,13 @@ class RecentMax:
 
 @dataclass(slots=True)
 class Tally:
-    """Running totals of one optimizer. Written by the training thread; others read a `copy`."""
+    """Running totals of one optimizer. Written by the training thread; others read a `copy`.
+
+    `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts.
+    """
 
     record: Record | None = None
+    observed_only: bool = False
     steps: int = 0
     provisional_steps: int = 0
     nonfinite_steps: int = 0
@@ -122,6 +126,7 @@ class Tally:
         """Add one step; `now` is monotonic seconds."""
         snapshot, norm = record.snapshot, record.snapshot.total_norm
         self.record = record
+        self.observed_only = "observed_only" in snapshot.scalars
         self.steps += 1
         self.provisional_steps += snapshot.provisional
         self.skipped_steps += record.decision.skip

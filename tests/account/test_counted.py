@@ -115,3 +115,33 @@ def test_a_pause_is_the_reason_why_steps_were_not_watched(monkeypatch: pytest.Mo
             optimizer.step(closure_of(model, optimizer))
     (missed,) = gaps(gw.account())
     assert missed == "6 of 6 optimizer steps not watched: watching was paused 1 × after internal errors"
+
+
+@pytest.mark.parametrize("how", ["in turn", "one steps", "together"])
+def test_gradients_that_an_optimizer_with_the_same_parameters_has_used_are_not_discarded(how: str) -> None:
+    """Two optimizers of one model, whichever of them steps: every gradient was used, and nothing is said."""
+    model = nn.Linear(3, 1)
+    one, other = SGD(model.parameters(), 0.1), SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, [one, other], sinks=[Kept()], strict=True) as gw:
+        for step in range(8):
+            model.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            if how != "in turn" or step % 2:
+                one.step()
+            if how == "together" or (how == "in turn" and not step % 2):
+                other.step()
+    assert gw.account().watched.cleared == 0
+    assert not gaps(gw.account())
+
+
+def test_gradients_cleared_before_any_step_are_counted_once() -> None:
+    """Every second backward is thrown away, under two optimizers that share the parameters."""
+    model = nn.Linear(3, 1)
+    one, other = SGD(model.parameters(), 0.1), SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, [one, other], sinks=[Kept()], strict=True) as gw:
+        for step in range(8):
+            model.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            if step % 2:
+                one.step()
+    assert gw.account().watched.cleared == 4
