@@ -7,15 +7,19 @@ bounds, and `thinned` says so.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from gradwatch.account import Account
+from gradwatch.account.together import Part, by_launch, together
 from gradwatch.explanation import sentence
 from gradwatch.finding import Finding
-from gradwatch.journal import EndEntry, EventsEntry, JournalReader, StepsEntry
+from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.incidents import better
+from gradwatch.journal.parts import Recorded
+from gradwatch.process import alive
 from gradwatch.snapshot import Event, Order
 
 _CLIPPED = 1 - 1e-6
@@ -100,8 +104,8 @@ class Audit:
     """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
     whose gradients got smaller though nothing of ours was due: the script's own clipping. `unfinished`: some journal
     has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
-    by rule and action, the incidents that were acknowledged at steps which are missing. `accounts` are those that the
-    attempts gave of themselves at their ends.
+    by rule and action, the incidents that were acknowledged at steps which are missing. `parts` are what each journal
+    says of its process, `accounts` what they come to.
     """
 
     steps: int = 0
@@ -115,7 +119,7 @@ class Audit:
     unrecorded: dict[tuple[str, str], int] = field(default_factory=dict)
     rules: dict[str, Fired] = field(default_factory=dict)
     causes: dict[str, Finding] = field(default_factory=dict)
-    accounts: list[Account] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
     def fired(self) -> list[Fired]:
         """The rules that fired, most severe first, then by their first step; each with a cause if one was found."""
@@ -126,6 +130,10 @@ class Audit:
             known = (self.causes.get(incident) for incident in one.incidents)
             one.cause = next((sentence(cause) for cause in known if cause is not None and cause.found), "")
         return found
+
+    def accounts(self) -> list[Account]:
+        """One account for each launch, as it was printed if it was: the last one is the latest."""
+        return [together(parts, _runs) for parts in by_launch(self.parts)]
 
     def sorted(self) -> list[Line]:
         """The lines, most frequent first; shadow last."""
@@ -143,7 +151,7 @@ class Audit:
             "clipped_by_others": self.clipped_by_others,
             "actions": [line.to_dict(self.steps) for line in self.sorted()],
             "fired": [asdict(one) for one in self.fired()],
-            "accounts": [account.to_dict() for account in self.accounts],
+            "accounts": [account.to_dict() for account in self.accounts()],
             "failed": self.failed,
             "escalated": self.escalated,
             "unrecorded": [
@@ -181,11 +189,6 @@ class Audit:
             if better(finding, self.causes.get(finding.incident)):
                 self.causes[finding.incident] = finding
 
-    def take_end(self, entry: EndEntry) -> None:
-        """Keep the account of an attempt; journals of earlier versions have none."""
-        if entry.account:
-            self.accounts.append(Account.from_dict(entry.account))
-
     def take_unrecorded(self, events: Iterable[Event]) -> None:
         """Count incidents whose steps were lost; an incident is durable before its step is."""
         for event in events:
@@ -203,7 +206,9 @@ def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
     seen: set[int] = set()
     last: dict[int, int] = {}
     opened: list[Event] = []
+    recorded = Recorded()
     for entry in journal.entries():
+        recorded.take(entry)
         if isinstance(entry, StepsEntry):
             audit.take_steps(entry)
             last[entry.optimizer] = max((row.step for row in entry.rows), default=-1)
@@ -213,8 +218,14 @@ def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
             audit.take_events(entry.events)
             audit.take_findings(entry.findings)
             opened += [event for event in entry.events if event.kind == "firing" and event.actions]
-        elif isinstance(entry, EndEntry):
-            audit.take_end(entry)
+    part = recorded.part()
+    if part is not None and (part.ended or not journal.complete):  # earlier versions ended without an account
+        audit.parts.append(part)
     if not journal.complete:
         audit.unfinished = True
         audit.take_unrecorded(event for event in opened if event.step > last.get(event.optimizer, -1))
+
+
+def _runs(part: Part) -> bool | None:
+    """Whether the process of a part still runs; None for one of another machine."""
+    return alive(part.pid, part.since) if part.host == os.uname().nodename else None

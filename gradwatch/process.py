@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+_TICKS = 2.0  # seconds; when a process started is known in ticks since a boot that is known in seconds
+
 here = [os.getpid()]
 """In one place: the id of this process, also in a forked child. Not of one that C code forks behind Python's back.
 
@@ -54,6 +56,11 @@ def is_running(pid: int, started: int = 0) -> bool:
         return True  # another user's process
     ticks = start_ticks(pid)
     return not (started and ticks and ticks != started) and not _is_zombie(pid)
+
+
+def alive(pid: int, known_at: float) -> bool:
+    """Whether the process that had this id at that time (Unix seconds) still runs; 0 is no process."""
+    return is_running(pid) and started_at(pid) <= known_at + _TICKS
 
 
 def _is_zombie(pid: int) -> bool:

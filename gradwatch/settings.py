@@ -50,6 +50,12 @@ def told_by(env: Mapping[str, str] = os.environ) -> int:
     return 0 if of_another_rank else int(pid)
 
 
+def launch(env: Mapping[str, str] = os.environ) -> str:
+    """A name that all processes share whose accounts are printed as one; "" where none but this one is known."""
+    teller = env.get(TELLER, "")
+    return teller if told_by(env) or teller.partition(":")[0] == str(os.getpid()) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The resolved settings of one watch; None = nobody said anything."""
@@ -152,6 +158,7 @@ def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) 
         rules=rules,
         rules_digest=ruleset.digest,
         told_by=told_by(env),
+        launch=launch(env),
     )
 
 

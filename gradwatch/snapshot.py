@@ -396,7 +396,8 @@ class RuleInfo:
 class RunInfo:
     """Identity of a run, fixed at attach. `directory` is the run's own folder (it may not exist yet).
 
-    `told_by` is the process whose account, printed at its end, includes this one's (0 = this process prints its own).
+    `told_by` is the process whose account, printed at its end, includes this one's (0 = this process prints its own);
+    `launch` is the same in all processes whose accounts are printed as one ("" = not known).
     """
 
     run_id: str
@@ -413,3 +414,4 @@ class RunInfo:
     rules: tuple[RuleInfo, ...] = ()
     rules_digest: str = ""
     told_by: int = 0
+    launch: str = ""

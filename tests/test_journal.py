@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gradwatch.journal import (
     JournalReader,
     LostEntry,
     NormsEntry,
+    RunEntry,
     SitesEntry,
     StepsEntry,
     read_journal,
@@ -68,6 +70,30 @@ def recorder(directory: Path, **options: Any) -> Recorder:
 
     settings = {"params": "sampled", "max_bytes": 64 << 20, "acknowledge": lambda events: None, **options}
     return Recorder(make_run(directory), report=report, **settings)
+
+
+def test_a_process_that_is_killed_at_once_has_left_its_name(tmp_path: Path) -> None:
+    """The first file is there without a step; the first steps are in it without an event and without a flush."""
+    sink = JournalSink()
+    sink.open(make_run(tmp_path), Health())
+
+    def entries(wanted: type) -> list[Any]:
+        until = time.monotonic() + 20.0
+        while (
+            not (found := [each for each in left() if isinstance(each, wanted)]) and time.monotonic() < until
+        ):
+            time.sleep(0.01)
+        return found
+
+    def left() -> list[Any]:
+        heads = tmp_path.glob("run-1/*.gwj")
+        return [entry for head in heads for entry in JournalReader(head).entries()]
+
+    assert [entry.run.run_id for entry in entries(RunEntry)] == ["run-1"]
+    sink.write(make_record(make_sites(1), [1.0], step=0))
+    (rows,) = entries(StepsEntry)
+    assert [row.step for row in rows.rows] == [0]
+    sink.close()
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Taken:
 NOTHING_TAKEN = Taken()
 NOT_ARMED = "not armed: "
 """Begins the reason in `Account.inactive` for a rule that judges, but whose actions are off; or for a clip."""
-NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running")
+NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running", "unknown", "recorded")
 COUNTS = (
     "steps",
     "backwards",
@@ -100,7 +100,9 @@ class Account:
     watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
 
     `told_by` is the process whose printed account includes this one, 0 where it is its own. Where it includes others,
-    `processes` is how many of all trained, `lost` how many gave no account and are gone, `running` how many run on.
+    `processes` is how many of all trained and gave an account; of those that gave none `lost` are gone, `running` run
+    on, and `unknown` were on another machine. These are in `fired` and `actions` as far as they were recorded, and
+    `recorded` counts the steps that their journals hold, at least, which are not in `watched`.
     """
 
     taken: Taken = NOTHING_TAKEN
@@ -118,12 +120,23 @@ class Account:
     processes: int = 1
     lost: int = 0
     running: int = 0
+    unknown: int = 0
+    recorded: int = 0
 
     @property
     def told(self) -> bool:
         """Whether there is anything to tell: the process trained, or something was watched in it."""
-        seen = self.watched.steps or self.watched.rejected or self.lost or self.running
-        return self.taken.trained or bool(seen)
+        return self.counted or self.unended
+
+    @property
+    def counted(self) -> bool:
+        """Whether a process that trained, or was watched, has given its account."""
+        return self.taken.trained or bool(self.watched.steps or self.watched.rejected)
+
+    @property
+    def unended(self) -> bool:
+        """Whether there are processes that gave no account."""
+        return bool(self.lost or self.running or self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
@@ -169,8 +182,8 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         taken=taken,
         watched=Watched(**totals, **times, coverage=min(one.coverage for one in seen)),
         ended=last.ended,
-        fired=_summed(one.fired for one in found),
-        actions=_summed(one.actions for one in found),
+        fired=summed(one.fired for one in found),
+        actions=summed(one.actions for one in found),
         inactive=_in_all([one.inactive for one in found]),
         no_data=_in_all([one.no_data for one in found]),
         rules=max(one.rules for one in found),
@@ -196,7 +209,8 @@ def _numbers(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(value) if name in floats else int(value) for name, value in found.items()}
 
 
-def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """How many times in all, by name."""
     total: dict[str, int] = {}
     for one in counts:
         for key, count in one.items():

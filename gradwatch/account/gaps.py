@@ -18,10 +18,8 @@ def _gaps(account: Account) -> Iterator[str]:
     seen = account.watched
     if seen.coverage < 1:
         yield f"{1 - seen.coverage:.0%} of the parameters were not measured at the last step"
-    if account.lost:
-        yield f"{_processes(account.lost)} gave no account (killed, or left by os._exit)"
-    if account.running:
-        yield f"{_processes(account.running)} still running"
+    if account.unended and account.counted:  # else the line itself is about them
+        yield f"{unended(account)}, {recorded(account)}"
     if seen.unjudged:
         yield f"{_many(seen.unjudged, 'watched step')} could not be judged (internal errors, see the journal)"
 
@@ -87,8 +85,21 @@ def _hidden(account: Account) -> str:
     return "weights, if they moved, were moved by the script itself"
 
 
-def _processes(count: int) -> str:
-    return f"{count:,} process{'' if count == 1 else 'es'}"
+def unended(account: Account, that: str = "") -> str:
+    """The processes that gave no account, by what became of them."""
+    kinds = (
+        (account.lost, f"{that}gave no account (killed, or left by os._exit)"),
+        (account.running, "still running"),
+        (account.unknown, f"on another machine {that}gave no account (killed, or still running)"),
+    )
+    return ", ".join(
+        f"{count:,} process{'' if count == 1 else 'es'} {what}" for count, what in kinds if count
+    )
+
+
+def recorded(account: Account) -> str:
+    """How many steps these have left in their journals."""
+    return f"at least {_many(account.recorded, 'step')} recorded" if account.recorded else "no step recorded"
 
 
 def _many(count: int, what: str) -> str:

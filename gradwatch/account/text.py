@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import shorten
 
 from gradwatch.account.facts import NOT_ARMED, Account
-from gradwatch.account.gaps import gaps
+from gradwatch.account.gaps import gaps, recorded, unended
 
 PREFIX = "gradwatch: "
 MOST_NAMED = 4
@@ -80,11 +80,16 @@ def _unarmed(account: Account) -> str:
 
 def _parts(account: Account, folder: str) -> Iterator[str]:
     yield _steps(account)
-    if account.watched.steps or account.watched.rejected or account.watched.unowned:
+    watched = bool(account.watched.steps or account.watched.rejected or account.watched.unowned)
+    if watched:
         yield _what(account)
-        yield f"fired: {_counted(account.fired)}" if account.fired else "no rule fired"
-        if account.actions:
-            yield f"done: {_counted(account.actions)}"
+    if account.fired:
+        yield f"fired: {_counted(account.fired)}"
+    elif watched:
+        yield "no firing recorded" if account.unended else "no rule fired"
+    if account.actions:
+        yield f"done: {_counted(account.actions)}"
+    if watched:
         silent = never_evaluated(account)
         if silent:
             yield f"no data for {len(silent)} of {max(account.rules, len(silent))} rules ({_reasons(silent)})"
@@ -99,6 +104,8 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
 
 
 def _steps(account: Account) -> str:
+    if account.unended and not account.counted:
+        return f"{recorded(account)} in {unended(account, 'that ')}"
     taken, seen = account.taken, account.watched
     told = f"{seen.steps:,} of {taken.steps:,} steps watched"
     if seen.rejected or taken.rejected:

@@ -114,12 +114,13 @@ def report(audit: Audit, where: Path) -> str:
 
 
 def told(audit: Audit) -> Iterable[str]:
-    """The accounts that the last few attempts gave of themselves, and the rules that never had data in the last."""
+    """The accounts of the last few launches, and the rules that never had data in the last."""
     from gradwatch.account.text import PREFIX, lines, never_evaluated, not_armed
 
-    for account in audit.accounts[-_MOST_ACCOUNTS:]:
+    accounts = audit.accounts()
+    for account in accounts[-_MOST_ACCOUNTS:]:
         yield from (f"  {line.removeprefix(PREFIX)}" for line in lines(account))
-    for account in audit.accounts[-1:]:
+    for account in accounts[-1:]:
         yield from (
             f"  no data: {rule}: {reason}" for rule, reason in sorted(never_evaluated(account).items())
         )

@@ -34,16 +34,13 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
                 continue
     except GradwatchError:
         return None
-    if audit.accounts and not audit.unfinished:
-        account = audit.accounts[-1]
-        return where.name, _plain(lines(account)), not gaps(account)
-    running = account_of_endpoint(where)
+    accounts = audit.accounts()
+    if not accounts:  # of an earlier version
+        return where.name, [f"{audit.steps:,} steps recorded, and no account of them"], False
+    account = accounts[-1]
+    running = account_of_endpoint(where) if account.running else None
     if running is None:
-        return (
-            where.name,
-            [f"{audit.steps:,} steps recorded; it was killed, or runs without an endpoint here"],
-            False,
-        )
+        return where.name, _plain(lines(account)), not (gaps(account) or account.unended)
     return where.name, ["running: " + line for line in _plain(lines(running))], not gaps(running)
 
 

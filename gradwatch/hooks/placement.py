@@ -26,7 +26,7 @@ def placed(run: RunInfo, named: bool) -> RunInfo:
         return run
     run = replace(run, rank=dist.get_rank(), world_size=dist.get_world_size())
     if run.world_size > 1:
-        run = replace(run, told_by=0)
+        run = replace(run, told_by=0, launch="")
     if named or run.world_size == 1:
         return run
     run_id = _agreed(run.rank, run.run_id)

@@ -104,10 +104,15 @@ class Recorder:
         self._waiting: deque[_Waiting] = deque()
         self._lost = LostEntry()
         self._rows_since = self._synced_at = time.monotonic()
+        self._rows_wait = 0.0  # the first rows are written at once: the process may be killed early
         self._backoff, self._events_backoff = _Backoff(), _Backoff()
         self._urgent = self._failing = False
         self.end = EndEntry(0)  # written by `close`, with the number of records
         self.failures = self._rows = self._records = self._numbers = self._sites = self._rotated = 0
+
+    def begin(self) -> None:
+        """Make the first file, which says who records: a process that is killed at once has left that much."""
+        self._write([])
 
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
@@ -140,7 +145,7 @@ class Recorder:
         if durable:
             self._backoff.reset()
             self._events_backoff.reset()
-        if durable or now - self._rows_since >= _ROWS_SECONDS:
+        if durable or now - self._rows_since >= self._rows_wait:
             self._write_rows()
         if durable and self._lost:
             self._write([])
@@ -255,6 +260,7 @@ class Recorder:
     def _write_rows(self) -> None:
         for optimizer, track in self._tracks.items():
             rows, track.rows = track.rows, []
+            self._rows_wait = _ROWS_SECONDS if rows else self._rows_wait
             if rows and not self._write([StepsEntry(optimizer, track.sites_id, rows).encode()], track):
                 steps = [row.step for row in rows]
                 self.lose(LostEntry(scalars=len(rows), first_step=min(steps), last_step=max(steps)))

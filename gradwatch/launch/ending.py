@@ -3,7 +3,9 @@
 It is printed once a launch (`gradwatch.launch.family`), after all children were joined; of several ranks the first
 prints its own. A child that left no account where the launch looks for it prints it itself, as does one that outlives
 the process that would have. Nothing is printed by a process that is killed, or leaves by `os._exit`: its journal has no
-end, and the line of its parent, or `gradwatch audit`, says so. Needs no torch, as `family` does not.
+end, and the line of its parent says so, with what it had recorded. Of a process that would have spoken for others and
+leaves so, those that outlive it print their own; what is in the journals of the others `gradwatch audit` sums up as the
+line would have. Needs no torch, as `family` does not.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from gradwatch.account import NOTHING_TAKEN, Account, lines
 from gradwatch.account.ending import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
 from gradwatch.launch import family
+from gradwatch.process import alive
 from gradwatch.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []
@@ -53,7 +56,7 @@ def say() -> None:
 def _told(own: Account) -> Iterator[str]:
     if own.rank or os.environ.get("RANK", "0") not in ("", "0"):
         return
-    if family.alive(own.told_by, family.began()) and (not own.told or family.handed_over()):
+    if alive(own.told_by, family.began()) and (not own.told or family.handed_over()):
         return
     account = family.with_children(own)
     if account.told:

@@ -14,18 +14,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradwatch.account import Account, merged, total
-from gradwatch.process import is_running, started_at
+from gradwatch.account import Account
+from gradwatch.account.together import Part, together
+from gradwatch.process import alive
 from gradwatch.settings import DEFAULT_DIR, ROOT, TELLER, told_by
 
-if TYPE_CHECKING:
-    from gradwatch.journal import EndEntry
-    from gradwatch.snapshot import RunInfo
-
 _CLOCKS = 60.0  # seconds that the clock of a file server may be behind
-_TICKS = 2.0  # seconds; when a process started is known in ticks since a boot that is known in seconds
+_SECONDS = 2.0  # for reading what processes without an end have recorded; of less, fewer steps are known
 LAUNCHED = "GRADWATCH_LAUNCH_PID"
 """The process that `gradwatch run` became; its children have it in their environment too."""
 
@@ -42,11 +38,6 @@ def launched() -> bool:
     return os.environ.get(LAUNCHED) == str(os.getpid())
 
 
-def alive(pid: int, known_at: float) -> bool:
-    """Whether the process that had this id at that time (Unix seconds) still runs; 0 is no process."""
-    return is_running(pid) and started_at(pid) <= known_at + _TICKS
-
-
 def folder() -> Path:
     """Where the processes of this launch write their journals."""
     return Path(os.environ.get(ROOT, DEFAULT_DIR), os.environ.get("GRADWATCH_RUN_ID", ""))
@@ -59,56 +50,48 @@ def recorded() -> bool:
 
 def handed_over() -> bool:
     """Whether all journals of this process end with an account, where the process that prints it looks for them."""
-    own = [end for run, end in _journals() if run.pid == os.getpid()]
-    return bool(own) and all(end is not None and end.account for end in own)
+    own = [part.ended for part in _parts() if part.pid == os.getpid()]
+    return bool(own) and all(own)
 
 
 def with_children(own: Account) -> Account:
     """The account of this process and of those that it has started, or these, and that leave the telling to it.
 
-    A process without an end in its journal was killed, or left by `os._exit`, or runs on.
+    A process without an end in its journal was killed, or left by `os._exit`, or runs on: of it counts what it has
+    recorded. So does a first rank that is gone without a word, for it would have printed its own.
     """
-    ended: dict[int, list[Account]] = {}
-    open_ended: dict[int, float] = {}  # when it began to record
-    for run, end in _journals():
-        if run.told_by == os.getpid():
-            if end is None or not end.account:
-                open_ended[run.pid] = run.start_time
-            else:
-                ended.setdefault(run.pid, []).append(Account.from_dict(end.account))
-    if not (ended or open_ended):
+    children = [part for part in _parts() if _spoken_for(part)]
+    if not children:
         return own
-    children = [merged(each, total(one.taken for one in each)) for each in ended.values()]
-    parts = [one for one in (own, *children) if one.told]
-    running = sum(alive(pid, at) for pid, at in open_ended.items())
-    return replace(
-        merged(parts or [own], total(one.taken for one in (own, *children))),
-        reasons=tuple(dict.fromkeys(reason for one in (own, *children) for reason in one.reasons)),
-        directory=own.directory or str(folder()),
-        ended=own.ended,
-        processes=len(parts),
-        running=running,
-        lost=len(open_ended) - running,
-    )
+    return replace(together(children, _runs, own), directory=own.directory or str(folder()))
 
 
-def _journals() -> Iterator[tuple[RunInfo, EndEntry | None]]:
-    """Who wrote each journal of this launch, and how it ends."""
+def _spoken_for(part: Part) -> bool:
+    silent = not (part.told_by or part.account.rank or part.ended or part.pid == os.getpid())
+    return part.told_by == os.getpid() or (silent and not _runs(part))
+
+
+def _runs(part: Part) -> bool:
+    return alive(part.pid, part.since)
+
+
+def _parts() -> Iterator[Part]:
+    """What each journal of this launch, on this machine, says of its process."""
     since = began()
     found = list(_written(since - _CLOCKS))
     if not found:
         return
     # Here, not at the top: this is for processes that train, or whose children do.
     from gradwatch.journal import JournalReader
+    from gradwatch.journal.parts import part_of
 
     for path in found:
         try:
-            journal = JournalReader(path)
-            entry, end = journal.run(), journal.end()
+            part = part_of(JournalReader(path), _SECONDS / len(found))
         except OSError:  # deleted meanwhile
             continue
-        if entry is not None and entry.run.host == os.uname().nodename and entry.run.start_time >= since:
-            yield entry.run, end
+        if part is not None and part.host == os.uname().nodename and part.since >= since:
+            yield part
 
 
 def began() -> float:

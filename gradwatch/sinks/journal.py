@@ -174,6 +174,7 @@ class JournalSink:
     def _run(self) -> None:
         recorder = self._recorder
         assert recorder is not None
+        recorder.begin()
         closing = False
         while not closing:
             work = self._take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.account import Account, Taken, Watched
-from gradwatch.journal import EndEntry, JournalReader
+from gradwatch.account import Account, Taken, Watched, lines
+from gradwatch.cli import main
+from gradwatch.journal import EndEntry, EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.files import JournalFiles
 from gradwatch.journal.retention import Retention
+from gradwatch.journal.steps import step_row
 from gradwatch.launch import family
 from gradwatch.settings import ROOT, TELLER, told_by
 from gradwatch.snapshot import RunInfo
+from tests.sink_records import make_event, make_record, make_sites, skip
 from tests.test_launch_training import run
 
 WORKERS = """
@@ -71,7 +75,9 @@ def test_forked_workers_are_in_the_account_of_their_parent(tmp_path: Path) -> No
     line, missed = told(done.stderr)
     assert line.startswith("gradwatch: 12 of 12 steps watched in 3 processes · 3 optimizers, 6 parameters")
     assert line.endswith("next: gradwatch audit runs/r")
-    assert missed == "gradwatch: not seen: 1 process gave no account (killed, or left by os._exit)"
+    lost, _, recorded = missed.partition(", at least ")
+    assert lost == "gradwatch: not seen: 1 process gave no account (killed, or left by os._exit)"
+    assert recorded in {f"{n} step{'s' * (n > 1)} recorded" for n in range(1, 7)}
 
 
 @pytest.mark.soak
@@ -110,11 +116,22 @@ def test_who_prints_the_account(env: dict[str, str], teller: int) -> None:
     assert told_by(env) == teller
 
 
-def written(folder: Path, pid: int, account: Account | None, started: float, teller: int) -> None:
-    """A journal as such a process leaves it; None = without an end."""
-    info = RunInfo("r", str(folder), pid=pid, host=os.uname().nodename, start_time=started, told_by=teller)
+def written(
+    folder: Path, pid: int, account: Account | None, started: float, teller: int, launch: str = ""
+) -> None:
+    """A journal of four steps as such a process leaves it; None = without an end.
+
+    One of the steps was rejected by a GradScaler, and skipped at one a rule has fired.
+    """
+    host = os.uname().nodename
+    info = RunInfo("r", str(folder), pid=pid, host=host, start_time=started, told_by=teller, launch=launch)
     files = JournalFiles(folder, 0, 0, Retention(0), lambda attempt, segment: [RunEntry(info).encode()])
+    sites = make_sites(1)
+    records = [make_record(sites, [1.0], step=step, scalars={"scaler_skip": step == 1}) for step in range(4)]
+    records[3] = make_record(sites, [1.0], step=3, decision=skip())
+    events = EventsEntry(0, 0, 3, 0.0, (make_event("firing", step=3),))
     files.ensure_open()
+    files.append([StepsEntry(0, 0, [step_row(record, {}) for record in records]).encode(), events.encode()])
     if account is not None:
         files.append([EndEntry(3, "finished", account.to_dict()).encode()])
     files.close()
@@ -140,13 +157,63 @@ def test_children_are_summed_from_their_journals(tmp_path: Path, monkeypatch: py
     written(folder, 2**22 + 5, one, now + 1, me + 1)
     found = family.with_children(own)
     assert (found.taken.steps, found.taken.backwards, found.watched.steps) == (8, 9, 6)
-    assert (found.processes, found.lost, found.running) == (3, 1, 1)
-    assert (found.fired, found.rules, found.ended) == ({"a": 2}, 5, "failed")
+    assert (found.processes, found.lost, found.running, found.recorded) == (3, 1, 1, 6)
+    fired = {"a": 2, "non-finite": 2}
+    assert (found.fired, found.actions, found.rules, found.ended) == (fired, {"skip_step": 2}, 5, "failed")
     assert found.directory == str(folder)
     assert not family.handed_over()
     written(folder, me, one, now + 1, 7)
     assert family.handed_over()
     assert replace(own, told_by=7).told
+
+
+def test_processes_without_an_end_are_told_by_what_they_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Never "0 of 0 steps watched" nor "no rule fired": the line and `audit` say how much is known, and of whom."""
+    now, me = time.time(), os.getpid()
+    monkeypatch.setenv(TELLER, f"{me}::{os.uname().nodename}:{now}")
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    monkeypatch.setenv("GRADWATCH_RUN_ID", "r")
+    folder = tmp_path / "r"
+    for gone in (2**22 + 1, 2**22 + 2):
+        written(folder, gone, None, now + 1, me, "this one")
+    silent = "at least 6 steps recorded in 2 processes that gave no account (killed, or left by os._exit)"
+    fired = " · fired: non-finite ×2 · done: skip_step ×2"
+    assert lines(family.with_children(Account())) == [f"gradwatch: {silent}{fired}"]
+    assert main(["audit", str(folder)]) == 0
+    assert f"  {silent}{fired}\n" in capsys.readouterr().out
+    account = Account(Taken(steps=3), Watched(steps=3), told_by=me)
+    written(folder, 2**22 + 3, account, now + 1, me, "this one")
+    written(folder, 2**22 + 4, account, now - 9, me, "an earlier one")
+    line, missed = lines(family.with_children(Account()))
+    assert line.startswith("gradwatch: 3 of 3 steps watched · ")
+    assert fired in line
+    missed = missed.removeprefix("gradwatch: ")
+    assert missed == (
+        "not seen: 2 processes gave no account (killed, or left by os._exit), at least 6 steps recorded"
+    )
+    assert main(["audit", "--json", str(folder)]) == 0
+    earlier, this = json.loads(capsys.readouterr().out)["accounts"]
+    assert (earlier["lost"], earlier["watched"]["steps"]) == (0, 3)
+    assert (this["lost"], this["recorded"], this["fired"]) == (2, 6, {"non-finite": 2})
+
+
+def test_a_first_rank_that_is_gone_is_told_by_the_process_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have printed its own account; one that has ended has done so, and one that runs will."""
+    now = time.time()
+    monkeypatch.setenv(TELLER, f"{os.getpid()}::{os.uname().nodename}:{now}")
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    monkeypatch.setenv("GRADWATCH_RUN_ID", "r")
+    own = Account()
+    written(tmp_path / "r", os.getppid(), None, now + 1, 0)
+    written(tmp_path / "r", 2**22 + 1, Account(Taken(steps=3), Watched(steps=3)), now + 1, 0)
+    assert family.with_children(own) is own
+    written(tmp_path / "r", 2**22 + 2, None, now + 1, 0)
+    found = family.with_children(own)
+    assert (found.lost, found.running, found.recorded, found.processes) == (1, 0, 3, 0)
 
 
 def test_the_end_of_a_journal_is_read_from_its_tail(tmp_path: Path) -> None:
