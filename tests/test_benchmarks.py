@@ -5,6 +5,8 @@ No test here decides anything by a time it measured.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import memory, overhead, versions
+from tests.benchmarks import ablations, memory, overhead, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -408,3 +410,23 @@ def test_a_checkout_is_compared_with_another() -> None:
     row = versions.compared(versions.SMALL, str(versions.ROOT), starts=1, rounds=2)
     assert min(row.bare, row.old, row.new) > 0
     assert row.wall.low <= row.wall.value <= row.wall.high
+
+
+def test_a_fast_path_is_switched_off() -> None:
+    """Each of them is there to be switched off, all at once here, and a training without it is watched as before."""
+    script = (
+        "import gradwatch; from tests.benchmarks import ablations, versions; "
+        "[one.switch_off() for one in ablations.ABLATIONS.values()]; task = versions.small(1e-3); "
+        "gw = gradwatch.watch(task.model, task.optimizer, sinks=[]); [task.step() for _ in range(80)]; "
+        "assert gw.health.errors() == {}, gw.health.errors(); print(gw.status()['account']['watched']['steps'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=versions.ROOT, timeout=120
+    )
+    assert done.stdout.split() == ["80"], done.stderr
+
+
+def test_what_a_fast_path_saves_is_measured() -> None:
+    """A process without it takes turns with one that has it."""
+    row = ablations.compared("deferral", versions.CLIPPED, starts=1, rounds=2)
+    assert row.saved.low <= row.saved.value <= row.saved.high

@@ -37,9 +37,19 @@ EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
     try:
-        arguments = parser.parse_args(words)
+        status = _carried_out(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what is still buffered meets a closed pipe here, not when Python exits
+        return status
+    except BrokenPipeError:  # `gradwatch rules list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _carried_out(words: list[str]) -> int:
+    try:
+        arguments = build_parser().parse_args(words)
         handler: Callable[[argparse.Namespace], int] = arguments.handler
         return handler(arguments)
     except SystemExit as leaving:  # argparse: --help is 0, a usage error 2
@@ -52,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `gradwatch rules list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Is this checkout slower than another? `python -m tests.benchmarks.versions OTHER [WORKLOAD ...] [--starts 8]`.
+"""Is this checkout slower than another? `python -m tests.benchmarks.versions OTHER [WORKLOAD ...] [--gate]`.
 
 OTHER is the folder of another checkout, e.g. made by `git worktree add OTHER COMMIT`. A process of each (under DDP two)
 holds the same watched training, another holds a bare one, and all three step in turns, in shuffled order, on a word
@@ -12,13 +12,17 @@ Axes: B starts, N rounds of one, T timed steps of a turn.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,12 +38,21 @@ ROOT = Path(__file__).resolve().parents[2]
 WATCHED_STEPS_FIRST = 60  # past the warm-up, and past the steps that a loop takes to be called calm
 SETTLE, STEPS = 1, 3
 WORKER = (
-    "import sys; root, checkout, name, rank, port = sys.argv[1:]; sys.path[0] = checkout or root; import gradwatch; "
-    "assert gradwatch.__file__.startswith(sys.path[0] + '/'); sys.path[0] = root; "
-    "from tests.benchmarks.versions import work; work(bool(checkout), name, int(rank), port)"
+    "import sys; root, checkout, without, name, rank, port = sys.argv[1:]; sys.path[0] = checkout or root; "
+    "import gradwatch; assert gradwatch.__file__.startswith(sys.path[0] + '/'); sys.path[0] = root; "
+    "from tests.benchmarks.versions import work; work(bool(checkout), without, name, int(rank), port)"
 )
-SMALL, DDP = "small", "ddp"
-NAMES = ("mlp", "tiny", "resnet", "gpt", "embedding", SMALL, DDP)
+SMALL, DDP, MANY, CLIPPED = "small", "ddp", "many", "clipped"
+NAMES = ("mlp", "tiny", "resnet", "gpt", "embedding", SMALL, DDP, MANY)
+SLOWER = 0.02
+"""(new − old) / old of a workload that `--gate` refuses where the whole interval lies above it."""
+
+
+class Side(NamedTuple):
+    """Who is measured: the folder of a checkout ("" = bare), and a fast path of `ablations` that is off there."""
+
+    checkout: str
+    without: str = ""
 
 
 class Row(NamedTuple):
@@ -53,14 +66,23 @@ class Row(NamedTuple):
     cpu: Interval
 
 
-def small() -> Task:
-    """Eight parameters, about a millisecond a step."""
+def small(clipping: float | None = None) -> Task:
+    """Eight parameters, about a millisecond a step; with `clip_grad_norm_` where `clipping` is its bound."""
     torch.manual_seed(0)
     widths = (32, 64, 64, 64, 10)
     layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers[:-1])
     batches = tuple((torch.randn(64, 32), torch.randint(0, 10, (64,))) for _ in range(8))
-    return Task(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batches)
+    kind = Task if clipping is None else functools.partial(_Clipped, bound=clipping)
+    return kind(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batches)
+
+
+def many() -> Task:
+    """10,000 parameters of 4 to 16 elements: what one more costs decides the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5_000)])
+    batches = tuple((torch.randn(16, 4), torch.randint(0, 4, (16,))) for _ in range(8))
+    return Task(model, torch.optim.SGD(model.parameters(), lr=1e-4), batches)
 
 
 def parallel(rank: int, port: str) -> Task:
@@ -76,12 +98,35 @@ def parallel(rank: int, port: str) -> Task:
     return Task(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batches)
 
 
-def work(watched: bool, name: str, rank: int, port: str) -> None:
+@dataclass(eq=False)
+class _Clipped(Task):
+    """A loop that clips before each step."""
+
+    bound: float = math.inf
+
+    def step(self) -> None:
+        self.forward().backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.bound)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def work(watched: bool, without: str, name: str, rank: int, port: str) -> None:
     """A worker: reads how many steps to take, line by line; answers each with [wall, CPU] seconds of every step."""
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
-    task = {SMALL: small, DDP: lambda: parallel(rank, port)}.get(name, lambda: WORKLOADS[name].task())()
+    own: dict[str, Callable[[], Task]] = {
+        SMALL: small,
+        DDP: lambda: parallel(rank, port),
+        MANY: many,
+        CLIPPED: lambda: small(1e-3),
+    }
+    task = own.get(name, lambda: WORKLOADS[name].task())()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if without:
+            from tests.benchmarks.ablations import ABLATIONS
+
+            ABLATIONS[without].switch_off()
         if watched:
             import gradwatch
 
@@ -95,12 +140,12 @@ def work(watched: bool, name: str, rank: int, port: str) -> None:
 
 
 class Contender:
-    """The processes that step one training of one checkout; `checkout` "" = bare."""
+    """The processes that step one training of one side."""
 
-    def __init__(self, checkout: str, name: str, port: int) -> None:
+    def __init__(self, side: Side, name: str, port: int) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environ.pop("PYTHONPATH", None)
-        command = [sys.executable, "-c", WORKER, str(ROOT), checkout, name]
+        command = [sys.executable, "-c", WORKER, str(ROOT), *side, name]
         self._ranks = [
             subprocess.Popen(
                 [*command, str(rank), str(port)],
@@ -139,20 +184,20 @@ class Contender:
             rank.communicate()  # reaps it, and closes its pipes
 
 
-def measure(name: str, checkouts: dict[str, str], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
+def measure(name: str, sides: dict[str, Side], rounds: int) -> dict[str, tuple[Seconds, Seconds]]:
     """(wall, CPU) seconds[N, T] of every contender, in turns."""
     with ExitStack() as stack:
         contenders: dict[str, Contender] = {}
-        for number, (title, checkout) in enumerate(checkouts.items()):
-            contenders[title] = Contender(checkout, name, _free_port() + number)
+        for number, (title, side) in enumerate(sides.items()):
+            contenders[title] = Contender(side, name, _free_port() + number)
             stack.callback(contenders[title].close)
         for title, one in contenders.items():
             one.wait()
-            one(WATCHED_STEPS_FIRST if checkouts[title] else SETTLE)
-        found: dict[str, list[list[Sample]]] = {title: [] for title in checkouts}
+            one(WATCHED_STEPS_FIRST if sides[title].checkout else SETTLE)
+        found: dict[str, list[list[Sample]]] = {title: [] for title in sides}
         rng = np.random.default_rng(0)
         for _ in range(rounds):
-            for title in rng.permuted(np.array(list(checkouts))).tolist():
+            for title in rng.permuted(np.array(list(sides))).tolist():
                 found[title].append(contenders[title](SETTLE + STEPS)[SETTLE:])
     clocks = {title: np.array(samples) for title, samples in found.items()}
     return {title: (each[..., 0], each[..., 1]) for title, each in clocks.items()}
@@ -174,7 +219,8 @@ def interval(changes: list[float]) -> Interval:
 
 def compared(name: str, other: str, starts: int, rounds: int) -> Row:
     """One workload measured."""
-    found = [measure(name, {"bare": "", "old": other, "new": str(ROOT)}, rounds) for _ in range(starts)]
+    sides = {"bare": Side(""), "old": Side(other), "new": Side(str(ROOT))}
+    found = [measure(name, sides, rounds) for _ in range(starts)]
     titles = ("bare", "old", "new")
     medians = [float(np.median([np.median(one[title][0]) for one in found])) * 1e3 for title in titles]
     changes = [[relative(one["new"][clock], one["old"][clock]) for one in found] for clock in range(2)]
@@ -189,28 +235,35 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _percent(found: Interval) -> str:
+def percent(found: Interval) -> str:
+    """As it is printed."""
     return f"{found.value:+.1%} [{found.low:+.1%}, {found.high:+.1%}]"
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Print the table; 1 where `--gate` is asked and a workload has become slower."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", metavar="OTHER", help="folder of the other checkout")
     parser.add_argument("names", nargs="*", default=NAMES, metavar="WORKLOAD", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--starts", type=int, default=8, help="how often all are started anew (default 8)")
     parser.add_argument("--rounds", type=int, default=60, help="turns of each after one start (default 60)")
+    parser.add_argument(
+        "--gate", action="store_true", help=f"exit 1 where one is slower by over {SLOWER:.0%}"
+    )
     arguments = parser.parse_args()
+    slower = 0
     rows = [["workload", "bare ms", "old ms", "new ms", "(new − old) ÷ old", "the same of CPU time"]]
     for name in arguments.names:
         row = compared(name, str(Path(arguments.other).resolve()), arguments.starts, arguments.rounds)
         numbers = [f"{ms:.2f}" for ms in (row.bare, row.old, row.new)]
-        rows.append([row.name, *numbers, _percent(row.wall), _percent(row.cpu)])
+        slower += row.wall.low > SLOWER
+        rows.append([row.name, *numbers, percent(row.wall), percent(row.cpu)])
         print(" ".join(rows[-1]), file=sys.stderr, flush=True)
     print(
         f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {arguments.starts} × {arguments.rounds} rounds"
     )
+    return int(arguments.gate and slower > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
