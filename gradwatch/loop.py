@@ -384,7 +384,7 @@ class Loop:
         self.health.report(component, error)
         self.health.mark(component, not self._ranks.alone)
 
-    def _backward_ended(self) -> None:
+    def _backward_ended(self, told: list[Lane]) -> None:
         if self.resting():
             return
         lanes = self._capture.lanes
@@ -395,6 +395,7 @@ class Loop:
         for lane in lanes:
             if lane.index not in self._courses.by_lane:
                 self.bound(lane)
+        for lane in told:  # the gradients of others may have been clipped since they were read
             if lane.due():
                 lane.read()
 

@@ -220,7 +220,7 @@ class Boundary:
         elif known is not None and known.index in self._acting.held and self._acting.emptied(known.index):
             # The step that was skipped raised all the same.
             self._acting.give_back(known.index, finished=False)
-        if self._capture.touched:
+        if self._capture.heard:
             self._capture.drain()
         if known is None:
             known = self._capture.lane_of(optimizer)  # the drain may have made it

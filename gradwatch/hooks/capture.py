@@ -40,15 +40,15 @@ REMARK = 16  # steps between looks for parameters that want a gradient again
 class Capture:
     """The slots of one Watch: every watched parameter, its mark, and the lanes (optimizers) they belong to.
 
-    `ended` is called at the end of every backward that touched a watched parameter, before anything is read;
-    it runs inside autograd and must not raise. `waiting` names optimizers that are known but have no lane yet:
-    they get one at the end of the first backward, when the order in which gradients arrive is known.
+    `ended` is called at the end of every backward that touched a watched parameter, before anything is read, with the
+    lanes that it reached; it runs inside autograd and must not raise. `waiting` names optimizers that are known but
+    have no lane yet: they get one at the end of the first backward, when the order in which gradients arrive is known.
     """
 
     def __init__(
         self,
         models: Iterable[nn.Module],
-        ended: Callable[[], None],
+        ended: Callable[[list[Lane]], None],
         failed: Callable[[str, BaseException], None],
         waiting: Callable[[], list[Optimizer]] = list,
     ) -> None:
@@ -65,12 +65,12 @@ class Capture:
         self._came = 0
         self._free: list[int] = []
         self._slot_of: dict[int, int] = {}
-        self.touched: list[int] = []  # slots of the marks heard in a backward that has not ended
         self._silent: set[int] = set()
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
         # A strong reference would tie parameter -> mark -> Capture -> parameter.
         self._itself = weakref.ref(self)
-        self._marks = Marks(self.touched, self._ends.task, functools.partial(_arm, self._itself))
+        self.heard = self._ends.heard  # slots of the marks heard in backwards that have not ended
+        self._marks = Marks(self.heard, functools.partial(_arm, self._itself))
         self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
@@ -249,7 +249,7 @@ class Capture:
         self._slot_of.clear()
         self.params.clear()
         self.lanes.clear()
-        self.touched.clear()
+        self._ends.close()
         self.coverage.close()
         self.after_backward = _nothing
 
@@ -405,8 +405,9 @@ class Capture:
         self._slot_of.pop(id(self.params[slot]), None)
         self.coverage.forget(slot)
         self._silent.discard(slot)
-        if slot in self.touched:  # by a backward that raised
-            self.touched[:] = [each for each in self.touched if each != slot]
+        for heard in self.heard.values():  # of a backward that raised
+            if slot in heard:
+                heard[:] = [each for each in heard if each != slot]
         self.params[slot] = _GONE
         self._free.append(slot)
 
@@ -432,20 +433,19 @@ class Capture:
             if lane.begins():
                 self.cleared(lane)
         self.losses.reached()
-        self._ends.arm()
+        self._ends.arm(self.losses.thread())
 
     def _abandon(self) -> None:
         """A backward before this one raised, so its callback never ran: what it marked counts for nothing."""
-        self.touched.clear()
         self.after_backward()  # a step taken inside it has happened all the same
 
-    def _backward_end(self) -> None:
+    def _backward_end(self, touched: list[int]) -> None:
         graded = _grad_enabled()  # where the backward makes a graph of its own
         try:
             try:
                 mark = self.spent.begin()
                 _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
-                self._end()
+                self._end(touched)
                 self.spent.end(mark)
             finally:
                 _set_grad_enabled(graded)
@@ -454,9 +454,7 @@ class Capture:
         finally:
             _set_grad_enabled(graded)  # once more, as in Boundary
 
-    def _end(self) -> None:
-        touched = self.touched[:]
-        self.touched.clear()
+    def _end(self, touched: list[int]) -> None:
         if self._silent:
             touched += self._unmarked_arrivals(touched)
         if not self._arrival:
@@ -464,7 +462,7 @@ class Capture:
         for optimizer in self._waiting():
             if optimizer not in self.stepped_inside:
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on
-        self._tell_lanes(touched)
+        told = self._tell_lanes(touched)
         unowned = self._unowned_slots
         if unowned is None:
             unowned = self.unowned_slots()
@@ -472,13 +470,13 @@ class Capture:
             reached = [slot for slot in touched if slot in unowned]
             if reached:
                 self.unowned(reached, self.losses.latest())
-        self._ended()
+        self._ended(told)
         if self.after_backward is not _nothing and not graph_task.nested():
             self.after_backward()
 
     def hear(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
-        if self._ends.task[0] != graph_task.current():
+        if graph_task.current() not in self.heard:
             _arm(self._itself)
         self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
@@ -488,23 +486,26 @@ class Capture:
         self._silent.clear()
         return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
-    def _tell_lanes(self, touched: list[int]) -> None:
+    def _tell_lanes(self, touched: list[int]) -> list[Lane]:
+        """Tell each lane what reached it; those that anything did."""
         root = self.losses.latest()
         if len(touched) < THIN_FROM:
-            for lane in self.lanes:
-                lane.hear(touched, root)
-            return
+            return [lane for lane in self.lanes if lane.hear(touched, root)]
+        told = []
         counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
         for lane in self.lanes:
             mine = counts[lane.slots]
             if mine.any():
                 known = (lane.position[slot] for slot in reversed(touched) if slot in lane.position)
                 lane.arrived(mine, next(known, None), root)
+                told.append(lane)
+        return told
 
     def drain(self) -> None:
         """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
-        if self.touched:
-            self._backward_end()
+        touched = self._ends.left_over(self.losses.thread())
+        if touched:
+            self._backward_end(touched)
             for lane in self.lanes:
                 lane.late = lane.backwards > 0
 

@@ -51,31 +51,59 @@ def reaches(leaf: torch.Tensor) -> bool:
 class Ends:
     """Calls `ended` at the end of every backward it was armed in, after DDP and FSDP have finished theirs.
 
-    A callback queued by a callback runs when everybody else's has. A backward that raises never runs its
-    callbacks: the next one to be armed finds that out and calls `abandoned` first. Both may raise nothing.
+    `heard` has a list for each of them, by graph task, for what was noted in it; `ended` gets that list. A callback
+    queued by a callback runs when everybody else's has. A backward that raises never runs its callbacks: the next one
+    of the same thread to be armed finds that out and calls `abandoned` first. Both may raise nothing. Backwards of
+    different threads that run at the same time are told apart; on a device, where autograd's own threads run them, not.
     """
 
-    def __init__(self, ended: Callable[[], None], abandoned: Callable[[], None]) -> None:
-        self.task = [IDLE]  # the last one armed; a list, so that a mark can look without an attribute walk
+    def __init__(self, ended: Callable[[list[int]], None], abandoned: Callable[[], None]) -> None:
+        self.task = [IDLE]  # the last one armed; a list, so that a hook can look without an attribute walk
         self.begun = 0  # backwards that it was armed in
-        self._open: set[int] = set()  # armed, and not ended yet
+        self.heard: dict[int, list[int]] = {}
+        self._threads: dict[int, int] = {}  # of those armed and not ended
         self._ended = ended
         self._abandoned = abandoned
         # Weak: autograd keeps what it will never call after a backward that raised.
         self._itself = weakref.ref(self)
 
-    def arm(self) -> None:
-        """Have the end of the running backward heard; outside one this does nothing."""
-        task = current()
-        if self._open and self._open != {task} and not nested():
-            self._open.clear()
-            self._abandoned()
-        self.task[0] = task
-        if task == NONE:
+    def arm(self, thread: int = 0) -> None:
+        """Have the end of the running backward heard, which this thread began (0 = not known which).
+
+        Outside one (compiled autograd) only `heard` gets a list.
+        """
+        self.task[0] = task = current()
+        if task in self.heard:
             return
-        self.begun += task not in self._open
-        self._open.add(task)
-        _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
+        others = [one for one, began in self._threads.items() if began == thread]
+        if others and not nested():
+            for one in others:
+                self._forget(one)
+            self._abandoned()
+        self.begun += 1
+        self.heard[task] = []
+        if task != NONE:
+            self._threads[task] = thread
+            _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
+
+    def left_over(self, thread: int) -> list[int]:
+        """What was noted in backwards of this thread whose end was not heard, and will not be; to be asked outside one.
+
+        They have raised, or ran in compiled autograd, which has no callbacks.
+        """
+        if not self.heard or current() != NONE:
+            return []
+        over = [one for one in list(self.heard) if self._threads.get(one, thread) in (thread, 0)]
+        return [slot for one in over for slot in self._forget(one)]
+
+    def close(self) -> None:
+        """Forget every backward."""
+        self.heard.clear()
+        self._threads.clear()
+
+    def _forget(self, task: int) -> list[int]:
+        self._threads.pop(task, None)
+        return self.heard.pop(task, [])
 
 
 @untraced
@@ -83,8 +111,9 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
     try:
         ends = owner()
         if ends is not None:
-            ends._open.discard(task)
-            ends.task[0] = IDLE
-            modes.unseen(ends._ended)
+            heard = ends._forget(task)
+            if ends.task[0] == task:
+                ends.task[0] = IDLE
+            modes.unseen(ends._ended, heard)
     except Exception as error:
         guard.fault("capture", error)

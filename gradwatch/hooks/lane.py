@@ -136,10 +136,12 @@ class Lane:
         self._arrivals.add(counts, last)
         self.losses.add(root)
 
-    def hear(self, touched: list[int], root: Root | None = None) -> None:
-        """As `arrived`, from the slots of a handful of marks."""
-        if self._arrivals.hear(touched, self.position):
-            self.losses.add(root)
+    def hear(self, touched: list[int], root: Root | None = None) -> bool:
+        """As `arrived`, from the slots of a handful of marks; whether any of them is here."""
+        if not self._arrivals.hear(touched, self.position):
+            return False
+        self.losses.add(root)
+        return True
 
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""

@@ -57,6 +57,11 @@ class Losses:
             (found,) = self._latest.values()
         return found
 
+    def thread(self) -> int:
+        """This thread where Python code has begun a backward on it, else 0: one of autograd's own, of a device."""
+        thread = threading.get_ident()
+        return thread if thread in self._latest else 0
+
     def reached(self) -> None:
         """The running backward has reached a parameter; what is known is not its root where Python did not start it."""
         thread = threading.get_ident()

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.hooks.graph_task import NONE
 from gradwatch.hooks.swapped import contents, revive
 from gradwatch.taps import guard
 from gradwatch.taps.dynamo import untraced
 
 
 class Marks:
-    """At most one mark a slot. `touched` takes the slots heard, `task[0]` is the graph task last armed.
+    """At most one mark a slot. `heard` takes the slots heard, by graph task.
 
-    `arm` is called by the first mark of every graph task; it must not raise.
+    `arm` is called by the first mark of every graph task, and makes room there; it must not raise.
     """
 
-    def __init__(self, touched: list[int], task: list[int], arm: Callable[[], None]) -> None:
-        self._touched = touched
-        self._task = task
+    def __init__(self, heard: dict[int, list[int]], arm: Callable[[], None]) -> None:
+        self._heard = heard
         self._arm = arm
         self.spared: set[int] = set()  # ids of parameters that must not be marked
         self._handles: dict[int, RemovableHandle] = {}
@@ -69,19 +69,21 @@ class Marks:
         stands_for, last = self._marked_as.get(slot, (contents(param), 0))
         if stands_for != contents(param):
             revive(param, "_post_accumulate_grad_hooks", last)
-        touched, task, arm = self._touched, self._task, self._arm
+        heard, arm = self._heard, self._arm
         current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
         @untraced
         def mark(_: torch.Tensor) -> None:
             try:
-                if tracing():  # compiled autograd: what follows would break its graph
-                    touched.append(slot)
-                    return
-                # Keyed by the graph task: after a backward that raised, its callback never ran.
-                if task[0] != current():
-                    arm()
-                touched.append(slot)
+                # Compiled autograd: what follows the first of these would break its graph.
+                task = NONE if tracing() else current()
+                # By the graph task: other threads may run another, and after one that raised no callback comes.
+                if task not in heard:
+                    if tracing():
+                        heard[task] = []
+                    else:
+                        arm()
+                heard[task].append(slot)
             except Exception as error:
                 guard.fault("capture", error)
 

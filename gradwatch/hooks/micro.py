@@ -85,7 +85,7 @@ class MicroDrop:
     def _guard(self, call: Callable[[], None]) -> Callable[..., None]:
         owner = weakref.ref(self), call.__func__  # type: ignore[attr-defined]  # a bound method would be a cycle
 
-        def guarded(_clip: object = None) -> None:
+        def guarded(_: object = None) -> None:
             try:
                 drop = owner[0]()
                 if drop is not None:

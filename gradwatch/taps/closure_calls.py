@@ -25,7 +25,9 @@ from gradwatch.taps import guard
 from gradwatch.taps.dynamo import untraced, untraced_itself
 
 Closure = Callable[..., Any]
-_ONE_CALL = ((),)  # the arguments of each call that is made
+_NO_ARGUMENTS = itertools.repeat(
+    ()
+)  # those of each call; other code may keep what it looked up, and call it again
 _ANY_NUMBER = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _DECORATED = torch.enable_grad()(lambda: None).__code__  # what `torch.enable_grad()(closure)` runs
 
@@ -54,7 +56,7 @@ class _Call:
             _before(instance)()
             returned = _returned(_after(instance))
             if _takes_nothing(closure) or _called_by_torch(instance, sys._getframe(1)):
-                return map(returned, itertools.starmap(closure, _ONE_CALL)).__next__
+                return map(returned, itertools.starmap(closure, _NO_ARGUMENTS)).__next__
             return _with_arguments(closure, returned)
         except Exception as error:
             guard.fault("boundary", error)

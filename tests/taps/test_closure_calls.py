@@ -17,6 +17,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.rulefile import parse_rules
+from gradwatch.taps import closure_calls
 from tests.kept import Kept
 
 RULES = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
@@ -309,3 +310,20 @@ def test_a_compiled_step_with_a_closure_runs_as_bare() -> None:
         graphs.append(len(seen))
     assert torch.equal(*weights)
     assert graphs[0] == graphs[1]
+
+
+def test_what_was_looked_up_once_can_be_called_again() -> None:
+    """An optimizer that keeps `closure.__call__` calls it as often as it likes, also after it has raised."""
+    seen: list[str] = []
+
+    def closure() -> int:
+        seen.append("closure")
+        if len(seen) == 3:
+            raise ValueError("the closure's own")
+        return len(seen)
+
+    call = closure_calls.notice(closure, lambda: None, lambda: None).__call__
+    assert (call(), call()) == (1, 2)
+    with pytest.raises(ValueError, match="own"):
+        call()
+    assert call() == 4
