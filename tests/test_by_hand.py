@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -278,3 +279,65 @@ def test_weights_that_never_move_are_claimed_by_none_and_soon_read_no_more() -> 
         range(9)
     )  # the first was not read, and is said to be missing
     assert gw.account().watched.cleared == 1
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_embedding_of_which_few_rows_move_is_seen(sparse: bool) -> None:
+    """Beside an optimizer: rows far from the first, of which a few are used."""
+    torch.manual_seed(0)
+    table, other, kept = nn.Embedding(5000, 16, sparse=sparse), nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(other.parameters(), 0.05)
+    with gradwatch.watch([other, table], sinks=[kept], strict=True) as gw:
+        for _ in range(6):
+            optimizer.zero_grad()
+            other(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            table.zero_grad()
+            table(torch.randint(2000, 2010, (4,))).square().mean().backward()
+            assert table.weight.grad is not None
+            table.weight.data.add_(table.weight.grad, alpha=-0.05)
+    assert (gw.account().watched.unowned, gw.account().watched.steps) == (6, 6)
+
+
+def test_weights_moved_inside_the_backward_are_told() -> None:
+    """A hook moves them and drops the gradient, so that nothing is left to be read: counted, beside an optimizer."""
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(other.parameters(), 0.05)
+
+    def moved(param: Tensor) -> None:
+        assert param.grad is not None
+        param.data.add_(param.grad, alpha=-0.05)
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(moved)
+    with gradwatch.watch([other, model], optimizer, sinks=[Kept()], strict=True) as gw:
+        for _ in range(6):
+            optimizer.zero_grad()
+            other(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            model(torch.randn(3, 4)).square().mean().backward()
+    assert gw.account().watched.cleared == 6
+
+
+def test_loops_by_hand_in_threads_are_counted_each() -> None:
+    """Each thread trains a model of its own: every step once, whichever thread notices it."""
+    torch.manual_seed(0)
+    models, batch, kept = [nn.Linear(4, 4) for _ in range(3)], torch.randn(3, 4), Kept()
+
+    def train(model: nn.Module) -> None:
+        for _ in range(20):
+            model.zero_grad()
+            by_hand(model, model(batch).square().mean())
+
+    with gradwatch.watch(models, sinks=[kept]) as gw:
+        threads = [threading.Thread(target=train, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert gw.account().watched.unowned == 60
+    assert not gw.status()["internal_errors"]
+    for lane in range(3):
+        steps = [one.snapshot.step for one in kept.records if one.snapshot.optimizer == lane]
+        assert steps == list(range(20))

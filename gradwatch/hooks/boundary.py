@@ -301,8 +301,10 @@ class Boundary:
         elif window.loss_scale is not None:
             skipped = 0.0
         window.skipped = skipped
-        if lane.thinned and not window.trusted:
-            self._capture.unheard += not lane.backwards
+        distrusted = lane.thinned and not window.trusted
+        if (distrusted or lane.silent) and not lane.backwards:
+            self._capture.unheard += 1
+        if distrusted:
             self._capture.restore(lane)
         if self._capture.look_after(lane, window):
             self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks

@@ -14,7 +14,9 @@ that had an optimizer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +30,11 @@ from gradwatch.hooks.in_backward import Judge
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.losses import Root
 from gradwatch.hooks.multiplied import Announced
+from gradwatch.process import here
 from gradwatch.taps import backward_entry
 
 PROBED = 8  # parameters compared, and elements of each
+MOST = 1 << 22  # elements of a gradient of which the largest is looked for
 STILL = 64  # backwards after which weights that have not moved are taken to be trained by nothing
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -48,7 +52,9 @@ class ByHand:
         self._loops: list[_Loop] = []
         self._unowned: frozenset[int] = frozenset()  # when it was last looked whether the loops' lanes stand
         self._ending = False  # binding rules to a new lane asks for everything to be settled
-        capture.unowned = self._arrived
+        self._lock = threading.RLock()  # any thread that begins a backward may end the step of any loop
+        self._pid = here[0]
+        capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.unowned_unscaled = self._unscaled
         self._removes = [backward_entry.listen(self._begins), clipping.listen(self._clipped)]
 
@@ -71,8 +77,10 @@ class ByHand:
             loop.settle_deferred()
 
     def _guarded(self, call: Callable[[], None]) -> None:
+        if self._pid != here[0]:  # a thread that the fork has left behind may hold it
+            self._lock, self._pid = threading.RLock(), here[0]
         try:
-            with torch.no_grad():
+            with self._lock, torch.no_grad():
                 call()
         except Exception as error:
             self._failed(error)
@@ -86,10 +94,12 @@ class ByHand:
             self._make_room(new)
         for loop in self._loops:
             mine = [slot for slot in touched if slot in loop.lane.position]
-            if mine:
-                loop.arrived(mine, root)
-                if loop.still == STILL:
-                    self._capture.mute(loop.lane)
+            if not mine:
+                continue
+            if not loop.arrived(mine, root):
+                self._capture.cleared(loop.lane)
+            if loop.still == STILL:
+                self._capture.mute(loop.lane, keep=mine[-1])
 
     def _make_room(self, new: set[int]) -> None:
         """Parameters that are in no lane yet: those of a loop's model join it, others are a loop of their own."""
@@ -116,9 +126,12 @@ class ByHand:
                 self._guarded(self._next_backward)
 
     def _next_backward(self) -> None:
+        thread = threading.get_ident()
         for loop in self._open():
             if loop.moved() or (loop.claimed and (loop.clip_seen or loop.cleared())):
                 self._end(loop)
+            elif loop.claimed and loop.thread == thread and loop.lane.begins():
+                self._capture.cleared(loop.lane)
 
     def _clipped(self, clip: Announced | None) -> None:
         if self._loops and clip is not None:
@@ -150,7 +163,7 @@ class ByHand:
         if not loop.claimed:
             loop.still = 0
             self._claim(lane)
-        loop.clip_seen = False
+        loop.ends()
         if lane.unread:  # trained by hand after all: from the next backward on
             self._capture.cleared(lane)
             lane.discard()
@@ -184,6 +197,7 @@ class _Loop:
     def __init__(self, lanes: list[Lane], lane: Lane) -> None:
         self._lanes = lanes
         self.clip_seen = False  # in the window that is open
+        self.thread = 0  # that its last backward has run on
         self.scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
         self.deferred: Callable[[], object] | None = None
         self.take(lane)
@@ -191,7 +205,7 @@ class _Loop:
     def take(self, lane: Lane) -> None:
         """This is its lane from now on."""
         self.lane = lane
-        self._weights: list[Tensor] = []
+        self._weights: list[Probed] = []
         self.still = 0  # backwards since the weights were first looked at, while they have not moved
 
     @property
@@ -199,25 +213,27 @@ class _Loop:
         """Whether the weights were seen to move without an optimizer."""
         return any(lane is self.lane for lane in self._lanes)
 
-    def arrived(self, touched: list[int], root: Root | None) -> None:
-        """A backward has ended that reached these slots of the lane."""
-        lane = self.lane
+    def arrived(self, touched: list[int], root: Root | None) -> bool:
+        """A backward has ended that reached these slots; False where it left no gradient there, used up inside it."""
+        lane, self.thread = self.lane, threading.get_ident()
         if not self.claimed:  # a lane that is claimed was told of it, and is read, with all others
             lane.begins()
             lane.hear(touched, root)
             self.still += 1
             if self.still > STILL:
-                return  # the weights are compared with those of then
+                return True  # the weights are compared with those of then
             lane.read()
         self._weights = probe(lane.params)
+        return bool(self._weights)
 
     def moved(self) -> bool:
         """Whether the weights are others than at the end of the backward."""
-        now, before = probe(self.lane.params), self._weights
-        if len(now) != len(before) or all(map(torch.equal, now, before)):
-            return False
         # NaN is other than itself: where nothing was seen to move so far, that is not enough.
-        return self.claimed or not all(map(_alike, now, before))
+        return any(other_than(each, self.claimed) for each in self._weights)
+
+    def ends(self) -> None:
+        """Its step is over: weights are compared again from the end of the next backward on."""
+        self.clip_seen, self._weights = False, []
 
     def cleared(self) -> bool:
         """Whether every gradient was taken away."""
@@ -230,16 +246,54 @@ class _Loop:
             judged()
 
 
-def probe(params: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of a few elements of a few parameters, spread over all of them."""
-    chosen = params[:: max(1, len(params) // PROBED)]
+class Probed(NamedTuple):
+    """Values of one parameter, and where they stand: `param.view(-1)[::every]`, or at `at`."""
+
+    param: Tensor
+    every: int
+    at: Tensor | None
+    values: Tensor
+
+
+def probe(params: Sequence[Tensor]) -> list[Probed]:
+    """A few elements of a few parameters that have a gradient, and of each the one with the largest; never waits."""
+    with_gradient = [param for param in params if param.grad is not None]
     found = []
-    for param in chosen:
-        flat = param.detach()
-        flat = getattr(flat, "_local_tensor", flat).reshape(-1)
-        found.append(flat[:: max(1, flat.numel() // PROBED)].clone())
+    for param in with_gradient[:: max(1, len(with_gradient) // PROBED)]:
+        flat = _flat(param)
+        every, at = max(1, flat.numel() // PROBED), _largest(param)
+        found.append(Probed(param, every, None, flat[::every].clone()))
+        if at is not None and flat.numel() > PROBED:
+            found.append(Probed(param, every, at, flat.index_select(0, at)))
     return found
 
 
-def _alike(now: Tensor, before: Tensor) -> bool:
-    return torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
+def other_than(then: Probed, nan_differs: bool) -> bool:
+    """Whether these elements have other values now."""
+    flat = _flat(then.param)
+    now = flat[:: then.every] if then.at is None else flat.index_select(0, then.at)
+    if now.shape != then.values.shape or now.dtype != then.values.dtype:
+        return True
+    if torch.equal(now, then.values):
+        return False
+    return nan_differs or not torch.allclose(now, then.values, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _flat(param: Tensor) -> Tensor:
+    flat = param.detach()
+    return getattr(flat, "_local_tensor", flat).reshape(-1)
+
+
+def _largest(param: Tensor) -> Tensor | None:
+    """int64[1], where the gradient is largest, in the first `MOST` elements; of a sparse one in its first row.
+
+    An embedding moves in the few rows that were used. None where that cannot be said.
+    """
+    grad = param.grad
+    if grad is None or hasattr(grad, "_local_tensor") or not grad.numel():
+        return None
+    if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1 and grad._nnz():
+        return grad._indices()[0, :1] * (param.numel() // param.shape[0])
+    if grad.layout is not torch.strided or grad.numel() != param.numel():
+        return None
+    return grad.reshape(-1)[:MOST].abs().argmax().reshape(1)

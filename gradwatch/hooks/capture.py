@@ -430,7 +430,7 @@ class Capture:
     def arm(self) -> None:
         """Have the end of the running backward heard, whether or not a mark speaks in it."""
         for lane in self.lanes:
-            if lane.begins():
+            if not lane.without_optimizer and lane.begins():
                 self.cleared(lane)
         self.losses.reached()
         self._ends.arm(self.losses.thread())
@@ -522,9 +522,8 @@ class Capture:
                 self._marks.remove(slot)
         lane.thinned = True
 
-    def mute(self, lane: Lane) -> None:
-        """Keep one mark in the middle of a lane that nothing seems to train; `restore` puts the others back."""
-        keep = int(lane.slots[len(lane) // 2])
+    def mute(self, lane: Lane, keep: int) -> None:
+        """Keep one mark, of the slot `keep`, of a lane that nothing seems to train; `restore` puts the others back."""
         for slot in map(int, lane.slots):
             if slot != keep:
                 self._marks.remove(slot)

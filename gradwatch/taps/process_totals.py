@@ -117,14 +117,16 @@ def _raised(calls: list[tuple[int, int]], left: int) -> None:
 
 
 def present_step(optimizer: object) -> int:
-    """A number for the step of this optimizer that the thread is in, else for its last step; 0 before the first.
+    """A number for the step of this optimizer that is under way, else for the last step of this thread; 0 before any.
 
-    Never used twice; the parts of a step have its number.
+    Never used twice; the parts of a step have its number. A step may run its closure in another thread than its own.
     """
     thread = threading.get_ident()
-    for number, one in reversed(_open.get(thread, ())):
-        if one == id(optimizer):
-            return number
+    own = _open.get(thread, [])
+    for calls in (own, *list(_open.values())):
+        for number, one in reversed(calls):
+            if one == id(optimizer):
+                return number
     return _last.get(thread, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,30 @@ def test_what_a_closure_trains_beside_its_own_model_is_steps_of_their_own() -> N
     account = gw.account()
     assert (account.taken.steps, account.taken.nested, account.watched.steps) == (8, 0, 8)
     assert sorted(record.snapshot.optimizer for record in kept.records) == [0] * 4 + [1] * 4
+
+
+class Elsewhere(SGD):
+    """Runs its closure in a thread of its own."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def evaluate() -> None:
+            with torch.enable_grad():
+                closure()
+
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+        return super().step()
+
+
+def test_a_closure_run_in_another_thread_is_of_the_step_that_waits_for_it() -> None:
+    """Its gradients are judged there, and count as the one step that they are."""
+    model = nn.Linear(3, 1)
+    optimizer, kept = Elsewhere(model.parameters(), 0.1), Kept()
+    with gradwatch.watch(model, optimizer, sinks=[kept], strict=True) as gw:
+        for _ in range(4):
+            optimizer.step(closure_of(model, optimizer))
+    assert (gw.account().taken.steps, gw.account().watched.steps, len(kept.records)) == (4, 4, 4)
 
 
 def test_a_step_that_an_exception_ends_inside_a_closure_is_not_the_one_around_it() -> None:
