@@ -6,7 +6,13 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
 from gradwatch.journal import read_journal
+from gradwatch.launch.baselines import Baselines
 from tests.test_launch_training import run
 
 NET = """
@@ -124,25 +130,59 @@ if __name__ == "__main__":
 RESUMED = (
     NET
     + """
-m = nn.Linear(4, 1)
-o = torch.optim.Adam(m.parameters(), 0.01)
+def main():
+    m = nn.Linear(4, 1)
+    o = torch.optim.Adam(m.parameters(), 0.01)
+    if os.path.exists("saved.pt"):
+        saved = torch.load("saved.pt")
+        m.load_state_dict(saved[0]); o.load_state_dict(saved[1])
+    for t in range(6):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+    torch.save((m.state_dict(), o.state_dict()), "saved.pt")
+    return o
 if os.path.exists("saved.pt"):
-    saved = torch.load("saved.pt")
-    m.load_state_dict(saved[0]); o.load_state_dict(saved[1])
-for t in range(6):
-    o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
-torch.save((m.state_dict(), o.state_dict()), "saved.pt")
+    main()  # the optimizer is gone when the process ends
+else:
+    o = main()
 """
 )
 
 
 def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
-    """The second attempt goes on at step 6; without its checkpoint it begins at 0 and says why."""
+    """The second attempt goes on at step 6; without its checkpoint it begins at 0 and says why.
+
+    What is saved is the same whether the optimizer is alive at the end or was a function's.
+    """
     ended(run(tmp_path, RESUMED))
-    state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
-    assert state["lanes"]["0"]["counted"] == 6
-    assert "baselines" not in run(tmp_path, RESUMED).stderr
+    kept = []
+    for _ in range(2):
+        state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+        kept.append(state["lanes"]["0"])
+        if len(kept) == 1:
+            assert "baselines" not in run(tmp_path, RESUMED).stderr
+    assert kept == [{**kept[0], "counted": 6}, {**kept[0], "counted": 12}]
     (tmp_path / "saved.pt").unlink()
     again = run(tmp_path, RESUMED)
     assert "baselines of the run before are not used: the optimizer has taken no step" in again.stderr
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
+
+
+def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several call themselves rank 0: nothing is saved, which is said of a resumed optimizer, not of a new one."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    said = []
+    for _ in range(2):
+        with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[]) as gw:
+            Path(gw.run.directory).mkdir(parents=True)
+            baselines = Baselines(gw, keeps=False)
+            model(torch.ones(1, 2)).sum().backward()
+            baselines.before_step(optimizer)
+            optimizer.step()
+            baselines.before_step(optimizer)
+            baselines.save()
+            assert list(Path(gw.run.directory).iterdir()) == []
+        said.append(capsys.readouterr().err.count("a process started by multiprocessing keeps none"))
+    assert said == [0, 1]

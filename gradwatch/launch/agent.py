@@ -230,7 +230,7 @@ class Agent:
             _watches.append(own)
             _close_at_exit()
             # Of several processes that call themselves the same rank, the job's own keeps the state.
-            self._baselines = Baselines(own) if own.run.world_size > 1 or not _is_worker() else None
+            self._baselines = Baselines(own, keeps=own.run.world_size > 1 or not _is_worker())
             _greet(own, optimizers)
         self._forwards.handed_over(own)
         return own

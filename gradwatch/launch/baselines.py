@@ -11,8 +11,8 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -26,32 +26,54 @@ if TYPE_CHECKING:
 EVERY_SECONDS = 60.0
 SHARE = 200  # the time between two savings is at least so many times what one took
 MAX_BYTES = 256 << 20
+_MANY = 64  # optimizers met before those that are gone are forgotten
+
+
+class _Known(NamedTuple):
+    """An optimizer as it was when its lane was at `step`; `counted` are the steps it said it had taken then."""
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    counted: int | None
+    step: int
 
 
 class Baselines:
     """Takes up, saves and replaces the state of one launcher's Watch."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, keeps: bool = True) -> None:
         self._watch = watch
+        self._keeps = keeps  # not one of several processes that call themselves the same rank
         self._path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")
-        self._saved = _load(self._path)
+        self._saved = _load(self._path) if keeps else {}
         self._met: dict[int, weakref.ref[Optimizer]] = {}
+        self._forget_at = _MANY
+        self._known: dict[
+            int, _Known
+        ] = {}  # the optimizer of each lane; scripts let go of it before they end
         self._due = time.monotonic() + EVERY_SECONDS
         self._failed = False
         self._said = False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Before the first step of an optimizer, take up what was saved of it; never raises."""
-        if not self._saved:
-            return
         ref = self._met.get(id(optimizer))
         if ref is not None and ref() is optimizer:
             return
         self._met[id(optimizer)] = weakref.ref(optimizer)
+        if len(self._met) > self._forget_at:
+            self._met = {key: ref for key, ref in self._met.items() if ref() is not None}
+            self._forget_at = max(_MANY, 2 * len(self._met))
         try:
             lane = self._watch.lane_of(optimizer)
             if lane is not None:
-                self._take_up(optimizer, lane)
+                if self._saved:
+                    self._take_up(optimizer, lane)
+                elif not self._keeps and _counted(optimizer):
+                    self._refuse(
+                        "a process started by multiprocessing keeps none, unless it is one of several ranks"
+                    )
+                self._know(optimizer, lane)
         except Exception as error:
             self._watch.health.report("state", error)
 
@@ -65,9 +87,11 @@ class Baselines:
         watch = self._watch
         started = time.monotonic()
         try:
-            if watch.resting() or not os.path.isdir(watch.run.directory):
+            if not self._keeps or watch.resting() or not os.path.isdir(watch.run.directory):
                 return
-            lanes = {str(lane.index): entry for lane in watch.lanes() if (entry := _entry(lane)) is not None}
+            lanes = {
+                str(lane.index): entry for lane in watch.lanes() if (entry := self._entry(lane)) is not None
+            }
             write_whole(self._path, {"version": 1, "lanes": lanes, "state": watch.state_dict()}, 0o600)
         except Exception as error:
             if not self._failed:
@@ -82,12 +106,30 @@ class Baselines:
             return
         refusal = _refusal(saved, lane, optimizer)
         if refusal:
-            if self._watch.run.rank == 0 and not self._said:
-                self._said = True
-                stderr.say(f"gradwatch: baselines of the run before are not used: {refusal}")
+            self._refuse(refusal)
             return
         state = self._saved["state"]
         self._watch.load_state_dict({**state, "lanes": {str(lane.index): state["lanes"][str(lane.index)]}})
+
+    def _refuse(self, why: str) -> None:
+        if self._watch.run.rank == 0 and not self._said:
+            self._said = True
+            stderr.say(f"gradwatch: baselines of the run before are not used: {why}")
+
+    def _know(self, optimizer: Optimizer, lane: Lane) -> None:
+        shapes = [param.shape for param in lane.params]
+        self._known[lane.index] = _Known(lane.sites.names, shapes, _counted(optimizer), lane.step)
+
+    def _entry(self, lane: Lane) -> dict[str, Any] | None:
+        """What is saved of an optimizer beside its state; of one that is gone, with the steps watched since."""
+        optimizer = None if lane.optimizer is None else lane.optimizer()
+        if optimizer is not None:
+            self._know(optimizer, lane)
+        known = self._known.get(lane.index)
+        if known is None:
+            return None
+        counted = None if known.counted is None else known.counted + lane.step - known.step
+        return {"names": list(known.names), "shapes": list(map(list, known.shapes)), "counted": counted}
 
 
 def _refusal(saved: Mapping[str, Any], lane: Lane, optimizer: Optimizer) -> str:
@@ -104,13 +146,6 @@ def _refusal(saved: Mapping[str, Any], lane: Lane, optimizer: Optimizer) -> str:
     if now > counted:
         return f"the optimizer has taken {now} steps, and they are of {counted}"
     return ""
-
-
-def _entry(lane: Lane) -> dict[str, Any] | None:
-    optimizer = None if lane.optimizer is None else lane.optimizer()
-    if optimizer is None:
-        return None
-    return {"names": list(lane.sites.names), "shapes": _shapes(lane), "counted": _counted(optimizer)}
 
 
 def _shapes(lane: Lane) -> list[list[int]]:
