@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import threading
@@ -341,3 +342,19 @@ def test_loops_by_hand_in_threads_are_counted_each() -> None:
     for lane in range(3):
         steps = [one.snapshot.step for one in kept.records if one.snapshot.optimizer == lane]
         assert steps == list(range(20))
+
+
+def test_a_model_made_anew_for_each_task_takes_the_place_of_the_one_before() -> None:
+    """Inner loops by hand on copies that are thrown away: the lanes do not grow, and every step is counted."""
+    torch.manual_seed(0)
+    outer, kept = nn.Linear(4, 4), Kept()
+    with gradwatch.watch(outer, sinks=[kept], strict=True) as gw:
+        for _ in range(12):
+            inner = copy.deepcopy(outer)
+            gw.join([inner], [])
+            for _ in range(3):
+                inner.zero_grad()
+                by_hand(inner, inner(torch.randn(3, 4)).square().mean())
+            gw.account()
+        assert len(gw.lanes()) <= 2
+    assert gw.account().watched.unowned == 36

@@ -148,7 +148,10 @@ class ByHand:
         unowned = self._capture.unowned_slots()
         if unowned is not self._unowned:
             self._unowned = unowned
-            self._loops = [loop for loop in self._loops if self._stands(loop.lane)]
+            for loop in self._loops:
+                if not self._stands(loop.lane):
+                    loop.settle_deferred()
+                    self._loops = [one for one in self._loops if one is not loop]
         return [loop for loop in self._loops if loop.lane.backwards]
 
     def _stands(self, lane: Lane) -> bool:
@@ -181,9 +184,7 @@ class ByHand:
 
     def _claim(self, lane: Lane) -> None:
         """The weights are trained by hand: rules are bound to them."""
-        lane.index = len(self._capture.lanes)
-        self._capture.lanes.append(lane)
-        self._capture.restore(lane)
+        self._capture.claim(lane)
         self._ending = True
         try:
             self._judge.bound(lane)

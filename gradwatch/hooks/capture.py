@@ -331,6 +331,18 @@ class Capture:
             self.replaced = True
         return lane
 
+    def claim(self, lane: Lane) -> None:
+        """A lane that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
+        self.drop_dead()
+        gone = (k for k, one in enumerate(self.lanes) if one.without_optimizer and not one.params)
+        lane.index = next(gone, len(self.lanes))
+        if lane.index < len(self.lanes):
+            lane.step = self.lanes[lane.index].step
+            self.lanes[lane.index] = lane
+        else:
+            self.lanes.append(lane)
+        self.restore(lane)
+
     def unowned_slots(self) -> frozenset[int]:
         """The slots of parameters that no living optimizer has, as far as one has been watched here."""
         if self._unowned_slots is None:

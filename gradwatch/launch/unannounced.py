@@ -1,7 +1,8 @@
 """Models that are trained without an optimizer: found by what a backward is about to fill, for nothing announces them.
 
 The graph of a backward is walked, which costs microseconds to milliseconds; so not of every one: of the first ones,
-then of one in eight more than so far, and of the one that follows a backward which reached nothing that is watched.
+then of one in eight more than so far, of the one that follows a backward which reached nothing that is watched, and of
+the first after modules were made; of these the less often the more often nothing was found.
 """
 
 from __future__ import annotations
@@ -18,6 +19,24 @@ from gradwatch.taps.registered import Registered
 SPARED = 8  # of so many backwards one is looked at, once so many have passed
 
 
+class _Patience:
+    """Which of many occasions to look are taken: each, but of those after `n` looks in vain only every 2ⁿ-th."""
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._passed = 0
+
+    def due(self, occasion: bool) -> bool:
+        """Whether this occasion, if it is one, is taken."""
+        self._passed += occasion
+        return occasion and self._passed >= self._every
+
+    def looked(self, found: bool) -> None:
+        """A look was taken, and was worth it or not."""
+        self._every = 1 if found else 2 * self._every
+        self._passed = 0
+
+
 class Unannounced:
     """Which models that are not watched the backwards of this process reach."""
 
@@ -29,8 +48,9 @@ class Unannounced:
         """Look at the first backwards again: in a forked child."""
         self._backwards = 0
         self._next = 1
-        self._fruitless = 1  # backwards that reached nothing before the next of these is looked at
-        self._lost = 0
+        self._clock = -1  # registrations when a backward was looked at
+        self._lost, self._built = _Patience(), _Patience()
+        self._asked: tuple[_Patience, ...] = ()  # whose occasion the present look is
 
     def due(self, heard: bool) -> bool:
         """Whether the graph of the backward that is about to run should be looked at; called once for each.
@@ -38,11 +58,11 @@ class Unannounced:
         `heard`: the one before it reached something that is watched.
         """
         self._backwards += 1
-        self._lost += not heard
-        if self._backwards < self._next and self._lost < self._fruitless:
+        lost, built = self._lost.due(not heard), self._built.due(self._clock != self._registered.clock)
+        if self._backwards < self._next and not (lost or built):
             return False
-        if self._lost >= self._fruitless:
-            self._lost, self._fruitless = 0, self._fruitless * 2
+        self._clock = self._registered.clock
+        self._asked = (*([self._lost] if lost else []), *([self._built] if built else []))
         self._next = self._backwards + max(1, self._backwards // SPARED)
         return True
 
@@ -56,5 +76,9 @@ class Unannounced:
         known = self._registered
         params = [leaf for leaf in leaves(call.roots) if not watched(id(leaf))]
         owners = known.owners(params) if params else []
-        roots = [known.root(owner[0], known.clock) for owner in owners if owner is not None]
-        return list({id(root): root for root in roots}.values())
+        roots = {
+            id(root): root for root in (known.root(one[0], known.clock) for one in owners if one is not None)
+        }
+        for patience in self._asked:
+            patience.looked(bool(roots))
+        return list(roots.values())
