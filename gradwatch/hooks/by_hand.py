@@ -51,11 +51,12 @@ class ByHand:
         self._failed = failed
         self._loops: list[_Loop] = []
         self._unowned: frozenset[int] = frozenset()  # when it was last looked whether the loops' lanes stand
-        self._ending = False  # binding rules to a new lane asks for everything to be settled
+        self._ending = False  # a step is being ended, for which everything is asked to be settled
         self._lock = threading.RLock()  # any thread that begins a backward may end the step of any loop
         self._pid = here[0]
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.unowned_unscaled = self._unscaled
+        capture.before_drop = self.settle  # a model may be gone before another backward begins
         self._removes = [backward_entry.listen(self._begins), clipping.listen(self._clipped)]
 
     def close(self) -> None:
@@ -70,11 +71,15 @@ class ByHand:
             self._guarded(self._settle)
 
     def _settle(self) -> None:
-        for loop in self._open():
-            if loop.moved():
-                self._end(loop)
-        for loop in self._loops:
-            loop.settle_deferred()
+        self._ending = True
+        try:
+            for loop in self._open():
+                if loop.moved():
+                    self._end(loop)
+            for loop in self._loops:
+                loop.settle_deferred()
+        finally:
+            self._ending = False
 
     def _guarded(self, call: Callable[[], None]) -> None:
         if self._pid != here[0]:  # a thread that the fork has left behind may hold it
@@ -184,12 +189,12 @@ class ByHand:
 
     def _claim(self, lane: Lane) -> None:
         """The weights are trained by hand: rules are bound to them."""
-        self._capture.claim(lane)
-        self._ending = True
+        before, self._ending = self._ending, True
         try:
+            self._capture.claim(lane)
             self._judge.bound(lane)
         finally:
-            self._ending = False
+            self._ending = before
 
 
 class _Loop:

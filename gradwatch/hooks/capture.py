@@ -79,6 +79,7 @@ class Capture:
         self.unowned: Callable[[list[int], Root | None], None] = (
             _nothing  # reached parameters of no optimizer
         )
+        self.before_drop: Callable[[], None] = _nothing  # parameters are about to be let go
         self._unowned_slots: frozenset[int] | None = None  # as of now; None = to be found anew
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
@@ -251,7 +252,7 @@ class Capture:
         self.lanes.clear()
         self._ends.close()
         self.coverage.close()
-        self.after_backward = _nothing
+        self.after_backward = self.before_drop = _nothing
 
     # -- lanes -------------------------------------------------------------------------------------------
 
@@ -397,6 +398,7 @@ class Capture:
 
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
+        self.before_drop()
         self.replaced, self._unowned_slots = False, None
         for lane in self.lanes:
             if lane.optimizer is not None and lane.optimizer() is None:
