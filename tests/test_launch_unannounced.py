@@ -64,3 +64,34 @@ def test_leaves_are_those_that_a_backward_fills(reentrant: bool) -> None:
     assert sorted(map(id, found)) == sorted(map(id, wanted))
     assert leaves([x]) == [x]
     assert leaves([torch.ones(2)]) == []
+
+
+SHARDED = """
+import os, torch
+import torch.distributed as dist
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Linear(4, 1)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.05)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_copies_of_shards_are_no_model_without_an_optimizer(tmp_path: Path) -> None:
+    """A backward under FSDP2 fills parameters that are in no optimizer: they are those of the shards that are."""
+    (tmp_path / "train.py").write_text(SHARDED)
+    done = subprocess.run(
+        [*GRADWATCH, "run", "--", sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "gradwatch: 5 of 5 steps watched" in done.stderr
+    assert "not seen" not in done.stderr

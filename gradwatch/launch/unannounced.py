@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch import nn
 
+from gradwatch.taps import tree
 from gradwatch.taps.backward_entry import BackwardCall
 from gradwatch.taps.graph_leaves import leaves
 from gradwatch.taps.registered import Registered
@@ -69,16 +69,21 @@ class Unannounced:
     def models(self, call: BackwardCall, watched: Callable[[int], bool]) -> list[nn.Module]:
         """The models that hold parameters which this backward fills, and which are not `watched` (asked by `id`).
 
-        None where ranks shard parameters: what their backwards fill are copies that no optimizer knows.
+        None of FSDP's: what a backward fills there are copies of shards, which no optimizer knows.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return []
         known = self._registered
         params = [leaf for leaf in leaves(call.roots) if not watched(id(leaf))]
         owners = known.owners(params) if params else []
         roots = {
             id(root): root for root in (known.root(one[0], known.clock) for one in owners if one is not None)
         }
+        found = [root for root in roots.values() if not _sharded(root)]
         for patience in self._asked:
-            patience.looked(bool(roots))
-        return list(roots.values())
+            patience.looked(bool(found))
+        return found
+
+
+def _sharded(root: nn.Module) -> bool:
+    """Whether a part of this model is FSDP's: the wrapper of FSDP1, or a class that FSDP2 has made of the module's."""
+    names = (type(module).__name__ for module in tree.modules(root))
+    return any(name.startswith(("FSDP", "FullyShardedDataParallel")) for name in names)
