@@ -332,7 +332,8 @@ class Watch(Loop):
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
         mark = self._capture.spent.begin()
         known = {id(model) for model in self.models()}
-        self.add(model for model in models if id(model) not in known)
+        if added := [model for model in models if id(model) not in known]:
+            self.add(added)
         self._capture.join(optimizers, loose)
         self._wanted += map(weakref.ref, optimizers)
         self._capture.spent.end(mark)

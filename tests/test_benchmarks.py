@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import ablations, memory, overhead, versions
+from tests.benchmarks import ablations, adoption, memory, overhead, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -430,3 +430,8 @@ def test_what_a_fast_path_saves_is_measured() -> None:
     """A process without it takes turns with one that has it."""
     row = ablations.compared("deferral", versions.CLIPPED, starts=1, rounds=2)
     assert row.saved.low <= row.saved.value <= row.saved.high
+
+
+def test_what_a_new_optimizer_costs_is_measured() -> None:
+    """A watched process of its own answers with a number of microseconds."""
+    assert adoption.measured(adoption.COPIED, watched=True) > 0

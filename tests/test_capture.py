@@ -6,13 +6,16 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.hooks import step_hooks
+import gradwatch
+from gradwatch.hooks import norms, step_hooks
+from tests.kept import Kept
 from tests.recorder import Recorder, norms_of, seen
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(7))
@@ -561,3 +564,33 @@ def test_deepcopy_of_a_watched_model_carries_nothing() -> None:
         loss_of(model).backward()
         optimizer.step()
         assert len(recorder.snapshots) == 1
+
+
+def test_a_new_optimizer_of_the_same_parameters_is_read_as_its_predecessor_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How gradients are read is planned once for a model, however many optimizers train it one after another."""
+    planned = []
+
+    class Counted(norms.Plan):
+        def __init__(self, *args: Any) -> None:
+            planned.append(len(args[0]))
+            super().__init__(*args)
+
+    monkeypatch.setattr(norms, "Plan", Counted)
+    model, sink = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, sinks=[sink]) as gw:
+        for number in range(3):
+            if number:
+                optimizer = torch.optim.SGD(model.parameters(), 0.01)
+                gw.join([model], [optimizer])
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(5, 3)).pow(2).sum().backward()
+                expected = [
+                    float(param.grad.norm()) for param in model.parameters() if param.grad is not None
+                ]
+                optimizer.step()
+                assert sink.records[-1].snapshot.norm == pytest.approx(expected, rel=1e-5)
+    assert planned == [4, 4]  # of the weights, and of their gradients

@@ -278,7 +278,7 @@ class Capture:
         if lane is None:
             self.lanes.append(built)
         else:
-            built.step = lane.step
+            built.follows(lane)
             self.restore(lane)
             self.replaced = self.replaced or bool(lane.params)
             self.lanes[self.lanes.index(lane)] = built

@@ -43,7 +43,7 @@ class FirstForwards:
         self._early: Early | None = None
         self._faults: list[tuple[str, BaseException]] = []
         self._wraps: RemovableHandle | None = None
-        self._whole: Kinds = set()
+        self._kinds: Kinds = {}
 
     def look(self) -> None:
         """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
@@ -58,7 +58,7 @@ class FirstForwards:
 
         if self._early is None:
             self._early = Early(self._failed)
-            self._early.whole = self._whole
+            self._early.kinds = self._kinds
             self._wraps = register_module_module_registration_hook(self._wrapped)
         for model in fresh[:MOST_MODELS]:
             if not self._early.holds(model):

@@ -58,7 +58,7 @@ class Early(Holdings):
         """Hold the calls of one more model, which may contain others that were held."""
         inside = {id(None), *map(id, tree.modules(model)), *map(id, tree.modules(inner(model)))}
         self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
-        self._families.append(Family(model, self._model, self.whole))
+        self._families.append(Family(model, self._model, self.kinds))
 
     def holds(self, model: nn.Module) -> bool:
         """Whether this very module has been added."""

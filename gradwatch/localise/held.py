@@ -33,7 +33,7 @@ from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.frames import Callers
 from gradwatch.localise.gathered import is_spread, ungatherable
 from gradwatch.localise.losses import Losses
-from gradwatch.localise.randomness import Generators, Held
+from gradwatch.localise.randomness import Draws, Generators, Held
 from gradwatch.localise.values import tensors
 from gradwatch.taps import modes, module_calls, tree
 from gradwatch.taps.dynamo import untraced
@@ -111,7 +111,7 @@ class Holding:
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
     `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
-    `steps[0]` is how many optimizers have taken, and set by whoever owns it.
+    `steps[0]` is how many optimizers have taken, and set by whoever owns it; `draws` is what is known of its kind.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class Holding:
         met: Callable[[FrameType | None], None] | None = None,
         light: bool = False,
         steps: list[int] | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
@@ -135,7 +136,7 @@ class Holding:
         self._met = met
         self._light = light
         self._steps = [0] if steps is None else steps
-        self._generators = Held(self.model)
+        self._generators = Held(self.model, draws)
         self._buffers = Buffers(inner(model))
         self._losses = Losses()
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ before a watch began (`gradwatch.localise.early`) counts until the step it led t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from gradwatch.localise.compiled import anything_compiled, compiles
 from gradwatch.localise.held import Call, Holding, Outermost
 from gradwatch.localise.nearby import beside
+from gradwatch.localise.randomness import Draws
 from gradwatch.taps import tree
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
@@ -25,26 +27,36 @@ LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 KINDS = 64  # kinds of models remembered
-Kinds: TypeAlias = set[tuple[str, ...]]
-"""Kinds of models, by the classes of their modules, of which one was called itself and not by its parts."""
+
+
+@dataclass(slots=True)
+class Kind:
+    """Models of the same classes of modules: `whole` where one was called itself and not by its parts."""
+
+    whole: bool = False
+    draws: Draws = field(default_factory=Draws)
+
+
+Kinds: TypeAlias = dict[tuple[str, ...], Kind]
+"""What is known of kinds of models, by the names of the classes of their modules."""
+
+
+Hold: TypeAlias = Callable[[nn.Module, Outermost, Draws], Holding]
 
 
 class Family:
     """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
 
-    def __init__(
-        self, model: nn.Module, hold: Callable[[nn.Module, Outermost], Holding], whole: Kinds
-    ) -> None:
+    def __init__(self, model: nn.Module, hold: Hold, kinds: Kinds) -> None:
         self._hold = hold
-        self._kinds = whole
         self.outermost = Outermost()
         self.sought = True  # which of these the loop calls
         self._level = 0
         self._waited = 0
-        self._whole = hold(model, self.outermost)
-        self._kind = tuple([type(module).__qualname__ for module in tree.modules(model)])
-        if not self._whole.refused and self._kind not in whole and not anything_compiled():
-            parts = [hold(part, self.outermost) for part in _within(model)]
+        self._kind = _kind_of(model, kinds)
+        self._whole = hold(model, self.outermost, self._kind.draws)
+        if not (self._whole.refused or self._kind.whole or anything_compiled()):
+            parts = [hold(part, self.outermost, Draws()) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
         self.holdings = [self._whole, *self._whole.parts]
@@ -61,18 +73,13 @@ class Family:
         if any(holding.heard for holding in self.holdings):
             self.sought = False
             if self._whole.heard and not any(part.heard for part in self._whole.parts):
-                self._remember()
+                # The parts of the next model of this kind are held only where it is not called itself.
+                self._kind.whole = True
             self.holdings = [holding for holding in self.holdings if not holding.deaf]
             return
         self._waited += 1
         if self._waited == UNCALLED:
             self._descend()
-
-    def _remember(self) -> None:
-        """The parts of the next model of this kind are held only where it is not called itself."""
-        if len(self._kinds) >= KINDS:
-            self._kinds.clear()
-        self._kinds.add(self._kind)
 
     def _descend(self) -> None:
         level = [self._whole] if self._level == 0 else self.holdings
@@ -87,8 +94,16 @@ class Family:
             return
         for holding in self.holdings:
             holding.close()
-        self.holdings = [self._hold(part, self.outermost) for part in parts]
+        self.holdings = [self._hold(part, self.outermost, Draws()) for part in parts]
         self._waited = 0
+
+
+def _kind_of(model: nn.Module, kinds: Kinds) -> Kind:
+    """What is known of models like this one; a kind that was not met before is remembered."""
+    names = tuple([type(module).__qualname__ for module in tree.modules(model)])
+    if names not in kinds and len(kinds) >= KINDS:
+        kinds.clear()
+    return kinds.setdefault(names, Kind())
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -124,7 +139,7 @@ class Holdings:
         self._failed = failed
         self._max_bytes = max_bytes
         self._families: list[Family] = []
-        self.whole: Kinds = set()
+        self.kinds: Kinds = {}
         self._criteria: list[Holding] = []
         self._former: list[Holding] = []  # that hear no further call
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
@@ -135,7 +150,7 @@ class Holdings:
             for holding in family.holdings:
                 holding.close()
             self._families.remove(family)
-        self._families.append(Family(model, self._model, self.whole))
+        self._families.append(Family(model, self._model, self.kinds))
 
     def inherit(self, former: Sequence[Holding], steps: int) -> None:
         """Count what was held of these models before this began; `steps` have been taken so far."""
@@ -207,8 +222,8 @@ class Holdings:
     def _of_models(self) -> list[Holding]:
         return [holding for family in self._families for holding in family.holdings] + self._former
 
-    def _model(self, module: nn.Module, outermost: Outermost) -> Holding:
-        return self._holding(module, outermost=outermost, met=self._met)
+    def _model(self, module: nn.Module, outermost: Outermost, draws: Draws) -> Holding:
+        return self._holding(module, outermost=outermost, draws=draws, met=self._met)
 
     def _holding(self, module: nn.Module, **options: Any) -> Holding:
         return Holding(module, self._failed, self._max_bytes, steps=self._steps, **options)

@@ -101,8 +101,8 @@ class Localiser:
 
     def inherit(self, early: Early) -> None:
         """Take over what was held of the models before this began; both know from then on which are called whole."""
-        early.whole |= self._holdings.whole
-        self._holdings.whole = early.whole
+        early.kinds |= self._holdings.kinds
+        self._holdings.kinds = early.kinds
         self._holdings.inherit(early.handed_over(self.models() if self._hold else ()), self._steps)
 
     def close(self) -> None:

@@ -24,10 +24,11 @@ OWN = (torch.Generator, np.random.Generator, np.random.RandomState, random.Rando
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """One generator: how its state is read, and put back."""
+    """One generator: how its state is read, and put back; the `generator` itself where it is the user's own."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
+    generator: Any = None
 
 
 PYTHON = Source(random.getstate, random.setstate)
@@ -71,46 +72,74 @@ class Generators:
 NONE = Generators(())
 
 
-class Held:
-    """Generators before each forward of `model`, without those that forwards have been seen not to draw from.
+class Draws:
+    """What the forwards of one kind of model have been seen to draw from: learned from some, presumed of the next.
 
-    Reading them all takes 70 us, and most forwards draw from none. `looking` is true in the first calls and in one
-    of 256 ever after: then all are read, before and after.
+    `calls` counts those of all models of the kind; `has_own` whether one had generators of its own (None = not known).
     """
 
-    def __init__(self, model: Callable[[], nn.Module | None]) -> None:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.has_own: bool | None = None
+        self.sources: list[Source] = []
+
+
+class Held:
+    """Generators before each forward of `model`, less those that forwards of its kind were seen not to draw from.
+
+    Reading them all takes 70 us, and most forwards draw from none. `looking` is true in the first calls of a model, in
+    which torch's are read before and after (`p=` of a dropout is no part of a kind), and in the first calls of a kind
+    and one of 256 ever after, in which all are.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None], draws: Draws | None = None) -> None:
         self._model = model
         self._calls = 0
+        self._draws = draws or Draws()
         self._own: list[Source] = []
         self._drawn: list[Source] = []
         self._before: Generators | None = None
 
     @property
     def looking(self) -> bool:
-        """Whether the present call is one in which everything is looked at."""
+        """Whether the present call is one in which more is looked at than what is known to matter."""
         return self._before is not None
 
     def before(self) -> Generators:
         """The states at the beginning of a forward."""
-        looking = self._calls % RECHECK < FIRST
-        if self._calls < FIRST and (model := self._model()) is not None:
-            self._own = list(own(model))
+        draws, first = self._draws, self._calls < FIRST
+        every = draws.calls % RECHECK < FIRST
+        if first and draws.has_own is not False and (model := self._model()) is not None:
+            known = {id(source.generator) for source in self._own}
+            self._own += [source for source in own(model) if id(source.generator) not in known]
+            draws.has_own = bool(self._own)
         self._calls += 1
-        if not looking:
-            return Generators(self._drawn) if self._drawn else NONE
-        self._before = Generators([*of_process(), *self._own])
+        draws.calls += 1
+        if not (every or first):
+            drawn = [*draws.sources, *self._drawn]
+            return Generators(drawn) if drawn else NONE
+        told = [*of_process(), *self._own] if every else [*of_torch(), *draws.sources, *self._own]
+        self._before = Generators(dict.fromkeys(told))
         return self._before
 
     def after(self) -> None:
         """The forward has ended: learn what it drew from."""
         before, self._before = self._before, None
-        if before is not None:
-            self._drawn += [source for source in before.moved() if source not in self._drawn]
+        for source in () if before is None else before.moved():
+            mine = self._drawn if source in self._own else self._draws.sources
+            if source not in mine:
+                mine.append(source)
 
 
 def of_process() -> Iterator[Source]:
-    """Those that everybody shares. A CUDA generator's state is kept on the host: reading it waits for no device."""
-    yield from (PYTHON, NUMPY, CPU)
+    """Those that everybody shares."""
+    yield from (PYTHON, NUMPY)
+    yield from of_torch()
+
+
+def of_torch() -> Iterator[Source]:
+    """Those of torch. A CUDA generator's state is kept on the host: reading it waits for no device."""
+    yield CPU
     if torch.cuda.is_initialized():
         yield from of_cuda()
 
@@ -139,13 +168,13 @@ def own(model: nn.Module) -> Iterator[Source]:
 
 def _of(generator: Any) -> Source:
     if isinstance(generator, torch.Generator):
-        return Source(generator.get_state, generator.set_state)
+        return Source(generator.get_state, generator.set_state, generator)
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
-        return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), generator)
     if isinstance(generator, np.random.RandomState):
-        return Source(generator.get_state, generator.set_state)
-    return Source(generator.getstate, generator.setstate)
+        return Source(generator.get_state, generator.set_state, generator)
+    return Source(generator.getstate, generator.setstate, generator)
 
 
 def _same(one: Any, other: Any) -> bool:
