@@ -2,7 +2,7 @@
 
 A task is a new SGD and 8 steps of a model of 4 parameters: of the same model each time, or of a copy made for the task
 (Reptile). What the making and the first steps take beyond 8 steady steps is what adopting it costs; the same of a bare
-run, started in turns with the watched one, is taken off. Medians over the tasks of a start; the interval is over starts.
+run, started in turns with the watched one, is taken off. Medians over the tasks of a start, the interval over starts.
 """
 
 from __future__ import annotations
