@@ -23,7 +23,6 @@ from gradwatch.taps.backward_entry import entry_frame
 if TYPE_CHECKING:
     from gradwatch.localise.held import Call
 
-DEEP = 8  # frames between a hook on a tensor and the entry of its backward
 MOST = 32  # nodes of a loss
 
 
@@ -74,7 +73,7 @@ class Losses:
 
     def look(self, since: int) -> None:
         """Within a backward: look at what it began at. `since` numbers the first node after the call."""
-        frame = entry_frame(DEEP)
+        frame = entry_frame()
         if frame is None:
             return  # on a device torch runs backwards in a thread of its own
         roots = frame.f_locals.get(frame.f_code.co_varnames[0], ())

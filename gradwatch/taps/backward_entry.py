@@ -8,7 +8,6 @@ of gradwatch stands in the traceback of a backward that raises.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
@@ -102,17 +101,15 @@ def listen(about_to_run: Listener) -> Callable[[], None]:
     return remove
 
 
-def entry_frame(deepest: int | None = None) -> FrameType | None:
+def entry_frame() -> FrameType | None:
     """The frame of torch's Python function that started the backward running on this thread; None where none did.
 
-    That is so on the threads of a device, and where C++ called the engine. Looks at `deepest` frames (None = all).
+    That is so on the threads of a device, and where C++ called the engine.
     """
     frame: FrameType | None = sys._getframe(1)
-    for _ in itertools.count() if deepest is None else range(deepest):
-        if frame is None or frame.f_code is _ENTRY:
-            return frame
+    while frame is not None and frame.f_code is not _ENTRY:
         frame = frame.f_back
-    return None
+    return frame
 
 
 def _call_of(frame: Any) -> BackwardCall:
