@@ -80,6 +80,8 @@ def _without_steps(account: Account) -> Iterator[str]:
 
 
 def _hidden(account: Account) -> str:
+    if account.reasons and not account.watched.backwards:
+        return "; ".join(account.reasons)
     if account.taken.optimizers:
         return "the optimizers made were never stepped, or in a way that torch's step hooks do not see"
     return "weights, if they moved, were moved by the script itself"

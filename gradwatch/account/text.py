@@ -37,7 +37,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
-        "no_data": f"{len(silent)} of {account.rules} rules: {_reasons(silent)}" if silent else "",
+        "no_data": _without_data(silent, account.rules) if silent else "",
         "not_armed": _unarmed(account),
         "own_cost": "" if share is None else f"{share:.1%}",
         "ended": "" if account.ended == "finished" else account.ended,
@@ -60,6 +60,16 @@ def never_evaluated(account: Account) -> dict[str, str]:
     """Why a rule judged nothing, by rule: it matches nothing, or what it reads never came."""
     unmatched = {rule: why for rule, why in account.inactive.items() if not why.startswith(NOT_ARMED)}
     return {**account.no_data, **unmatched}
+
+
+def _without_data(silent: Mapping[str, str], rules: int) -> str:
+    """How many rules and groups of parameters, and why, each reason once."""
+    groups = {name: why for name, why in silent.items() if name.startswith("group:")}
+    off = {name: why for name, why in silent.items() if name not in groups}
+    counts = [f"{len(off)} of {max(rules, len(off))} rules"] if off else []
+    if groups:
+        counts.append(f"{len(groups)} group{'s' * (len(groups) > 1)} of parameters")
+    return f"{' and '.join(counts)} ({_reasons(silent)})"
 
 
 def not_armed(account: Account) -> dict[str, str]:
@@ -92,7 +102,7 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if watched:
         silent = never_evaluated(account)
         if silent:
-            yield f"no data for {len(silent)} of {max(account.rules, len(silent))} rules ({_reasons(silent)})"
+            yield f"no data for {_without_data(silent, account.rules)}"
         if not_armed(account):
             yield f"not armed: {_unarmed(account)}"
         if account.watched.own_share is not None:

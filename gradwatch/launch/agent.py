@@ -24,7 +24,7 @@ from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.hooks import clipping, precision, step_hooks
 from gradwatch.imports import filters_kept
 from gradwatch.interruption import not_ours
-from gradwatch.launch import ending
+from gradwatch.launch import ending, refusal
 from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.unannounced import Unannounced
@@ -170,7 +170,10 @@ class Agent:
         try:
             return self._attach(ready, models)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
-            stderr.say(f"gradwatch: {error}")
+            ending.not_watched("the rules do not fit, and --strict-rules refuses them")
+            told = refusal.words(str(error))
+            if told:
+                stderr.say(f"gradwatch: {told}")
             raise SystemExit(2) from None
         except Exception as error:
             if not_ours(error) or _strict():

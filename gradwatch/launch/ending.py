@@ -54,7 +54,7 @@ def say() -> None:
 
 
 def _told(own: Account) -> Iterator[str]:
-    if own.rank or os.environ.get("RANK", "0") not in ("", "0"):
+    if own.rank or not _first_rank():
         return
     if alive(own.told_by, family.began()) and (not own.told or family.handed_over()):
         return
@@ -63,6 +63,14 @@ def _told(own: Account) -> Iterator[str]:
         yield from lines(account, shown(account.directory))
     elif family.launched() and not family.recorded():
         yield nothing_seen(account)
+
+
+def _first_rank() -> bool:
+    """Whether this is rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone."""
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized() and group.get_rank():
+        return False
+    return os.environ.get("RANK", "0") in ("", "0")
 
 
 def account_of_process() -> Account:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from gradwatch.account import Account, Taken, Watched, lines
 from gradwatch.cli import main
@@ -18,7 +19,7 @@ from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.files import JournalFiles
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import step_row
-from gradwatch.launch import family
+from gradwatch.launch import family, refusal
 from gradwatch.settings import ROOT, TELLER, told_by
 from gradwatch.snapshot import RunInfo
 from tests.sink_records import make_event, make_record, make_sites, skip
@@ -89,7 +90,49 @@ def test_a_process_that_trains_nothing_speaks_for_its_children(tmp_path: Path) -
     assert line.startswith("gradwatch: 5 of 5 steps watched in 2 processes · 2 optimizers")
     assert " · stopped · " in line
     assert "1 process gave no account" in missed
-    assert told(run(tmp_path, WORKERS + STARTED, options=("--quiet",)).stderr) == []
+    again = tmp_path / "again"
+    again.mkdir()
+    assert told(run(again, WORKERS + STARTED, options=("--quiet",)).stderr) == []
+
+
+RANKS = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank):
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
+    m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    o = torch.optim.SGD(m.parameters(), 0.1)
+    m(torch.ones(2, 4)).square().mean().backward()
+    o.step()
+
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=2)
+"""
+LOCAL = "version: 1\nrules: {mine: {detect: {kind: above, of: norm_local, threshold: 5}, do: [skip_step]}}\n"
+
+
+@pytest.mark.soak
+def test_ranks_that_refuse_the_rules_say_so_once(tmp_path: Path) -> None:
+    """Of two ranks that know theirs from the process group alone the first tells why, and gives the account."""
+    rules = tmp_path / "x.gradwatch.yaml"
+    rules.write_text(LOCAL)
+    done = run(tmp_path, RANKS, options=("--strict-rules", "--rules", str(rules)))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("rule 'mine': acts on norm_local") == 1
+    assert done.stderr.count("0 of 0 steps watched") == 1
+    assert (
+        "step of a torch optimizer seen: the rules do not fit, and --strict-rules refuses them" in done.stderr
+    )
+
+
+def test_a_rank_says_of_a_refusal_what_rank_0_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where it is the same; its own reason, or any where rank 0 has none, under its number."""
+    monkeypatch.setattr(refusal, "WAIT_SECONDS", 0.1)
+    store = dist.HashStore()
+    assert refusal.words_of_rank("no", 1, store) == "rank 1: no"
+    assert refusal.words_of_rank("no", 0, store) == "no"
+    assert refusal.words_of_rank("no", 1, store) == ""
+    assert refusal.words_of_rank("never", 1, store) == "rank 1: never"
 
 
 # -- who tells, and what is found ------------------------------------------------------------------------

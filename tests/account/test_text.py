@@ -99,6 +99,8 @@ def test_backwards_without_a_step_are_told_by_what_was_made() -> None:
     alone = gaps(Account(Taken(backwards=5)))
     made = gaps(Account(Taken(backwards=5, optimizers=1)))
     functional = gaps(Account(Taken(grad_calls=5)))
+    (refused,) = gaps(Account(Taken(backwards=1, optimizers=1), reasons=("the rules do not fit",)))
+    assert refused.endswith("seen: the rules do not fit")
     assert [
         "moved by the script itself" in alone[0],
         "never stepped" in made[0],
@@ -142,16 +144,20 @@ def test_watches_of_one_process_add_up(found: list[Account], taken: Taken) -> No
 
 
 def test_the_whole_short_reason_is_shown() -> None:
-    """Each reason once, with the groups it names; only what it adds in brackets is left out."""
+    """Each once, with the groups it names; only what it adds in brackets is left out. A group is no rule."""
     account = Account(
         Taken(steps=9),
         Watched(steps=9),
         inactive={
             "a": "matches no parameter of groups: layer4",
             "b": "matches no parameter of groups: layer4",
+            "group:layer4": "matches no parameter",
         },
         no_data={"c": "needs several ranks, all of them watching (DDP, FSDP2)"},
         rules=5,
     )
-    reasons = "(matches no parameter of groups: layer4; needs several ranks, all of them watching)"
-    assert f"no data for 3 of 5 rules {reasons}" in lines(account)[0]
+    line = lines(account)[0]
+    assert (
+        "no data for 3 of 5 rules and 1 group of parameters (matches no parameter of groups: layer4; " in line
+    )
+    assert "; needs several ranks, all of them watching; matches no parameter)" in line

@@ -1,0 +1,37 @@
+"""Rules that `--strict-rules` refuses: said by rank 0, and by another rank only where rank 0 does not say the same."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+WAIT_SECONDS = 2.0
+"""How long a rank that is about to end waits for the words of rank 0; ranks of one training attach together."""
+_KEY = "gradwatch/refused"
+
+
+def words(text: str) -> str:
+    """What this process is to print of a refusal; "" where rank 0 prints the same."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return text
+    try:
+        store = dist.distributed_c10d._get_default_store()
+    except Exception:  # torch no longer shows it
+        return text
+    return words_of_rank(text, dist.get_rank(), store)
+
+
+def words_of_rank(text: str, rank: int, store: Any) -> str:
+    """As `words`, through this store of torch.distributed; no collective, so no rank can hang another."""
+    try:
+        if rank == 0:
+            store.set(_KEY, text)
+            return text
+        store.wait([_KEY], timedelta(seconds=WAIT_SECONDS))
+        if store.get(_KEY).decode() == text:
+            return ""
+    except Exception:  # rank 0 has refused nothing, or is gone with its store
+        return f"rank {rank}: {text}"
+    return f"rank {rank}: {text}"
