@@ -149,7 +149,8 @@ class Courses:
         if self._drops and not lane.without_optimizer:
             course.micro = self._micro(lane, before)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
-        self._publishing.totals.unfed.bind(lane.index, reads_of(bound))
+        if before is None or bound is not before.bound:
+            self._publishing.totals.unfed.bind(lane.index, reads_of(bound))
         self._restore(lane)
         self.publish_bounds(course)
 

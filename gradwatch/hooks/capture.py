@@ -369,7 +369,8 @@ class Capture:
         wanting = [param for param in wanting if names.has_values(param)]  # the others lower the coverage
         # A shard may be empty here and hold something on other ranks, which must see the same parameters.
         named = [param for param in wanting if param.numel() or is_shard(param)]
-        slots = [self.slot(param, fallback(param)) for param in named]
+        known = self._slot_of
+        slots = [self.slot(param, "" if id(param) in known else fallback(param)) for param in named]
         # One name, one site: an optimizer may still hold what a module of the same name replaced.
         by_age = sorted(range(len(slots)), key=lambda k: self._since[slots[k]])
         latest = {self.names[slots[k]]: k for k in by_age}

@@ -131,16 +131,29 @@ class Coverage:
         """Walk the models; the ratio, which stays until the next count."""
         alive = [lane for lane in lanes if lane.optimizer is None or lane.optimizer() is not None]
         stepped = {identity for lane in alive for identity in lane.param_ids}
+        if self._whole(models, stepped):
+            self.missing, self.ratio, self._left = (), 1.0, RECOUNT
+            return self.ratio
         wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
         self.missing = tuple(
             name if names.has_values(param) else f"{name} (on the meta device, so it has no values)"
             for name, param in wanted
-            if not names.has_values(param)
-            or (id(param) not in stepped and self._slot_of.get(id(param)) not in self._at_attach)
+            if not (names.has_values(param) and self._measured(param, stepped))
         )
         self.ratio = 1 - len(self.missing) / len(wanted) if wanted else 1.0
         self._left = BLIND if self.missing else RECOUNT
         return self.ratio
+
+    def _whole(self, models: list[nn.Module], stepped: set[int]) -> bool:
+        """Whether nothing is missing, found out without names; False also where a model lists its parameters itself."""
+        return not any(map(tree.lists_itself, models)) and all(
+            not param.requires_grad or (names.has_values(param) and self._measured(param, stepped))
+            for model in models
+            for param in tree.parameters(model)
+        )
+
+    def _measured(self, param: nn.Parameter, stepped: set[int]) -> bool:
+        return id(param) in stepped or self._slot_of.get(id(param)) in self._at_attach
 
     def due(self, lane: Lane, calls: NDArray[np.int32]) -> bool:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""

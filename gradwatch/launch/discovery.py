@@ -33,15 +33,22 @@ def discover(registered: Registered, optimizers: Iterable[tuple[Optimizer, int]]
     loose: list[tuple[str, nn.Parameter]] = []
     seen: set[int] = set()
     for number, (optimizer, made) in enumerate(optimizers, first):
-        named = [pair for pair in made_up_names(optimizer, number) if id(pair[1]) not in seen]
-        seen.update(id(tensor) for _, tensor in named)
-        for pair, owner in zip(named, registered.owners(tensor for _, tensor in named), strict=True):
-            if owner is None:
-                loose.append(pair)
-                continue
-            root = registered.root(owner[0], made)
-            roots[id(root)] = root
-            owned[id(root)] = owned.get(id(root), 0) + 1
+        params = {id(tensor): tensor for tensor in parameters_of(optimizer) if id(tensor) not in seen}
+        seen.update(params)
+        owners = registered.owners(params.values())
+        around: dict[int, nn.Module] = {}  # by id of the owner
+        for owner in owners:
+            if owner is not None:
+                module = owner[0]
+                root = around.get(id(module))
+                if root is None:
+                    root = around[id(module)] = registered.root(module, made)
+                roots[id(root)] = root
+                owned[id(root)] = owned.get(id(root), 0) + 1
+        if None in owners:
+            named = {id(tensor): name for name, tensor in made_up_names(optimizer, number)}
+            pairs = zip(params.items(), owners, strict=True)
+            loose += [(named[identity], tensor) for (identity, tensor), owner in pairs if owner is None]
     return Found(sorted(roots.values(), key=lambda root: -owned[id(root)]), loose)
 
 

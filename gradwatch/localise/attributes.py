@@ -20,6 +20,7 @@ from gradwatch.taps import tree
 
 DEPTH = 6  # containers within containers
 CONTAINERS = (list, dict, set)  # whose contents are put back
+IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None)})
 OPENED = (list, tuple, dict, set, frozenset, deque)
 REGISTRIES = frozenset(nn.Module().__dict__)
 """torch's own (`_parameters`, `_forward_hooks`, …) are put back by those who change them."""
@@ -33,12 +34,16 @@ class Refused(Exception):  # noqa: N818 (an answer, not an error)
 
 def written_in_place(model: nn.Module) -> tuple[list[Tensor], list[Any]]:
     """The tensors that are neither parameters nor buffers, and the containers and generators, of all its modules."""
-    registered = {id(tensor) for tensor in (*tree.parameters(model), *model.buffers())}
     found: dict[int, Any] = {}
     for module in tree.modules(model):
-        for name, value in module.__dict__.items():
-            if name not in REGISTRIES:
+        held = module.__dict__
+        for name in held.keys() - REGISTRIES:
+            value = held[name]
+            if type(value) not in IMMUTABLE:  # almost all: sizes, flags, paddings
                 _collect(value, DEPTH, found)
+    if not found:
+        return [], []
+    registered = {id(tensor) for tensor in (*tree.parameters(model), *model.buffers())}
     tensors = [one for one in found.values() if isinstance(one, Tensor) and id(one) not in registered]
     return tensors, [one for one in found.values() if not isinstance(one, Tensor)]
 

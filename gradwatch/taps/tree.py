@@ -37,13 +37,18 @@ def parameters(root: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """`list(root.named_parameters())`, by way of the method where the class of `root` overrides it."""
+def lists_itself(root: nn.Module) -> bool:
+    """Whether the class of `root` says by methods of its own which parameters it has, and what they are called."""
     kind = type(root)
-    if (
+    return (
         kind.named_parameters is not nn.Module.named_parameters
         or kind.named_modules is not nn.Module.named_modules
-    ):
+    )
+
+
+def named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """`list(root.named_parameters())`, by way of the method where the class of `root` overrides it."""
+    if lists_itself(root):
         return list(root.named_parameters())
     found: dict[int, tuple[str, nn.Parameter]] = {}
     seen: set[int] = set()
