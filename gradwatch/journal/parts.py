@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from math import inf
 
 from gradwatch.account import Account
@@ -39,7 +40,8 @@ class Recorded:
         elif isinstance(entry, RunEntry):
             self.run = entry.run
         elif isinstance(entry, EndEntry) and entry.account:
-            self._account = Account.from_dict(entry.account)
+            with suppress(ValueError):  # what cannot be read is as if it was not given
+                self._account = Account.from_dict(entry.account)
 
     def _act(self, orders: frozenset[Order]) -> None:
         for action in {order.action for order in orders if not order.shadow}:

@@ -17,6 +17,7 @@ from gradwatch.cli import main
 from gradwatch.journal import EndEntry, EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.files import JournalFiles
+from gradwatch.journal.parts import Recorded
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import step_row
 from gradwatch.launch import family, refusal
@@ -29,6 +30,8 @@ WORKERS = """
 import os, signal, subprocess, sys, time
 import multiprocessing as mp
 
+parent = os.getpid()
+
 def train(steps, then=""):
     import torch
     torch.set_num_threads(1)
@@ -38,7 +41,9 @@ def train(steps, then=""):
         o.zero_grad()
         m(torch.ones(2, 4)).square().mean().backward()
         o.step()
-    if then:
+    while then == "outlives" and os.getppid() == parent:
+        time.sleep(0.05)
+    if then in ("killed", "alive"):
         while not [name for name in os.listdir("runs/r") if name.endswith(".gwj")]:
             time.sleep(0.05)
         time.sleep(0.5 if then == "killed" else 60)
@@ -49,6 +54,16 @@ train(3)
 for steps, then in ((4, ""), (5, ""), (6, "killed")):
     mp.get_context("fork").Process(target=train, args=(steps, then)).start()
 sys.exit(4)
+"""
+LEFT = """
+fork = mp.get_context("fork")
+workers = [fork.Process(target=train, args=(4,)), fork.Process(target=train, args=(5, "outlives"))]
+for worker in workers:
+    worker.start()
+workers[0].join()
+while len([name for name in os.listdir("runs/r") if name.endswith(".gwj")]) < 2:
+    time.sleep(0.05)
+os._exit(5)
 """
 STARTED = """
 if __name__ == "__main__":
@@ -79,6 +94,20 @@ def test_forked_workers_are_in_the_account_of_their_parent(tmp_path: Path) -> No
     lost, _, recorded = missed.partition(", at least ")
     assert lost == "gradwatch: not seen: 1 process gave no account (killed, or left by os._exit)"
     assert recorded in {f"{n} step{'s' * (n > 1)} recorded" for n in range(1, 7)}
+
+
+def test_those_who_outlive_a_process_that_leaves_without_a_word_print_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parent leaves by os._exit: what a worker before had left to it is in the sum that `audit` makes."""
+    done = run(tmp_path, WORKERS + LEFT)
+    assert done.returncode == 5, done.stderr
+    (line,) = told(done.stderr)
+    assert line.startswith("gradwatch: 5 of 5 steps watched · 1 optimizer, 2 parameters")
+    assert main(["audit", "--json", str(tmp_path / "runs" / "r")]) == 0
+    (account,) = json.loads(capsys.readouterr().out)["accounts"]
+    assert (account["processes"], account["watched"]["steps"], account["taken"]["steps"]) == (2, 9, 9)
+    assert (account["lost"], account["running"]) == (0, 0)
 
 
 @pytest.mark.soak
@@ -272,3 +301,13 @@ def test_the_end_of_a_journal_is_read_from_its_tail(tmp_path: Path) -> None:
     with (tmp_path / "rank0-attempt0.gwj").open("ab") as file:
         file.write(b"\x8fGW1 junk")
     assert first.end() == end
+
+
+def test_an_account_that_cannot_be_read_is_none() -> None:
+    """What a journal in a shared folder says at its end is not trusted: the steps recorded count, and no exception."""
+    found = Recorded()
+    found.take(RunEntry(RunInfo("r", "runs/r", pid=7)))
+    found.take(EndEntry(0, "finished", {"fired": {"a": "many"}}))
+    part = found.part()
+    assert part is not None
+    assert (part.pid, part.ended, part.account.counted) == (7, False, False)
