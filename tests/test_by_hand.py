@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import threading
@@ -357,3 +358,22 @@ def test_a_model_made_anew_for_each_task_takes_the_place_of_the_one_before() -> 
                 by_hand(inner, inner(torch.randn(3, 4)).square().mean())
         assert len(gw.lanes()) <= 2
     assert gw.account().watched.unowned == 36
+
+
+def test_a_model_trained_by_hand_is_freed_when_another_one_is_built() -> None:
+    """Nothing holds its weights once the script does not: no backward has to come first."""
+    kept, other = Kept(), nn.Linear(2, 2)
+    with gradwatch.watch([other], sinks=[kept], strict=True) as gw:
+        model = nn.Linear(4, 4)
+        gw.join([model], [])
+        for _ in range(3):
+            model.zero_grad()
+            by_hand(model, model(torch.randn(3, 4)).square().mean())
+        storages = [part.untyped_storage().data_ptr() for part in model.parameters()]
+        del model
+        gc.collect()
+        nn.Linear(2, 2)
+        gc.collect()
+        held = {part.untyped_storage().data_ptr() for part in gc.get_objects() if type(part) is nn.Parameter}
+        assert held.isdisjoint(storages)
+    assert len(kept.records) == 3

@@ -222,7 +222,8 @@ class _Loop:
     def arrived(self, touched: list[int], root: Root | None) -> bool:
         """A backward has ended that reached these slots; False where it left no gradient there, used up inside it."""
         lane, self.thread = self.lane, threading.get_ident()
-        if not self.claimed:  # a lane that is claimed was told of it, and is read, with all others
+        # A lane that is claimed was told of it, and is read, with all others; not one claimed by another thread since.
+        if not (self.claimed and lane.backwards):
             lane.begins()
             lane.hear(touched, root)
             self.still += 1

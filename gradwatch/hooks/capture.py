@@ -385,11 +385,14 @@ class Capture:
         return next(iter(same or gone), None)
 
     def let_go_of_dead(self) -> None:
-        """`drop_dead` where an optimizer is gone whose parameters are still held."""
+        """`drop_dead` where an optimizer, or a model trained without one, is gone whose parameters are still held."""
         for lane in self.lanes:
             if lane.params and lane.optimizer is not None and lane.optimizer() is None:
                 self.drop_dead()
-                break
+                return
+            if lane.params and lane.without_optimizer and None in [ref() for ref in self._models]:
+                self.drop_dead()
+                return
 
     def release(self) -> None:
         """Let go of every parameter that no living optimizer has."""
@@ -400,6 +403,7 @@ class Capture:
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
         self.before_drop()
+        self._models = [ref for ref in self._models if ref() is not None]
         self.replaced, self._unowned_slots = False, None
         for lane in self.lanes:
             if lane.optimizer is not None and lane.optimizer() is None:
