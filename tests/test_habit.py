@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from gradwatch.hooks.habit import Habit
 def test_the_marks_left_stand_at_both_ends_and_evenly_between(versions: list[int], count: int) -> None:
     """Only where a gradient arrived, `count` of them if there are so many, the gaps equal but for one."""
     habit = Habit()
-    habit.note(versions, complete=True, backwards=1)
+    habit.note(versions, np.array([version >= 0 for version in versions], np.int32), backwards=1)
     present = [k for k, version in enumerate(versions) if version >= 0]
     places = [present.index(k) for k in habit.spread(count)]
     assert len(places) == len(set(places)) == min(count, len(present))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,7 @@ STACKED = ("norm", "total_norm")
 """The columns whose logarithms are taken together: S norms, then the total."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Guard:
+class Guard(NamedTuple):
     """Values of a column between `low` and `high` breach none of `rules`; beyond, each is asked."""
 
     column: str
@@ -74,6 +73,7 @@ class Quiet:
         "_feeds",
         "_gathered",
         "_guards",
+        "_of_scalars",
         "_params",
         "_rare",
         "_roots",
@@ -85,7 +85,9 @@ class Quiet:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         guarded = [one for one in plan.rules if one.bank == NO_BANK and not (one.rare or _proven(one))]
-        self._guards = tuple(_guards(one for one in guarded if _bounded(one)))
+        guards = tuple(_guards(one for one in guarded if _bounded(one)))
+        self._guards = tuple(one for one in guards if one.column not in SCALAR_COLUMNS)
+        self._of_scalars = tuple(one for one in guards if one.column in SCALAR_COLUMNS)
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
         self._rare = tuple({one.rule.every for one in plan.rules} - {1})
@@ -121,6 +123,10 @@ class Quiet:
         for guard in self._guards:
             least, most = self._bounds(guard.column, snapshot, low, high)
             if not (guard.low <= least and most <= guard.high):
+                asked += guard.rules
+        for guard in self._of_scalars:
+            value = snapshot.scalar(guard.column)
+            if value is not None and not guard.low <= value <= guard.high:
                 asked += guard.rules
         for one in self._unbounded:
             least, most = self._bounds(one.series.column, snapshot, low, high)
@@ -175,8 +181,10 @@ UNKNOWN = (math.nan, math.nan)
 def _logs(snapshot: Snapshot, params: int) -> NDArray[np.float32]:
     """float32[S + 1]: ln of every parameter's norm, 0 for sites that are none, and ln of the total."""
     size = len(snapshot.norm)
-    stack = np.ones(size + 1, np.float32)
+    stack = np.empty(size + 1, np.float32)
     stack[:params] = snapshot.norm[:params]
+    if params < size:
+        stack[params:size] = 1.0
     stack[size] = snapshot.total_norm
     return np.log(stack, out=stack)
 

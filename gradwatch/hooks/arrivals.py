@@ -31,6 +31,8 @@ class Arrivals:
         self._bulk: NDArray[np.int32] | None = None  # marks heard in bulk
         self._heard = [0] * len(params)  # marks heard one by one
         self._witness: tuple[int, int, int] | None = None  # position, identity, version
+        # What `hear` was given last, and the positions that it stands for.
+        self._usual: tuple[list[int], dict[int, int], list[int]] | None = None
         self._counted: tuple[list[int], NDArray[np.int32]] | None = None
         self._by_versions: tuple[list[int], int, NDArray[np.int32]] | None = None
         # FSDP1 takes gradients away and puts them back in the midst of a backward.
@@ -49,16 +51,17 @@ class Arrivals:
 
     def hear(self, touched: Sequence[int], positions: dict[int, int]) -> bool:
         """As `add`, from the slots of a handful of marks; numpy would cost more than it saves. True if any is here."""
-        last, heard = None, self._heard
-        for slot in touched:
-            k = positions.get(slot)
-            if k is not None:
-                heard[k] += 1
-                last = k
-        if last is None:
+        usual = self._usual
+        if usual is None or usual[0] != touched or usual[1] is not positions:
+            here = [positions[slot] for slot in touched if slot in positions]
+            self._usual = usual = list(touched), positions, here
+        here, heard = usual[2], self._heard
+        if not here:
             return False
+        for k in here:
+            heard[k] += 1
         self.count += 1
-        self._note(last)
+        self._note(here[-1])
         return True
 
     def heard(self) -> list[int]:

@@ -11,6 +11,8 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from gradwatch.taps.distinct import Distinct
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_params_of: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
 
 
@@ -100,7 +103,7 @@ class Boundary:
             self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-        if closure_calls.noticed(closure):
+        if closure is not None and closure_calls.noticed(closure):
             return None  # a subclass whose step calls super().step(closure): wrapped already
         lane = self._capture.lane_of(optimizer)
         nested = lane is not None and self._inside.get(lane.index, 0) > 0 and self._is_nested(optimizer, lane)
@@ -328,10 +331,7 @@ class Boundary:
 
     def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
-        count = 0
-        for group in optimizer.param_groups:
-            count += len(group["params"])
-        if count != len(lane.watched_ids):
+        if sum(map(len, map(_params_of, optimizer.param_groups))) != len(lane.watched_ids):
             return True
         if lane.frozen and any(param.requires_grad for param in lane.frozen):
             return True
@@ -339,9 +339,7 @@ class Boundary:
         if lane.thinned and lane.step % RECHECK and not disturbed:
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
         lane.compared = self._registrations[0]
-        return [
-            id(param) for group in optimizer.param_groups for param in group["params"]
-        ] != lane.watched_ids
+        return list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups)))) != lane.watched_ids
 
     def _must_wait(self, lane: Lane, optimizer: Optimizer) -> bool:
         fused = precision.supports_scaling(optimizer)

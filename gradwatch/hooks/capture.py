@@ -98,7 +98,10 @@ class Capture:
 
     def childless(self) -> bool:
         """Whether no watched model is alive."""
-        return all(ref() is None for ref in self._models)
+        refs = self._models
+        if refs and refs[0]() is not None:  # almost every backward: no generator
+            return False
+        return all(ref() is None for ref in refs)
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
@@ -451,8 +454,7 @@ class Capture:
         for lane in self.lanes:
             if not lane.without_optimizer and lane.begins():
                 self.cleared(lane)
-        self.losses.reached()
-        self._ends.arm(self.losses.thread())
+        self._ends.arm(self.losses.reached())
 
     def _abandon(self) -> None:
         """A backward before this one raised, so its callback never ran: what it marked counts for nothing."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
+from numpy.typing import NDArray
+
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
 STEADY = 5  # identical steps before marks are thinned
@@ -25,6 +28,8 @@ class Habit:
         self._varied = -VARIED
         self.pattern: list[int] = []  # the versions noted last; the same list while they are the same steps
         self._pattern_backwards = 0
+        self._calls: NDArray[np.int32] | None = None  # of the pattern
+        self._complete = False
         self._steady = 0
         self._blocked_until = 0
 
@@ -43,9 +48,22 @@ class Habit:
             self._varied = step
         self.expected, self._equal = backwards, 1
 
-    def note(self, versions: list[int], complete: bool, backwards: int) -> None:
-        """The versions of K gradients (-1 = none) at a step; `complete`: each arrived in every backward, or in none."""
-        steady = complete and backwards > 0 and versions == self.pattern
+    def note(self, versions: list[int], calls: NDArray[np.int32], backwards: int) -> None:
+        """The versions of K gradients (-1 = none) at a step, and how often each arrived.
+
+        `calls[K]` is the same array while nothing changes.
+        """
+        again = versions == self.pattern
+        if not (again and calls is self._calls and backwards == self._pattern_backwards):
+            # Whether each arrived in every backward, or in none.
+            self._calls, self._complete = (
+                calls,
+                all(
+                    count == backwards if version >= 0 else count == 0
+                    for count, version in zip(calls.tolist(), versions, strict=True)  # sync: numpy
+                ),
+            )
+        steady = self._complete and backwards > 0 and again
         self._steady = self._steady + 1 if steady else 0
         self.pattern, self._pattern_backwards = versions, backwards
 

@@ -473,9 +473,4 @@ class Lane:
             return
         self._habit.count(self.step, backwards)
         if not self.thinned:
-            current = self._arrivals.current
-            complete = all(
-                count == current if version >= 0 else count == 0
-                for count, version in zip(calls.tolist(), self._versions, strict=True)  # sync: numpy
-            )
-            self._habit.note(self._versions, complete, current)
+            self._habit.note(self._versions, calls, self._arrivals.current)

@@ -62,12 +62,16 @@ class Losses:
         thread = threading.get_ident()
         return thread if thread in self._latest else 0
 
-    def reached(self) -> None:
-        """The running backward has reached a parameter; what is known is not its root where Python did not start it."""
-        thread = threading.get_ident()
-        if thread in self._latest and graph_task.current() != graph_task.NONE and entry_frame() is None:
+    def reached(self) -> int:
+        """The running backward has reached a parameter; what is known is not its root where Python did not start it.
+
+        Returns `thread()`.
+        """
+        thread = self.thread()
+        if thread and graph_task.current() != graph_task.NONE and entry_frame() is None:
             self._latest[thread], self.unheard = Root(None), "backward was started from C++"
             self.refused(self.unheard)
+        return thread
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if not call.accumulates or call.nested or _tracing():
@@ -131,7 +135,7 @@ def without_scale(loss: Value, scale: Number | None) -> Number:
 
 def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | None, str]:
     """(what the gradient of these roots is the gradient of, why it is not known)."""
-    if len(roots) == 1 and _plain_number(roots[0]) and _plain_number(weights[0]):  # almost every backward
+    if len(roots) == 1 and _plain(roots[0], weights[0]):  # almost every backward
         return roots[0].item() * weights[0].item(), ""  # sync: CPU tensors
     total: Value | None = None
     for root, weight in zip(roots, weights, strict=True):
@@ -147,8 +151,17 @@ def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | Non
     return total, ""
 
 
-def _plain_number(tensor: Any) -> bool:
-    return type(tensor) is Tensor and on_host(tensor) and tensor.numel() == 1 and tensor.is_floating_point()
+def _plain(root: Any, weight: Any) -> bool:
+    """Whether both are one number on the host."""
+    return (
+        type(root) is Tensor
+        and type(weight) is Tensor
+        and root.is_cpu
+        and weight.is_cpu
+        and root.numel() == weight.numel() == 1
+        and root.is_floating_point()
+        and weight.is_floating_point()
+    )
 
 
 def _readable(tensor: Tensor) -> Tensor | None:

@@ -44,6 +44,7 @@ MAX_BYTES = 64 << 20
 MAX_CALLS = 256
 TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+_tracing = torch.compiler.is_dynamo_compiling
 ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
@@ -238,7 +239,7 @@ class Holding:
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def guarded(*args: Any) -> None:
             try:
-                if torch.is_grad_enabled() and not (is_silent() or capturing()):
+                if torch.is_grad_enabled() and not is_silent():
                     call(*args)
             except Exception as error:
                 self._open = None
@@ -247,7 +248,7 @@ class Holding:
         return guarded
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._outermost.now not in (None, self):
+        if self._outermost.now not in (None, self) or capturing():
             return
         self._outermost.now = self
         held, given = _held(args, kwargs)
@@ -306,7 +307,7 @@ class Holding:
         self._make_room()
 
     def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
-        if grad is None or call.reason or torch.compiler.is_dynamo_compiling():
+        if grad is None or call.reason:
             return
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
         if kept is None:
@@ -341,7 +342,12 @@ class Holding:
 def _gradient(holding: Holding, call: Call, position: int, grad: Tensor) -> None:
     """A gradient has reached an output of the call; nothing is made of it."""
     try:
-        modes.unseen(holding._hear, call, position, grad)
+        if _tracing():
+            return
+        if modes.dispatching() or modes.functions():
+            modes.unseen(holding._hear, call, position, grad)
+        else:
+            holding._hear(call, position, grad)
     except Exception as error:
         holding._failed("localise", error)
 

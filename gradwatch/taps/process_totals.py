@@ -123,6 +123,8 @@ def present_step(optimizer: object) -> int:
     """
     thread = threading.get_ident()
     own = _open.get(thread, [])
+    if own and own[-1][1] == id(optimizer):  # almost always
+        return own[-1][0]
     for calls in (own, *list(_open.values())):
         for number, one in reversed(calls):
             if one == id(optimizer):
