@@ -377,3 +377,22 @@ def test_a_model_trained_by_hand_is_freed_when_another_one_is_built() -> None:
         held = {part.untyped_storage().data_ptr() for part in gc.get_objects() if type(part) is nn.Parameter}
         assert held.isdisjoint(storages)
     assert len(kept.records) == 3
+
+
+def test_what_a_thread_has_trained_is_settled_by_others_once_it_has_ended() -> None:
+    """The thread that took the steps is gone, so nothing can race with it: the last step by hand is counted too."""
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(first.parameters(), 0.05)
+
+    def train() -> None:
+        first(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    with gradwatch.watch([first, second], optimizer, sinks=[Kept()], strict=True) as gw:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        for _ in range(3):
+            second.zero_grad()
+            by_hand(second, second(torch.randn(3, 4)).square().mean())
+        assert gw.account().watched.unowned == 3

@@ -73,8 +73,10 @@ class Boundary:
         self._acting.close()
 
     def is_here(self) -> bool:
-        """Whether this is the thread that takes the steps, as far as one has been seen."""
-        return self._thread in (None, threading.get_ident())
+        """Whether this is the thread that takes the steps, as far as one has been seen, or that thread has ended."""
+        if self._thread in (None, threading.get_ident()):
+            return True
+        return all(thread.ident != self._thread for thread in threading.enumerate())
 
     def settle_deferred(self) -> None:
         """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
