@@ -594,3 +594,22 @@ def test_a_new_optimizer_of_the_same_parameters_is_read_as_its_predecessor_was(
                 optimizer.step()
                 assert sink.records[-1].snapshot.norm == pytest.approx(expected, rel=1e-5)
     assert planned == [4, 4]  # of the weights, and of their gradients
+
+
+@pytest.mark.parametrize("watched_head", [True, False])
+def test_a_part_of_a_backward_is_no_backward_of_its_own(watched_head: bool) -> None:
+    """With layers before and behind a reentrant checkpoint, some frozen, one backward is counted for one step."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    head = nn.Linear(2, 2).requires_grad_(watched_head)
+    whole, sink = nn.ModuleList([model, head]), Kept()
+    optimizer = torch.optim.SGD([param for param in whole.parameters() if param.requires_grad], 0.01)
+    with gradwatch.watch(whole, optimizer, sinks=[sink]):
+        for _ in range(4):
+            optimizer.zero_grad()
+            head(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)).pow(2).sum().backward()
+            expected = [float(param.grad.norm()) for param in whole.parameters() if param.grad is not None]
+            optimizer.step()
+            snapshot = sink.records[-1].snapshot
+            assert snapshot.norm == pytest.approx(expected, rel=1e-5)
+            assert set(snapshot.calls.tolist()) == {1}
+            assert snapshot.micro == 1

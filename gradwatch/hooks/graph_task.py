@@ -51,7 +51,8 @@ def reaches(leaf: torch.Tensor) -> bool:
 class Ends:
     """Calls `ended` at the end of every backward it was armed in, after DDP and FSDP have finished theirs.
 
-    `heard` has a list for each of them, by graph task, for what was noted in it; `ended` gets that list. A callback
+    `heard` has a list for each of them, by graph task, for what was noted in it; `ended` gets that list. One within
+    another (reentrant checkpointing) is a part of that one, and shares its list. A callback
     queued by a callback runs when everybody else's has. A backward that raises never runs its callbacks: the next one
     of the same thread to be armed finds that out and calls `abandoned` first. Both may raise nothing. Backwards of
     different threads that run at the same time are told apart; on a device, where autograd's own threads run them, not.
@@ -76,12 +77,14 @@ class Ends:
         if task in self.heard:
             return
         others = [one for one, began in self._threads.items() if began == thread]
-        if others and not nested():
+        within = nested() if others else False
+        if others and not within:
             for one in others:
                 self._forget(one)
             self._abandoned()
         self.begun += 1
-        self.heard[task] = []
+        # What is noted in a part of a backward is told at the end of the whole.
+        self.heard[task] = self.heard[others[-1]] if within else []
         if task != NONE:
             self._threads[task] = thread
             _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
@@ -94,7 +97,8 @@ class Ends:
         if not self.heard or current() != NONE:
             return []
         over = [one for one in list(self.heard) if self._threads.get(one, thread) in (thread, 0)]
-        return [slot for one in over for slot in self._forget(one)]
+        lists = {id(heard): heard for heard in map(self._forget, over)}  # parts of a backward share one
+        return [slot for heard in lists.values() for slot in heard]
 
     def close(self) -> None:
         """Forget every backward."""
@@ -114,6 +118,7 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
             heard = ends._forget(task)
             if ends.task[0] == task:
                 ends.task[0] = IDLE
-            modes.unseen(ends._ended, heard)
+            if not any(one is heard for one in ends.heard.values()):
+                modes.unseen(ends._ended, heard)
     except Exception as error:
         guard.fault("capture", error)

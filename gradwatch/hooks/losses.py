@@ -156,8 +156,8 @@ def _plain(root: Any, weight: Any) -> bool:
     return (
         type(root) is Tensor
         and type(weight) is Tensor
-        and root.is_cpu
-        and weight.is_cpu
+        and on_host(root)
+        and on_host(weight)
         and root.numel() == weight.numel() == 1
         and root.is_floating_point()
         and weight.is_floating_point()
