@@ -205,10 +205,47 @@ def test_kwargs_results_and_the_modules_own_hooks() -> None:
     )
     assert float(model(torch.tensor(1.0), by=2.0)) == 41.0
     assert seen == [("before", (torch.tensor(1.0),), {"by": 2.0}), ("after", 4.0)]
-    assert model._call_impl.__func__ is vars(nn.Module)["_call_impl"].original  # outside a call it is torch's
+    assert model._call_impl.__func__ is vars(nn.Module)["_call_impl"]  # outside a call it is torch's
     assert not torch.nn.modules.module._has_any_global_hook()
     ignore()
     assert module_calls.noticed(model) is False
+
+
+def test_only_classes_of_modules_with_listeners_are_touched() -> None:
+    """Parts of a model are called as bare; when the last listener has gone every class is as it was found."""
+
+    class Net(nn.Sequential):
+        pass
+
+    kinds = (nn.Module, nn.Sequential, nn.Linear, Net)
+    found = [dict(vars(kind)) for kind in kinds]
+    net, other, seen = Net(nn.Linear(2, 2)), Net(nn.Linear(2, 2)), []
+    first = module_calls.listen(net, before=lambda *_: seen.append(1))  # type: ignore[arg-type]
+    second = module_calls.listen(net, after=lambda *_: seen.append(2))
+    assert [dict(vars(kind)) for kind in kinds[:3]] == found[:3]
+    net(torch.ones(1, 2))
+    other(torch.ones(1, 2))
+    assert seen == [1, 2]
+    first()
+    net(torch.ones(1, 2))
+    assert seen == [1, 2, 2]
+    second()
+    assert [dict(vars(kind)) for kind in kinds] == found
+
+
+def test_a_class_pickled_by_value_is_torchs_own_where_it_is_read() -> None:
+    """What joblib sends of a script's own class names nothing of gradwatch, and works without listeners."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    class Net(nn.Linear):
+        pass
+
+    ignore = module_calls.listen(Net(2, 2), before=lambda *_: None)
+    sent = cloudpickle.dumps(Net)
+    ignore()
+    assert b"gradwatch" not in sent.replace(b"gradwatch_tests", b"")
+    read = cloudpickle.loads(sent)
+    assert read(2, 2)(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_regions_with_hooks_of_the_users_own_compile_whole() -> None:

@@ -6,8 +6,9 @@ fast path of `nn.TransformerEncoderLayer`). To strip it at `__getstate__` or `__
 define their own nor a look at `__dict__`. A global forward hook is worse: all modules pay for it, and `torch.compile`
 warns about it.
 
-`Module.__call__` looks `_call_impl` up on the module. On `nn.Module` that name is replaced by a descriptor. For a
-module that has listeners it gives a twin of torch's function: the same code object, with globals in which the global
+`Module.__call__` looks `_call_impl` up on the module. On the classes of modules that have listeners that name is a
+descriptor (on `nn.Module` itself the lookup of every part of a model would cost 0.2 us more). For a module that has
+listeners it gives a twin of torch's function: the same code object, with globals in which the global
 hooks are those of torch and one of ours. All others, and every lookup from elsewhere, get torch's own function. So the
 listeners run where torch's global hooks do, no frame of gradwatch stands in the traceback of a forward that raises, and
 `torch.nn.modules.module._has_any_global_hook()` stays False.
@@ -88,6 +89,10 @@ class _Noticed:
             seen[name] = _AndOurs(seen[name], hook)
         self.twin = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a class that is pickled by value (cloudpickle, in scripts): torch's own, in the process that reads it."""
+        return getattr, (nn.Module, _NAME)
+
     @untraced
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         try:
@@ -106,6 +111,7 @@ class _Noticed:
 
 
 _heard: dict[int, _Heard] = {}  # by id of the module
+_placed: list[weakref.ref[type[nn.Module]]] = []  # classes that have the descriptor
 
 
 def listen(module: nn.Module, before: Before | None = None, after: After | None = None) -> Callable[[], None]:
@@ -121,7 +127,7 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
         heard.before.append(before)
     if after is not None:
         heard.after.append(after)
-    _install()
+    _install(type(module))
 
     def remove() -> None:
         for listeners, listener in ((heard.before, before), (heard.after, after)):
@@ -141,16 +147,29 @@ def noticed(module: nn.Module) -> bool:
     return heard is not None and heard.module() is module
 
 
-def _install() -> None:
-    found = vars(nn.Module)[_NAME]
-    if isinstance(found, FunctionType) and _names(found.__code__) >= _REPLACED:
-        setattr(nn.Module, _NAME, _Noticed(found))
+def _install(kind: type[nn.Module]) -> None:
+    """Have the lookup go through the descriptor for modules of this class: others would pay for it at every call."""
+    found = next(vars(base)[_NAME] for base in kind.__mro__ if _NAME in vars(base))
+    if not (isinstance(found, FunctionType) and found is vars(nn.Module)[_NAME]):
+        return
+    if _names(found.__code__) >= _REPLACED:
+        try:
+            type.__setattr__(kind, _NAME, _Noticed(found))
+        except TypeError:  # a class that cannot be changed
+            return
+        _placed.append(weakref.ref(kind))
 
 
 def _uninstall() -> None:
-    found = vars(nn.Module)[_NAME]
-    if not _heard and isinstance(found, _Noticed):  # else another library has replaced it since
-        setattr(nn.Module, _NAME, found.original)
+    while _placed and not _heard:
+        kind = _placed.pop()()
+        found = None if kind is None else vars(kind).get(_NAME)
+        if not isinstance(found, _Noticed):  # the class is gone, or another library has replaced it since
+            continue
+        if kind is nn.Module:
+            type.__setattr__(kind, _NAME, found.original)
+        else:
+            type.__delattr__(kind, _NAME)
 
 
 def _names(code: CodeType) -> set[str]:

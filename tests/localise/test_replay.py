@@ -155,7 +155,7 @@ def test_models_are_given_back_as_found() -> None:
     again(model, holding)
     holding.close()
     assert not module_calls.noticed(model)
-    assert not isinstance(vars(nn.Module)["_call_impl"], module_calls._Noticed)
+    assert not any("_call_impl" in vars(kind) for kind in (nn.Sequential, nn.Linear))
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert "apply" not in torch.utils.checkpoint.CheckpointFunction.__dict__
