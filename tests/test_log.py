@@ -17,6 +17,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwatch.account.facts import Account, Taken, Watched
 from gradwatch.health import Health
 from gradwatch.sinks.log import LogFormat, LogSink
 from gradwatch.snapshot import Decision, Event, Order
@@ -246,6 +247,20 @@ def test_only_rank_0_writes() -> None:
     log.sink.internal_error("capture", ValueError())
     log.sink.close()
     assert log.lines == []
+
+
+def test_the_account_comes_last() -> None:
+    """What was kept back about a rule is logged before the account of the run, and once."""
+    log = Log()
+    log.write(firing())
+    log.write(firing(step=8), after=1.0)
+    log.sink.conclude(Account(Taken(steps=2), Watched(steps=2)))
+    log.sink.close()
+    assert [entry["event"] for entry in log.entries] == [
+        "gradwatch firing",
+        "gradwatch firing",
+        "gradwatch account",
+    ]
 
 
 def test_an_internal_error_is_one_line() -> None:

@@ -133,8 +133,9 @@ class LogSink:
             self._logger.warning(about, component=component, error=said)
 
     def conclude(self, account: Account) -> None:
-        """One line: what was watched of what the process did."""
+        """One line, the last of the run: what was watched of what the process did."""
         if not self._silent:
+            self._sum_up(math.inf)
             log = self._logger.warning if gaps(account) else self._logger.info
             log("gradwatch account", **dict(fields(account)))
 
