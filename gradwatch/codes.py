@@ -294,7 +294,8 @@ _ENTRIES = (
     Code(
         "GW305",
         "rules that do not fit the test's parameters",
-        "The rule file refuses to be attached to a model with these parameters, as it would in training.",
+        "A rule or group matches none of the test's parameters, so that its test could not fail. In training such"
+        " a rule is switched off with a warning, or refused with `--strict-rules`.",
         "params: {w: [4]}   # the rules ask for groups: [matrices]",
         "Give the test parameters that the rules are about, or mark the rule `optional: true`.",
     ),

@@ -12,8 +12,8 @@ class GradwatchError(Exception):
 class AttachError(GradwatchError):
     """Watching cannot start as asked; the message says what to change.
 
-    Raised before training is touched: not a module, no parameters, attached twice, a rule that matches
-    nothing, an action that is not available here.
+    Raised before training is touched: not a module, no parameters, attached twice, an action that is not
+    available here, or, with `strict_rules`, a rule that matches nothing.
     """
 
 

@@ -7,14 +7,20 @@ from collections.abc import Callable
 from gradwatch.errors import AttachError
 from gradwatch.snapshot import Decision
 
-OBSERVED = "refused: an optimizer that steps inside backward has moved the weights before it can be judged"
-BY_HAND = "refused: no optimizer steps here, the loop moves the weights by code of its own"
+OBSERVED = (
+    "an action was not carried out: the optimizer steps inside backward, so the weights have moved before the step is "
+    "judged"
+)
+BY_HAND = (
+    "actions are not carried out here: no torch optimizer steps these weights, the script updates them itself"
+)
 SCALED = (
-    "zero_nonfinite refused under a GradScaler: it would hide the overflow by which the scaler finds its scale, which "
-    "would then stay too high for ever; the scaler skips such steps by itself"
+    "zero_nonfinite was not carried out under a GradScaler: it would hide the overflow by which the scaler finds its "
+    "scale, which would then stay too high for ever; the scaler skips such steps by itself"
 )
 NOT_ALONE = (
-    "refused: the ranks could not agree on this step, and one rank acting alone would part from the rest"
+    "an action was not carried out: the ranks did not agree on this step, and acting on one rank alone would make its "
+    "weights differ"
 )
 
 

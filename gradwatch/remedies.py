@@ -85,7 +85,7 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         "loss-side",
-        "The model is fine; the loss function makes a non-finite gradient of finite outputs.",
+        "The model's outputs are finite; the loss function makes a non-finite gradient of them.",
         "Look there for log, sqrt or division at 0; compute from logits (`cross_entropy`, `…_with_logits`).",
         phases=("loss",),
     ),

@@ -25,8 +25,8 @@ EPILOG = """examples:
   gradwatch run -- python train.py --lr 3e-4           watch a script as it is
   gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
   gradwatch rules check my.gradwatch.yaml
-  gradwatch audit                                      what it did to the last run: how often, by which rule, how hard
-  gradwatch explain                                    which line made the incidents of the last run
+  gradwatch audit                                      what it did in the last run: which rules, how often
+  gradwatch explain                                    which lines caused the incidents of the last run
   gradwatch replay gradwatch-runs/RUN/bundles/INCIDENT --script train:build
   gradwatch serve --dir gradwatch-runs                 one address for many runs
   gradwatch deploy export monitoring                   Prometheus, alerts and dashboards

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from gradwatch.audit import Audit, Line
     from gradwatch.journal import JournalReader
 
-DESCRIPTION = """What was watched of a training, what fired, and what was done to it, by rule, from its journal:
-every clip, rescale, skip and stop.
+DESCRIPTION = """Read the journal of a run: how many steps were watched, which rules fired, and every action, by rule:
+clip, rescale, skip and stop.
 
 RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks act alike, so one rank's
 journal is enough (--rank). Exit 1 where an action failed."""
@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Describe `gradwatch audit` to argparse."""
     parser = commands.add_parser(
         "audit",
-        help="what was done to a training: how often, by which rule, how hard",
+        help="what gradwatch did to a run: which rules acted, how often, by which factor",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,8 +39,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
     )
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose journal (default: 0)")
-    parser.add_argument("--json", action="store_true", help="for a machine")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="read the journal of this rank (default: 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
 
 

@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--listen", default="127.0.0.1:29440", type=listen_address, metavar="HOST:PORT", help="of /metrics")
     add("--dir", default="gradwatch-runs", metavar="DIR", help="where the run goes (default: gradwatch-runs)")
     add("--plain", action="store_true", help="no progress bar, even on a terminal")
-    add("--json", action="store_true", help="only the verdict, for a machine")
+    add("--json", action="store_true", help="print only the verdict, as JSON")
     parser.set_defaults(handler=handle)
 
 

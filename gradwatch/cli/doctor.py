@@ -41,7 +41,11 @@ class Check:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe `gradwatch doctor` to argparse."""
     parser = commands.add_parser(
-        "doctor", help="check versions, taps, port, folder, rule file and cost, here"
+        "doctor",
+        help="check versions, hooks, port, folder, rule file and cost on this machine",
+        description="Check that gradwatch works on this machine: versions, port, run folder, rule file, torch's hooks "
+        "in this version, and the cost of watching a model. Also shows the newest run. "
+        "Exit 1 where something does not work.",
     )
     add = parser.add_argument
     add("--rules", default="default", metavar="FILE", help="rule file or pack (default: default)")
@@ -57,9 +61,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=float,
         default=4.0,
         metavar="N",
-        help="for the cost probe; 0 leaves it out (default 4)",
+        help="duration of the overhead measurement; 0 leaves it out (default 4)",
     )
-    add("--json", action="store_true", help="for a machine")
+    add("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
 
 

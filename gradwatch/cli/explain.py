@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from gradwatch.audit import Audit
     from gradwatch.incident import Incident
 
-DESCRIPTION = """The cause of an incident as its journal tells it: operation, module, line, evidence, likely remedy;
+DESCRIPTION = """The cause of an incident, from the journal: operation, module, line, evidence, likely remedy;
 what was done about it, the norms around it, and, where the action `snapshot` kept a bundle, how to run the step again.
 
-INCIDENT is the name that the log gives it ("non-finite-0-40"); without one, every incident whose cause was looked for,
-and a list of all rules that fired. The
-journals of all ranks are read, for only the rank on which a NaN was born can say where. Exit 1 where no cause is
-known."""
+INCIDENT is its name in the log (`incident=non-finite-0-40`); without one, every incident whose cause was looked for,
+and a list of all rules that fired. The journals of all ranks are read, because only the rank on which a NaN appeared
+first knows where. Exit 1 where no cause is known."""
 
 LONGEST_LINE = 2000
 
@@ -47,11 +46,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Describe `gradwatch explain` to argparse."""
     parser = commands.add_parser(
         "explain",
-        help="which operation, on which line, made an incident, and how to mend it",
+        help="which operation, on which line, caused an incident, and how to mend it",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("incident", nargs="?", metavar="INCIDENT", help="as the log names it (default: all)")
+    parser.add_argument("incident", nargs="?", metavar="INCIDENT", help="its name in the log (default: all)")
     parser.add_argument(
         "--run", metavar="RUN", help="folder of a run, or a journal file (default: the newest of --dir)"
     )
@@ -59,10 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="for a machine")
-    form.add_argument(
-        "--markdown", action="store_true", help="for an issue or a wiki: never painted, no HTML"
-    )
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="for an issue or a wiki: no colours, no HTML")
     parser.set_defaults(handler=handle)
 
 

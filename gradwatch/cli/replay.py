@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         help="weights, as safetensors (default: those of the bundle)",
     )
-    parser.add_argument("--json", action="store_true", help="for a machine")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
 
 

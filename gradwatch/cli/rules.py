@@ -27,32 +27,52 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("rules", help="check, test, explain and list rule files")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    check = verbs.add_parser("check", help="everything that is wrong with a rule file, with its place")
+    check = verbs.add_parser(
+        "check",
+        help="everything that is wrong with a rule file, with its place",
+        description="Report everything that is wrong with rule files, with file, line, column and code. "
+        "Exit 1 where something is wrong, 2 where a file cannot be read.",
+    )
     check.add_argument("files", nargs="+", metavar="FILE", help="rule file, or a shipped pack by name")
-    check.add_argument("--json", action="store_true", help="for a machine")
+    check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=handle_check)
 
     rules_test.add_parser(verbs)
 
-    explain = verbs.add_parser("explain", help="what an error code such as GW101 means and how to mend it")
+    explain = verbs.add_parser(
+        "explain",
+        help="what an error code such as GW101 means and how to mend it",
+        description="Say what an error code of `gradwatch rules check` means, with an example and how to mend it.",
+    )
     explain.add_argument(
         "code", metavar="CODE", nargs="?", help="the code; without one, all of them are listed"
     )
-    explain.add_argument("--json", action="store_true", help="for a machine")
+    explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(handler=handle_explain)
 
-    listing = verbs.add_parser("list", help="the rules of a file and what it resolves to")
+    listing = verbs.add_parser(
+        "list",
+        help="the rules of a file and what it resolves to",
+        description="List the rules of a file after `extends:` and defaults: what each detects, on which column, "
+        "after how many samples it fires, and what it does.",
+    )
     listing.add_argument(
         "--rules", metavar="FILE", default="default", help="rule file or pack (default: default)"
     )
     listing.add_argument(
         "--resolved", action="store_true", help="every setting of every rule, defaults filled in"
     )
-    listing.add_argument("--origin", action="store_true", help="… and which file and line set it")
-    listing.add_argument("--json", action="store_true", help="for a machine")
+    listing.add_argument(
+        "--origin", action="store_true", help="the same, with the file and line that set each"
+    )
+    listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(handler=handle_list)
 
-    schema = verbs.add_parser("schema", help="JSON Schema of the rule language, for editors")
+    schema = verbs.add_parser(
+        "schema",
+        help="JSON Schema of the rule language, for editors",
+        description="Print the JSON Schema of rule files, for completion and checks in an editor.",
+    )
     schema.set_defaults(handler=handle_schema)
 
 

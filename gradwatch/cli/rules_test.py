@@ -27,7 +27,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     test.add_argument("files", nargs="+", metavar="FILE", help="test file, such as rules/default.test.yaml")
     test.add_argument("--run", metavar="TEXT", default="", help="only tests whose name holds this text")
-    test.add_argument("--json", action="store_true", help="for a machine")
+    test.add_argument("--json", action="store_true", help="print JSON")
     test.set_defaults(handler=handle_test)
 
 

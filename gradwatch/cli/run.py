@@ -15,7 +15,8 @@ from gradwatch.errors import AttachError, GradwatchError, RuleFileError
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
 Nothing in the script changes: its models and optimizers are found before the first backward. argv, cwd,
-exit status, signals and tracebacks are those of the command itself. A script that calls gradwatch.watch wins.
+exit status, signals and tracebacks are those of the command itself. In a script that calls gradwatch.watch
+itself, that call applies instead.
 GRADWATCH=0 turns everything off."""
 
 
@@ -52,8 +53,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--strict-rules",
         action="store_true",
         help="exit 2 before the first step where a rule or group matches nothing of the model, or where an action, a "
-        "place of 'clip:' or a tap that the rules ask for cannot be had on it or its ranks (default: each of these is "
-        "off by itself, which is said, and all else protects)",
+        "place of 'clip:' or a tap that the rules ask for is not available for it or its ranks (default: each of "
+        "these is switched off by itself with a warning, and everything else stays active)",
     )
     parser.add_argument(
         "--quiet",

@@ -12,7 +12,7 @@ from pathlib import Path
 from gradwatch.cli.terminal import colourful, complain, paint
 from gradwatch.errors import GradwatchError
 
-DESCRIPTION = """Find training runs by their folders: tell Prometheus whom to scrape (/sd), keep the last counters of
+DESCRIPTION = """Find training runs by their folders: give Prometheus its targets (/sd), keep the last counters of
 runs that have ended (/metrics), show all runs (/) and the runbooks of their alerts. Needs no torch, writes nothing
 into the folders, and may be restarted at any time. Stop it with Ctrl-C or SIGTERM."""
 
@@ -34,7 +34,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--listen", metavar="HOST:PORT", help="default: 127.0.0.1:29439")
     parser.add_argument(
-        "--every", metavar="SECONDS", type=float, default=5.0, help="between two looks (default: 5)"
+        "--every",
+        metavar="SECONDS",
+        type=float,
+        default=5.0,
+        help="between two scans of the folders (default: 5)",
     )
     parser.add_argument(
         "--ended-for",
@@ -47,7 +51,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--state", metavar="DIR", help="where summaries of ended runs are kept (default: the user's cache)"
     )
     parser.add_argument(
-        "--reach", metavar="HOST", default="", help="name by which Prometheus reaches processes on open ports"
+        "--reach",
+        metavar="HOST",
+        default="",
+        help="host name of this machine as Prometheus reaches it, for processes that listen on 0.0.0.0",
     )
     parser.add_argument(
         "--allow",
@@ -64,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         help="list of targets to tidy: killed processes of this machine leave it after 15 minutes",
     )
-    parser.add_argument("--once", action="store_true", help="look once, print all runs as JSON, and exit")
+    parser.add_argument("--once", action="store_true", help="scan once, print all runs as JSON, and exit")
     parser.set_defaults(handler=handle)
 
 

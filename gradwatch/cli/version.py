@@ -12,8 +12,8 @@ LIBRARIES = ("torch", "numpy", "prometheus-client", "pydantic", "structlog", "ru
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe `gradwatch version` to argparse."""
-    parser = commands.add_parser("version", help="versions of gradwatch and of what it stands on")
-    parser.add_argument("--json", action="store_true", help="for a machine")
+    parser = commands.add_parser("version", help="versions of gradwatch and of its dependencies")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
 
 

@@ -104,7 +104,7 @@ class Timing(Model):
     cooldown: Steps = unset("Steps after the resolve in which a re-fire joins the same incident.")
     severity: Severity = unset("info, warning or critical.")
     mode: Mode = unset("act, or shadow: say what would have been done and do nothing.")
-    on_error: OnError = unset("What happens to the gradient when an action of ours fails.")
+    on_error: OnError = unset("What happens to the gradient when an action fails.")
 
 
 class Defaults(Timing):
@@ -116,7 +116,7 @@ class GroupEntry(Model):
 
     params: Globs = unset("Case-sensitive shell globs on torch parameter names; * crosses dots.")
     min_ndim: Annotated[int, Field(ge=0, le=64)] = unset("Only tensors with at least so many dimensions.")
-    optional: bool = unset("No error when nothing matches.")
+    optional: bool = unset("No warning when it matches nothing, and no refusal by --strict-rules.")
 
 
 class RuleEntry(Timing):
@@ -133,7 +133,7 @@ class RuleEntry(Timing):
     annotations: Words = unset("Texts for people: summary, description, runbook_url …")
     do: list[Any] = unset("Actions.")
     enabled: bool = unset("False switches the rule off.")
-    optional: bool = unset("No error when nothing matches.")
+    optional: bool = unset("No warning when it matches nothing, and no refusal by --strict-rules.")
 
 
 class ModulesEntry(Model):

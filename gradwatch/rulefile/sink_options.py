@@ -18,7 +18,7 @@ class PrometheusOptions(Model):
     )
     params: Literal["off", "worst", "match", "all"] = unset("Which parameters get series of their own.")
     top_k: Count = unset("How many, for params: worst.")
-    max_series: Count = unset("At most so many parameter series.")
+    max_series: Count = unset("At most this many parameter series.")
     match: Globs = unset("Globs on parameter names, for params: match.")
     file_sd: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
         "Folder of Prometheus' file_sd_configs: every process puts itself on the list of targets."
@@ -41,7 +41,7 @@ class JournalOptions(Model):
 class LogOptions(Model):
     """One line per transition on stderr."""
 
-    format: Literal["console", "json"] = unset("For people, or for machines.")
+    format: Literal["console", "json"] = unset("console for people, json for programs.")
 
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -52,7 +52,9 @@ class AlertmanagerOptions(Model):
     """Alerts posted straight to Alertmanager, without a Prometheus."""
 
     url: Url = unset("Base URL of Alertmanager, e.g. http://127.0.0.1:9093.")
-    hold_seconds: NotNegative = unset("An alert lasts at least so long, or nobody would be told.")
+    hold_seconds: NotNegative = unset(
+        "An alert stays active at least this long, so that Alertmanager can notify."
+    )
     renew_seconds: Annotated[float, Field(ge=1)] = unset("How often a firing alert is sent again.")
     labels: Words = unset("Further labels of every alert.")
     runbooks: Url = unset("Where runbooks are; the name of the alert is appended.")
@@ -90,7 +92,7 @@ class WandbOptions(Model):
     project: Name = unset("By default that of the script's own run, then WANDB_PROJECT, then gradwatch.")
     entity: Name = unset("User or team; by default that of the script's own run.")
     group: Name = unset("Runs that belong together; by default that of the script's own run.")
-    every: Count = unset("A point every so many steps (10), and whenever something happens.")
+    every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
     alerts: bool = unset("Alert when a rule fires, at most once a minute and rule; true.")
 
 
@@ -100,7 +102,7 @@ class TensorBoardOptions(Model):
     dir: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
         "Folder of the event files; tensorboard in the folder of the run."
     )
-    every: Count = unset("A point every so many steps (10), and whenever something happens.")
+    every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
 
 
 class MLflowOptions(Model):
@@ -110,7 +112,7 @@ class MLflowOptions(Model):
         "Where MLflow keeps its runs; by default what MLflow is set to."
     )
     experiment: Name = unset("Experiment of a new run; MLFLOW_EXPERIMENT_NAME, then gradwatch.")
-    every: Count = unset("A point every so many steps (10), and whenever something happens.")
+    every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
 
 
 SINKS: Mapping[str, type[Model]] = {
