@@ -19,7 +19,9 @@ A checkpoint taken now is *healthy* unless
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
   touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
 A step that the GradScaler rejected says nothing. What cannot be looked at is not healthy, and the reason says so.
-Parameters that nobody can measure (`Watch.coverage` below 1) are not vouched for.
+Parameters that cannot be measured (`Watch.coverage` below 1) are not vouched for. Nor is what comes next: the weights
+before the step that ruins a training are finite and of a usual size, and their next forward may already overflow. So
+keep the last few healthy checkpoints.
 
     if gw.healthy:                                 # or, from another process: read_tag(run_directory).healthy
         torch.save({"model": model.state_dict(), "gradwatch": gw.state_dict()}, "last-good.pt")

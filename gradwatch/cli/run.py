@@ -15,8 +15,8 @@ from gradwatch.errors import AttachError, GradwatchError, RuleFileError
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
 Nothing in the script changes: its models and optimizers are found before the first backward. argv, cwd,
-exit status, signals and tracebacks are those of the command itself. In a script that calls gradwatch.watch
-itself, that call applies instead.
+exit status, signals and tracebacks are those of the command itself. Optimizers that the script itself gives to
+gradwatch.watch are watched by that call alone.
 GRADWATCH=0 turns everything off."""
 
 

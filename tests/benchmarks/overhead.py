@@ -215,7 +215,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", action="store_true", help="also under DDP, two ranks (see ranks.py)")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown, for the README")
+    parser.add_argument(
+        "--markdown", action="store_true", help="tables as Markdown, for gradwatch/docs/cost.md"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     names = list(dict.fromkeys(["bare", *args.contenders]))

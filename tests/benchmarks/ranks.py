@@ -185,7 +185,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--markdown", action="store_true", help="the table as Markdown, for the README")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the table as Markdown, for gradwatch/docs/cost.md"
+    )
     asked = parser.parse_args()
     print(table(measure(asked.rounds, asked.width, asked.layers), asked.markdown))
 

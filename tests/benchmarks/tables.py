@@ -1,4 +1,4 @@
-"""What was measured, as tables: text for a terminal, or Markdown ready to paste into the README."""
+"""What was measured, as tables: text for a terminal, or Markdown ready to paste into gradwatch/docs."""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, of one thread each")
     parser.add_argument("--results", type=Path, help="JSON lines to resume from, and to add to")
     parser.add_argument("--full", action="store_true", help="a row per training, not the worst of them")
-    parser.add_argument("--markdown", action="store_true", help="the table as Markdown, for the README")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the table as Markdown, for gradwatch/docs/rules.md"
+    )
     parser.add_argument(
         "--json", action="store_true", help="every outcome as JSON on stdout, instead of a table"
     )

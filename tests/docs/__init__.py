@@ -1,0 +1,1 @@
+"""What README.md and gradwatch/docs say, held against the code."""

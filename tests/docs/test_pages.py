@@ -1,0 +1,125 @@
+"""README.md and gradwatch/docs: every link, path, command, option, rule file and example in them is there and works."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.cli import build_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "gradwatch" / "docs").glob("*.md"))]
+LONGEST_README = 1200
+"""Words. What proves a claim stands in gradwatch/docs."""
+
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+
+def fences(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    """A path for users; the rest stands in the pages it links to, each of which is linked."""
+    text = PAGES[0].read_text()
+    assert len(text.split()) <= LONGEST_README
+    assert len(PAGES) > 1
+    for path in PAGES[1:]:
+        assert f"({path.relative_to(ROOT)})" in text
+
+
+@page
+def test_links_lead_somewhere(path: Path) -> None:
+    """Relative links name files that exist, and headings that these have."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        file, _, anchor = target.partition("#")
+        assert (path.parent / file).exists(), target
+        assert not anchor or anchor in anchors((path.parent / file).read_text()), target
+
+
+@page
+def test_what_is_named_exists(path: Path) -> None:
+    """Files of tests, modules run by `python -m`, and commands of gradwatch with their options."""
+    text = path.read_text()
+    for name in re.findall(r"\btests/[\w/]+(?:\.\w+)?", text):
+        assert (ROOT / name).exists(), name
+    for module in re.findall(r"python -m (tests[\w.]+)", text):
+        assert find_spec(module.rstrip(".")) is not None, module
+    for words in named_commands(text):
+        assert_command(words)
+
+
+def named_commands(text: str) -> list[str]:
+    """What stands after `gradwatch`: in inline code, which may run over lines, and in lines for a shell."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    lines = [line.rpartition("&& ")[2] for block in fences(text, "bash") for line in block.splitlines()]
+    found = [re.match(r"(?:\.venv/bin/)?gradwatch (?=[a-z])(.*)", code) for code in (*inline, *lines)]
+    return [match[1] for match in found if match]
+
+
+def assert_command(words: str) -> None:
+    """The command exists, with its verb where it has some, and the options named before `--` are its own."""
+    parser = build_parser()
+    ours, depth = words.split(" -- ")[0].split(), 0
+    while (choices := commands(parser)) and depth < len(ours):
+        assert ours[depth] in choices, words
+        parser, depth = choices[ours[depth]], depth + 1
+    for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", " ".join(ours[depth:])):
+        assert option in parser._option_string_actions, words
+
+
+def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands below a parser; {} where there are none."""
+    return next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
+
+
+@page
+def test_rule_files_are_valid(path: Path, tmp_path: Path) -> None:
+    """Each rule file shown is accepted as it stands."""
+    for number, text in enumerate(fences(path.read_text(), "yaml")):
+        file = tmp_path / f"{number}.gradwatch.yaml"
+        file.write_text(text)
+        assert gradwatch.load_rules(file).rules
+
+
+@page
+def test_the_loop_runs_as_shown(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that train run word for word, and leave a state to be saved."""
+    monkeypatch.chdir(tmp_path)
+    for code in fences(path.read_text(), "python"):
+        if "in loader" not in code:
+            continue
+        model = nn.Linear(4, 2)
+        names: dict[str, Any] = {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+            "criterion": nn.functional.cross_entropy,
+            "loader": [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(3)],
+            "checkpoint": {},
+        }
+        exec(compile(code, path.name, "exec"), names)
+        assert names["gw"].account().watched.steps == 3
+        assert names["checkpoint"]["gradwatch"]["version"] == 1
+
+
+def test_the_two_commands_are_marked() -> None:
+    """CI runs the second word for word: each marker is followed by one line of bash that makes its own environment."""
+    for marker in ("demo-command", "test-command"):
+        (command,) = re.findall(rf"<!-- {marker} -->\n```bash\n(.*)\n```", PAGES[0].read_text())
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
