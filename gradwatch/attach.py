@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -85,7 +86,7 @@ def watch_optimizers(
 
 
 def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = _listed(model)
     for one in models:
         if not isinstance(one, nn.Module):
             raise AttachError(
@@ -97,10 +98,19 @@ def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     return models
 
 
+def _listed(given: Any) -> list[Any]:
+    """One object, or what an iterable holds; `nn.Sequential` can be iterated over, and is one object."""
+    return (
+        list(given)
+        if isinstance(given, Iterable) and not isinstance(given, (nn.Module, Optimizer))
+        else [given]
+    )
+
+
 def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
     if optimizer is None:
         return []
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = _listed(optimizer)
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise AttachError(

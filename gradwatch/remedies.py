@@ -157,7 +157,7 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         "log-of-zero",
-        "log of 0 is -inf, and its derivative infinite.",
+        "log of 0 is -inf; its derivative is infinite there, and overflows close to it.",
         "`torch.log(x.clamp_min(eps))`; for probabilities stay with logits: `log_softmax`, `logsigmoid`; "
         "p·log p is `torch.xlogy(p, p)`.",
         ops=LOGS,

@@ -69,3 +69,5 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without runs is an error that says what to do."""
     assert main(["explain", "--dir", str(tmp_path)]) == 2
     assert "name the folder of a run" in capsys.readouterr().err
+    assert main(["explain", "--dir", str(tmp_path / "absent")]) == 2
+    assert "gradwatch run -- python train.py" in capsys.readouterr().err

@@ -166,6 +166,11 @@ def test_wrong_arguments_say_what_to_do() -> None:
     model, optimizer = build()
     with pytest.raises(AttachError, match=r"torch\.nn\.Module"):
         gradwatch.watch([1, 2])  # type: ignore[list-item]
+    swapped: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(AttachError, match=r"torch\.nn\.Module or a list of them, not SGD"):
+        gradwatch.watch(swapped, nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(AttachError, match=r"torch\.optim\.Optimizer, not float"):
+        gradwatch.watch(nn.Linear(2, 2), 0.1)  # type: ignore[arg-type]
     with pytest.raises(AttachError, match="no model"):
         gradwatch.watch([])
     with pytest.raises(AttachError, match="nothing to watch"):

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from gradwatch.journal import JournalReader
 
 
+ADVICE = "name the folder of a run, give --dir, or make a run: gradwatch run -- python train.py"
+
+
 def default_directory() -> str:
     """The folder of all runs: GRADWATCH_DIR, else ./gradwatch-runs."""
     from gradwatch.settings import DEFAULT_DIR
@@ -24,9 +27,9 @@ def newest(directory: Path) -> Path:
     try:
         runs = [path for path in directory.iterdir() if path.is_dir() and any(path.glob("*.gwj"))]
     except OSError as error:
-        raise GradwatchError(f"no runs in {directory}: {error.strerror}; name the folder of a run") from None
+        raise GradwatchError(f"no runs in {directory}: {error.strerror}; {ADVICE}") from None
     if not runs:
-        raise GradwatchError(f"no runs in {directory}; name the folder of a run, or give --dir")
+        raise GradwatchError(f"no runs in {directory}; {ADVICE}")
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.gwj")))
 
 
