@@ -287,9 +287,12 @@ class Watch(Loop):
             return self._final
         self._catch_up()
         totals, courses, boundary = self._publishing.totals, self._courses, self._boundary
+        after = TOTALS.taken()
         waiting = courses.warming_up() if totals.judged else {}
         return Account(
-            taken=TOTALS.taken().since(self._before, self._elsewhere() - self._steps_elsewhere),
+            taken=after.since(self._before, self._elsewhere() - self._steps_elsewhere),
+            before=self._before,
+            after=after,
             watched=totals.watched(
                 boundary.steps, self.backwards, boundary.optimizers.count, courses.most_parameters
             ),

@@ -6,6 +6,7 @@ Each Case is a command, the files it needs and perhaps its stdin; `{python}` sta
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -238,3 +239,18 @@ TRAININGS = (
 )
 
 CASES = (*ENTRIES, *EXITS, *SURROUNDINGS, *PROCESSES, *TRAININGS)
+
+
+def bare_and_watched(
+    text: str, folder: Path
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """A script that succeeds, run bare and under `gradwatch run`; what it prints itself is the same."""
+    (folder / "train.py").write_text(text)
+    bare, watched = (
+        subprocess.run(
+            [*how, sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True
+        )
+        for how in ((), (*GRADWATCH, "run", "--"))
+    )
+    assert watched.stdout == bare.stdout
+    return bare, watched

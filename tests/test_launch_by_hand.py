@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.launch_cases import GRADWATCH
+from tests.launch_cases import bare_and_watched
 
 SCRIPT = """
 import torch
@@ -26,14 +24,7 @@ print("weights", m.weight.data.tolist())
 
 def test_sgd_written_by_hand_is_observed_step_by_step(tmp_path: Path) -> None:
     """Ten steps are ten windows, the NaN is told at its own, backwards are counted once, stdout is the bare one's."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    bare, watched = (
-        subprocess.run(
-            [*how, sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        for how in ((), (*GRADWATCH, "run", "--"))
-    )
-    assert watched.stdout == bare.stdout
+    _, watched = bare_and_watched(SCRIPT, tmp_path)
     assert "0 of 0 steps watched, 10 windows without an optimizer" in watched.stderr
     assert "10 backwards and no step of a torch optimizer seen" in watched.stderr
     assert "observed only" in watched.stderr

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwatch.taps.graph_leaves import leaves
-from tests.launch_cases import GRADWATCH
+from tests.launch_cases import GRADWATCH, bare_and_watched
 
 BOTH_SIDES = """
 import torch
@@ -38,14 +38,7 @@ print("weights", made.weight.tolist(), judge.weight.tolist(), late.weight.tolist
 
 def test_what_is_trained_by_hand_beside_an_optimizer_is_observed(tmp_path: Path) -> None:
     """One side of a GAN and a later model are observed; backwards that reach no model are told."""
-    (tmp_path / "train.py").write_text(BOTH_SIDES)
-    bare, watched = (
-        subprocess.run(
-            [*how, sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        for how in ((), (*GRADWATCH, "run", "--"))
-    )
-    assert watched.stdout == bare.stdout
+    _, watched = bare_and_watched(BOTH_SIDES, tmp_path)
     assert "20 of 20 steps watched, 50 windows without an optimizer" in watched.stderr
     assert "50 windows of gradients belong to no torch optimizer" in watched.stderr
     assert "7 of 77 backwards reached no parameter that is watched" in watched.stderr

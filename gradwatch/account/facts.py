@@ -29,6 +29,15 @@ class Taken:
         rest = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
         return Taken(**{**rest, "steps": max(0, rest["steps"] - elsewhere)})
 
+    def until(self, after: Taken) -> Taken:
+        """What was done between two readings of the totals of one process; never less than nothing."""
+        return Taken(
+            **{
+                each.name: max(0, getattr(after, each.name) - getattr(self, each.name))
+                for each in fields(self)
+            }
+        )
+
     def __add__(self, other: Taken) -> Taken:
         """What two processes did."""
         return Taken(
@@ -103,6 +112,9 @@ class Account:
     `processes` is how many of all trained and gave an account; of those that gave none `lost` are gone, `running` run
     on, and `unknown` were on another machine. These are in `fired` and `actions` as far as they were recorded, and
     `recorded` counts the steps that their journals hold, at least, which are not in `watched`.
+
+    `before` and `after` are the totals of the process when the watch was attached and when it ended: several watches of
+    one process overlap, so that their `taken` do not add up (`taken_by_one`).
     """
 
     taken: Taken = NOTHING_TAKEN
@@ -122,6 +134,8 @@ class Account:
     running: int = 0
     unknown: int = 0
     recorded: int = 0
+    before: Taken = NOTHING_TAKEN
+    after: Taken = NOTHING_TAKEN
 
     @property
     def told(self) -> bool:
@@ -150,7 +164,8 @@ class Account:
         """
         try:
             known = _of(cls, document)
-            known["taken"] = Taken(**_numbers(Taken, document.get("taken", {})))
+            for name in ("taken", "before", "after"):
+                known[name] = Taken(**_numbers(Taken, document.get(name, {})))
             known["watched"] = Watched(**_numbers(Watched, document.get("watched", {})))
             for name in ("fired", "actions"):
                 known[name] = {str(key): int(count) for key, count in document.get(name, {}).items()}
@@ -192,6 +207,19 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         rank=min(one.rank for one in found),
         told_by=min(one.told_by for one in found),
     )
+
+
+def taken_by_one(accounts: Iterable[Account]) -> Taken:
+    """What one process did, by the accounts of its watches, which may overlap.
+
+    Added up where an earlier version wrote them, without the totals of the process.
+    """
+    found = list(accounts)
+    if len(found) < 2 or any(one.after == NOTHING_TAKEN for one in found):
+        return total(one.taken for one in found)
+    first = {each.name: min(getattr(one.before, each.name) for one in found) for each in fields(Taken)}
+    last = {each.name: max(getattr(one.after, each.name) for one in found) for each in fields(Taken)}
+    return Taken(**first).until(Taken(**last))
 
 
 def total(taken: Iterable[Taken]) -> Taken:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from gradwatch.account.facts import Account, merged, summed, total
+from gradwatch.account.facts import Account, merged, summed, taken_by_one, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,8 @@ def together(
             by_process.setdefault(part.pid, []).append(part)
     # Those of the process that prints the account come last: their words are taken where there can be only one.
     ordered = sorted(by_process.values(), key=lambda each: not each[0].told_by)
-    accounts = [
-        merged((one.account for one in each), total(one.account.taken for one in each)) for each in ordered
-    ]
+    watches = [[one.account for one in each] for each in ordered]
+    accounts = [merged(each, taken_by_one(each)) for each in watches]
     if own is not None:
         accounts.append(own)
     counted = [account for account in accounts if account.told]

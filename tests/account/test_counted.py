@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import gradwatch
-from gradwatch.account import gaps
+from gradwatch.account import NOTHING_TAKEN, Account, gaps
+from gradwatch.account.together import Part, together
 from tests.kept import Kept
 
 
@@ -142,31 +146,59 @@ def test_a_pause_is_the_reason_why_steps_were_not_watched(monkeypatch: pytest.Mo
     assert missed == "6 of 6 optimizer steps not watched: watching was paused 1 × after internal errors"
 
 
-@pytest.mark.parametrize("how", ["in turn", "one steps", "together"])
-def test_gradients_that_an_optimizer_with_the_same_parameters_has_used_are_not_discarded(how: str) -> None:
-    """Two optimizers of one model, whichever of them steps: every gradient was used, and nothing is said."""
+def trained_by_two(step_by: Callable[[int, SGD, SGD], object]) -> Account:
+    """Eight backwards of one model with two optimizers; `step_by(number, one, other)` takes the steps."""
     model = nn.Linear(3, 1)
     one, other = SGD(model.parameters(), 0.1), SGD(model.parameters(), 0.1)
     with gradwatch.watch(model, [one, other], sinks=[Kept()], strict=True) as gw:
-        for step in range(8):
+        for number in range(8):
             model.zero_grad()
             model(torch.ones(2, 3)).square().mean().backward()
-            if how != "in turn" or step % 2:
-                one.step()
-            if how == "together" or (how == "in turn" and not step % 2):
-                other.step()
-    assert gw.account().watched.cleared == 0
-    assert not gaps(gw.account())
+            step_by(number, one, other)
+    return gw.account()
+
+
+@pytest.mark.parametrize(
+    "step_by",
+    [
+        pytest.param(lambda number, one, other: (one if number % 2 else other).step(), id="in turn"),
+        pytest.param(lambda number, one, other: one.step(), id="one steps"),
+        pytest.param(lambda number, one, other: (one.step(), other.step()), id="together"),
+    ],
+)
+def test_gradients_that_an_optimizer_with_the_same_parameters_has_used_are_not_discarded(
+    step_by: Callable[[int, SGD, SGD], object],
+) -> None:
+    """Two optimizers of one model, whichever of them steps: every gradient was used, and nothing is said."""
+    account = trained_by_two(step_by)
+    assert account.watched.cleared == 0
+    assert not gaps(account)
 
 
 def test_gradients_cleared_before_any_step_are_counted_once() -> None:
     """Every second backward is thrown away, under two optimizers that share the parameters."""
-    model = nn.Linear(3, 1)
-    one, other = SGD(model.parameters(), 0.1), SGD(model.parameters(), 0.1)
-    with gradwatch.watch(model, [one, other], sinks=[Kept()], strict=True) as gw:
-        for step in range(8):
-            model.zero_grad()
-            model(torch.ones(2, 3)).square().mean().backward()
-            if step % 2:
-                one.step()
-    assert gw.account().watched.cleared == 4
+    account = trained_by_two(lambda number, one, other: one.step() if number % 2 else None)
+    assert account.watched.cleared == 4
+
+
+def test_two_watches_of_one_process_do_not_count_it_twice() -> None:
+    """What one process did stands once in the sum over its journals, though each of its watches counted all of it."""
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+    with contextlib.ExitStack() as stack:
+        watches = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            watches.append(stack.enter_context(gradwatch.watch(model, optimizer, sinks=[])))
+            for _ in range(5):
+                for one, its in zip(models, optimizers, strict=True):
+                    its.zero_grad()
+                    one(torch.ones(2, 3)).sum().backward()
+                    its.step()
+        accounts = [Account.from_dict(json.loads(json.dumps(watch.account().to_dict()))) for watch in watches]
+    parts = [Part(7, "here", float(at), account, True) for at, account in enumerate(accounts)]
+    summed = together(parts, lambda _: None)
+    assert (summed.taken.steps, summed.taken.backwards, summed.taken.stepped) == (20, 20, 2)
+    assert summed.watched.optimizers == 2
+    assert (summed.watched.steps, summed.watched.backwards) == (15, 15)
+    old = [replace(part, account=replace(part.account, after=NOTHING_TAKEN)) for part in parts]
+    assert together(old, lambda _: None).taken.backwards == 30  # an earlier version's: all that can be had
