@@ -72,7 +72,7 @@ def _without_steps(account: Account) -> Iterator[str]:
     elif seen.unowned:
         yield f"{_many(seen.unowned, 'window')} of gradients belong to no torch optimizer: observed, never acted on"
     lost = taken.backwards - seen.backwards
-    # One that belongs to a step that was not watched is told with it; where none was heard, marks do not speak here.
+    # Backwards of steps that were not watched are in another gap; without any watched one there is nothing to compare.
     if seen.backwards and lost > max(0, taken.steps - seen.steps):
         yield f"{lost:,} of {_many(taken.backwards, 'backward')} reached no parameter that is watched"
     if not no_step and seen.cleared:

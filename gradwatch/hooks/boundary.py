@@ -225,7 +225,7 @@ class Boundary:
         elif known is not None and known.index in self._acting.held and self._acting.emptied(known.index):
             # The step that was skipped raised all the same.
             self._acting.give_back(known.index, finished=False)
-        if self._capture.heard:
+        if self._capture.ready:
             self._capture.drain()
         if known is None:
             known = self._capture.lane_of(optimizer)  # the drain may have made it
@@ -308,7 +308,7 @@ class Boundary:
         window.skipped = skipped
         distrusted = lane.thinned and not window.trusted
         if (distrusted or lane.silent) and not lane.backwards:
-            self._capture.unheard += 1
+            self._capture.unmarked_backwards += 1
         if distrusted:
             self._capture.restore(lane)
         if self._capture.look_after(lane, window):

@@ -66,7 +66,7 @@ class ByHand:
         self.settle()
 
     def settle(self) -> None:
-        """Judge the steps whose weights have moved, before somebody asks what was seen."""
+        """Judge the steps whose weights have moved, before their Records are read."""
         if not self._ending:
             self._guarded(self._settle)
 
@@ -198,7 +198,7 @@ class ByHand:
 
 
 class _Loop:
-    """One lane, and what tells whether its weights have moved; `lanes` are those that are told of each backward."""
+    """One lane, and the values by which its weights are seen to move; `lanes` are those that get each backward."""
 
     def __init__(self, lanes: list[Lane], lane: Lane) -> None:
         self._lanes = lanes
@@ -222,7 +222,7 @@ class _Loop:
     def arrived(self, touched: list[int], root: Root | None) -> bool:
         """A backward has ended that reached these slots; False where it left no gradient there, used up inside it."""
         lane, self.thread = self.lane, threading.get_ident()
-        # A lane that is claimed was told of it, and is read, with all others; not one claimed by another thread since.
+        # A lane that is claimed got it, and is read, with all others; not one claimed by another thread since.
         if not (self.claimed and lane.backwards):
             lane.begins()
             lane.hear(touched, root)

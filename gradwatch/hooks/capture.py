@@ -69,8 +69,8 @@ class Capture:
         self._ends = graph_task.Ends(self._backward_end, self._abandon)
         # A strong reference would tie parameter -> mark -> Capture -> parameter.
         self._itself = weakref.ref(self)
-        self.heard = self._ends.heard  # slots of the marks heard in backwards that have not ended
-        self._marks = Marks(self.heard, functools.partial(_arm, self._itself))
+        self.ready = self._ends.ready  # by graph task of the backwards that have not ended
+        self._marks = Marks(self.ready, functools.partial(_arm, self._itself))
         self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
@@ -84,7 +84,7 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
-        self.unheard = 0  # backwards that few marks said nothing of, and gradients at the step do
+        self.unmarked_backwards = 0  # that the few marks left did not announce, known by their gradients
         self.replaced = False  # a lane was replaced: some of its parameters may be nobody's now
         self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
@@ -234,7 +234,7 @@ class Capture:
     @property
     def backwards(self) -> int:
         """How many backwards have reached a watched parameter, parts of one (reentrant checkpointing) included."""
-        return self._ends.begun + self.unheard
+        return self._ends.begun + self.unmarked_backwards
 
     @property
     def marked(self) -> int:
@@ -427,9 +427,9 @@ class Capture:
         self._slot_of.pop(id(self.params[slot]), None)
         self.coverage.forget(slot)
         self._silent.discard(slot)
-        for heard in self.heard.values():  # of a backward that raised
-            if slot in heard:
-                heard[:] = [each for each in heard if each != slot]
+        for slots in self.ready.values():  # of a backward that raised
+            if slot in slots:
+                slots[:] = [each for each in slots if each != slot]
         self.params[slot] = _GONE
         self._free.append(slot)
 
@@ -450,7 +450,7 @@ class Capture:
     # -- backwards ---------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Have the end of the running backward heard, whether or not a mark speaks in it."""
+        """Arm the end of the running backward, also where no mark is called in it."""
         for lane in self.lanes:
             if not lane.without_optimizer and lane.begins():
                 self.cleared(lane)
@@ -497,7 +497,7 @@ class Capture:
 
     def hear(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
-        if graph_task.current() not in self.heard:
+        if graph_task.current() not in self.ready:
             _arm(self._itself)
         self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 

@@ -1,4 +1,4 @@
-"""Gradients that were cleared, and that no step of an optimizer has used: what is worth being told of them."""
+"""Gradients that were cleared, and whether a step of an optimizer had used them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gradwatch.hooks.lane import Lane
 
 
 class Discarded:
-    """Tells cleared gradients that were used after all: inside a step, or by an optimizer with the same parameters.
+    """Tells apart cleared gradients that were used: inside a step, or by an optimizer with the same parameters.
 
     Of optimizers that share parameters (one wraps another, two take turns) only the one that steps most is asked.
     """

@@ -51,9 +51,9 @@ def reaches(leaf: torch.Tensor) -> bool:
 class Ends:
     """Calls `ended` at the end of every backward it was armed in, after DDP and FSDP have finished theirs.
 
-    `heard` has a list for each of them, by graph task, for what was noted in it; `ended` gets that list. One within
-    another (reentrant checkpointing) is a part of that one, and shares its list. A callback
-    queued by a callback runs when everybody else's has. A backward that raises never runs its callbacks: the next one
+    `ready` has a list for each of them, by graph task: slots whose gradients are ready. `ended` gets that list. One
+    within another (reentrant checkpointing) is a part of that one, and shares its list. A callback queued by a
+    callback runs after those of all other libraries. A backward that raises never runs its callbacks: the next one
     of the same thread to be armed finds that out and calls `abandoned` first. Both may raise nothing. Backwards of
     different threads that run at the same time are told apart; on a device, where autograd's own threads run them, not.
     """
@@ -61,7 +61,7 @@ class Ends:
     def __init__(self, ended: Callable[[list[int]], None], abandoned: Callable[[], None]) -> None:
         self.task = [IDLE]  # the last one armed; a list, so that a hook can look without an attribute walk
         self.begun = 0  # backwards that it was armed in
-        self.heard: dict[int, list[int]] = {}
+        self.ready: dict[int, list[int]] = {}
         self._threads: dict[int, int] = {}  # of those armed and not ended
         self._ended = ended
         self._abandoned = abandoned
@@ -69,12 +69,12 @@ class Ends:
         self._itself = weakref.ref(self)
 
     def arm(self, thread: int = 0) -> None:
-        """Have the end of the running backward heard, which this thread began (0 = not known which).
+        """Queue the call of `ended` in the running backward, which this thread began (0 = not known which).
 
-        Outside one (compiled autograd) only `heard` gets a list.
+        Outside one (compiled autograd) `ready` gets a list and nothing is queued.
         """
         self.task[0] = task = current()
-        if task in self.heard:
+        if task in self.ready:
             return
         others = [one for one, began in self._threads.items() if began == thread]
         within = nested() if others else False
@@ -83,31 +83,31 @@ class Ends:
                 self._forget(one)
             self._abandoned()
         self.begun += 1
-        # What is noted in a part of a backward is told at the end of the whole.
-        self.heard[task] = self.heard[others[-1]] if within else []
+        # A part of a backward adds to the list of the whole, which is passed on when that ends.
+        self.ready[task] = self.ready[others[-1]] if within else []
         if task != NONE:
             self._threads[task] = thread
             _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
 
     def left_over(self, thread: int) -> list[int]:
-        """What was noted in backwards of this thread whose end was not heard, and will not be; to be asked outside one.
+        """The slots of backwards of this thread for which `ended` will not be called; to be asked outside one.
 
         They have raised, or ran in compiled autograd, which has no callbacks.
         """
-        if not self.heard or current() != NONE:
+        if not self.ready or current() != NONE:
             return []
-        over = [one for one in list(self.heard) if self._threads.get(one, thread) in (thread, 0)]
-        lists = {id(heard): heard for heard in map(self._forget, over)}  # parts of a backward share one
-        return [slot for heard in lists.values() for slot in heard]
+        over = [one for one in list(self.ready) if self._threads.get(one, thread) in (thread, 0)]
+        lists = {id(ready): ready for ready in map(self._forget, over)}  # parts of a backward share one
+        return [slot for ready in lists.values() for slot in ready]
 
     def close(self) -> None:
         """Forget every backward."""
-        self.heard.clear()
+        self.ready.clear()
         self._threads.clear()
 
     def _forget(self, task: int) -> list[int]:
         self._threads.pop(task, None)
-        return self.heard.pop(task, [])
+        return self.ready.pop(task, [])
 
 
 @untraced
@@ -115,10 +115,10 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
     try:
         ends = owner()
         if ends is not None:
-            heard = ends._forget(task)
+            ready = ends._forget(task)
             if ends.task[0] == task:
                 ends.task[0] = IDLE
-            if not any(one is heard for one in ends.heard.values()):
-                modes.unseen(ends._ended, heard)
+            if not any(one is ready for one in ends.ready.values()):
+                modes.unseen(ends._ended, ready)
     except Exception as error:
         guard.fault("capture", error)

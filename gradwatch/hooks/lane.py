@@ -124,7 +124,7 @@ class Lane:
     def overdue(self) -> bool:
         """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
         if self.unread or self._norms is None:
-            by_hand = self._habit.expected == 0 and bool(self.params)  # set by hand: no backward tells
+            by_hand = self._habit.expected == 0 and bool(self.params)  # set by hand, without a backward
             return self.backwards > 0 or by_hand
         return not (self.announced or self.distributed) and replaced(self._kept or self._held, self.params)
 

@@ -1,4 +1,4 @@
-"""The marks: one post-accumulate hook on a parameter, which notes its slot and has the end of the backward heard.
+"""The marks: one post-accumulate hook on a parameter, which notes its slot and arms the end of the backward.
 
 A mark keeps no gradient alive (that would defeat autograd's buffer stealing), and reaches neither a parameter
 nor what holds one: torch never collects a cycle through a hook.
@@ -19,13 +19,13 @@ from gradwatch.taps.dynamo import untraced
 
 
 class Marks:
-    """At most one mark a slot. `heard` takes the slots heard, by graph task.
+    """At most one mark a slot. `ready` takes the slots whose gradients are ready, by graph task.
 
     `arm` is called by the first mark of every graph task, and makes room there; it must not raise.
     """
 
-    def __init__(self, heard: dict[int, list[int]], arm: Callable[[], None]) -> None:
-        self._heard = heard
+    def __init__(self, ready: dict[int, list[int]], arm: Callable[[], None]) -> None:
+        self._ready = ready
         self._arm = arm
         self.spared: set[int] = set()  # ids of parameters that must not be marked
         self._handles: dict[int, RemovableHandle] = {}
@@ -69,7 +69,7 @@ class Marks:
         stands_for, last = self._marked_as.get(slot, (contents(param), 0))
         if stands_for != contents(param):
             revive(param, "_post_accumulate_grad_hooks", last)
-        heard, arm = self._heard, self._arm
+        ready, arm = self._ready, self._arm
         current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
         @untraced
@@ -78,12 +78,12 @@ class Marks:
                 # Compiled autograd: what follows the first of these would break its graph.
                 task = NONE if tracing() else current()
                 # By the graph task: other threads may run another, and after one that raised no callback comes.
-                if task not in heard:
+                if task not in ready:
                     if tracing():
-                        heard[task] = []
+                        ready[task] = []
                     else:
                         arm()
-                heard[task].append(slot)
+                ready[task].append(slot)
             except Exception as error:
                 guard.fault("capture", error)
 

@@ -52,13 +52,13 @@ class Unannounced:
         self._lost, self._built = _Patience(), _Patience()
         self._asked: tuple[_Patience, ...] = ()  # whose occasion the present look is
 
-    def due(self, heard: bool) -> bool:
+    def due(self, reached: bool) -> bool:
         """Whether the graph of the backward that is about to run should be looked at; called once for each.
 
-        `heard`: the one before it reached something that is watched.
+        `reached`: the one before it reached something that is watched.
         """
         self._backwards += 1
-        lost, built = self._lost.due(not heard), self._built.due(self._clock != self._registered.clock)
+        lost, built = self._lost.due(not reached), self._built.due(self._clock != self._registered.clock)
         if self._backwards < self._next and not (lost or built):
             return False
         self._clock = self._registered.clock
