@@ -59,9 +59,9 @@ class Causes:
         """Hold the steps of further models too."""
         self._localiser.add(models)
 
-    def inherit(self, early: Early) -> None:
-        """Take over what was held of the models before they were watched."""
-        self._localiser.inherit(early)
+    def inherit(self, early: Early, joining: Iterable[nn.Module]) -> None:
+        """Take over what was held of the models, and of those `joining` next, before they were watched."""
+        self._localiser.inherit(early, joining)
 
     def tell(self, indices: Any) -> None:
         """Which samples of the dataset the forward calls are of that follow, until a step is taken."""

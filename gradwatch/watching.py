@@ -349,10 +349,10 @@ class Watch(Loop):
         """What is known of this optimizer, None where it is not watched yet; for launchers."""
         return None if self._closed else self._capture.lane_of(optimizer)
 
-    def inherit(self, early: Early) -> None:
-        """Localise this step too, by calls held before its models were watched; for launchers, which attach late."""
+    def inherit(self, early: Early, joining: Iterable[nn.Module] = ()) -> None:
+        """Localise this step too, by calls held before its models were watched, or `join`; for launchers."""
         if self._causes is not None and not self._closed:
-            self._causes.inherit(early)
+            self._causes.inherit(early, joining)
 
     def _keep_containers(self, models: Iterable[nn.Module]) -> None:
         # One may have been made for the call, and would be gone after it, and the Watch with it.

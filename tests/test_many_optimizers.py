@@ -14,7 +14,7 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.test_launch_anchors import NET, ended
 from tests.test_launch_training import run
 
-EACH = 1_600  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step
+EACH = 1_500  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step
 SAME = 850  # the same where only the optimizer is new, 819 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (

@@ -67,7 +67,7 @@ class ByHand:
 
     def settle(self) -> None:
         """Judge the steps whose weights have moved, before their Records are read."""
-        if not self._ending:
+        if self._loops and not self._ending:
             self._guarded(self._settle)
 
     def _settle(self) -> None:

@@ -102,7 +102,7 @@ class Sentinels:
         small = telling[self._numels[telling] <= SMALL]
         if not len(small):
             small = telling[np.argsort(self._numels[telling], kind="stable")[:1]]
-        parts = [part for part in np.array_split(small, MOST) if len(part)]
+        parts = small[:, None] if len(small) <= MOST else np.array_split(small, MOST)
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]
         return self._chosen

@@ -226,6 +226,9 @@ class Agent:
         self._numbered += len(ready)
         optimizers = [optimizer for optimizer, _ in ready]
         if own is not None:  # one run, one port and one journal per process, however many models it trains
+            self._forwards.handed_over(
+                own, roots
+            )  # first: what is held of these models need not be held anew
             own.join(roots, optimizers, loose)
         else:
             with filters_kept():
@@ -235,7 +238,7 @@ class Agent:
             # Of several processes that call themselves the same rank, the job's own keeps the state.
             self._baselines = Baselines(own, keeps=own.run.world_size > 1 or not _is_worker())
             _greet(own, optimizers)
-        self._forwards.handed_over(own)
+            self._forwards.handed_over(own)
         return own
 
 

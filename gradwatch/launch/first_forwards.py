@@ -8,7 +8,7 @@ opened, started or printed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
     from gradwatch.localise.early import Early
-    from gradwatch.localise.holdings import Kinds
+    from gradwatch.localise.kinds import Kinds
     from gradwatch.watching import Watch
 
 MOST_MODELS = 16
@@ -64,14 +64,14 @@ class FirstForwards:
             if not self._early.holds(model):
                 self._early.add(model)
 
-    def handed_over(self, watch: Watch) -> None:
-        """Give a Watch what was held of its models, and let go of the rest."""
+    def handed_over(self, watch: Watch, joining: Iterable[nn.Module] = ()) -> None:
+        """Give a Watch what was held of its models and of those `joining` it next; let go of the rest."""
         early, self._early = self._early, None
         self._stop()
         faults, self._faults = self._faults, []
         if early is not None:
             try:
-                watch.inherit(early)
+                watch.inherit(early, joining)
             except Exception as error:
                 faults.append(("localise", error))
             early.close()

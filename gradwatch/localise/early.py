@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradwatch.hooks import graph_task
 from gradwatch.localise.gathered import is_spread
 from gradwatch.localise.held import MAX_BYTES, Call, Holding, inner
-from gradwatch.localise.holdings import Family, Holdings
+from gradwatch.localise.holdings import Family, Holdings, Inherited
 from gradwatch.taps import module_calls, tree
 
 
@@ -24,9 +24,13 @@ class EarlyHolding(Holding):
     """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
     tasks: set[int] | None = None
+    _watched = False  # by a Watch, which knows when gradients are thrown away
     _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
 
     def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        if self._watched:
+            super()._hear(call, position, grad)
+            return
         model, task = self.model(), graph_task.current()
         if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
             self._reached(model, task)
@@ -40,6 +44,11 @@ class EarlyHolding(Holding):
             self.tasks, self._filled = None, False  # thrown away
         self.tasks = {task, *(self.tasks or ())}
         self._filled = self._filled or any(map(graph_task.reaches, trained))
+
+    def belongs_to(self, *owner: Any) -> None:
+        """From now on a Watch is its owner."""
+        self._watched = True
+        super().belongs_to(*owner)
 
     def keep(self, tasks: set[int]) -> None:
         """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
@@ -98,20 +107,30 @@ class Early(Holdings):
         """Let go of the models that this optimizer trains: somebody else holds them."""
         self._close([one for one in self._families if one.holdings[0].moves(optimizer)])
 
-    def handed_over(self, models: Iterable[nn.Module]) -> list[Holding]:
-        """What has heard calls of `models`, or of criteria beside them; the rest is let go, and every hook removed."""
-        watched = {id(module) for model in models for module in tree.modules(inner(model))}
+    def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
+        """What is held of `models`, which goes on, and what has heard calls of their parts, wrappers and criteria.
+
+        The rest is let go, and its hooks removed.
+        """
+        roots = list(models)
+        watched = {id(module) for model in roots for module in tree.modules(inner(model))}
         held = [one for one in self if isinstance(one, EarlyHolding) and self._is_of(one, watched)]
         known = [one.tasks for one in held if one.tasks is not None]
         for holding in held:
             if known:
                 holding.keep(set().union(*known) if holding.tasks is None else holding.tasks)
+        going_on = [one for one in self._families if any(one.model is root for root in roots)]
+        criteria = [one for one in self._criteria if one in held and one.heard]
+        staying = {*criteria, *(holding for family in going_on for holding in family.holdings)}
+        leaving = [holding for holding in held if holding not in staying]
+        for holding in leaving:
             holding.unhook()
+        self._families = [one for one in self._families if one not in going_on]
         for family in self._families:
             family.holdings = [one for one in family.holdings if one not in held]
         self._criteria = [one for one in self._criteria if one not in held]
         self.close()
-        return [holding for holding in held if holding.heard]
+        return Inherited(going_on, criteria, [holding for holding in leaving if holding.heard])
 
     def _is_of(self, holding: Holding, watched: set[int]) -> bool:
         model = holding.model()

@@ -32,8 +32,9 @@ from gradwatch.localise.buffers import Buffers
 from gradwatch.localise.compiled import anything_compiled
 from gradwatch.localise.frames import Callers
 from gradwatch.localise.gathered import is_spread, ungatherable
+from gradwatch.localise.kinds import Kind
 from gradwatch.localise.losses import Losses
-from gradwatch.localise.randomness import Draws, Generators, Held
+from gradwatch.localise.randomness import Generators, Held
 from gradwatch.localise.values import tensors
 from gradwatch.taps import modes, module_calls, tree
 from gradwatch.taps.dynamo import untraced
@@ -112,7 +113,7 @@ class Holding:
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
     `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
-    `steps[0]` is how many optimizers have taken, and set by whoever owns it; `draws` is what is known of its kind.
+    `steps[0]` is how many optimizers have taken, and set by whoever owns it; `kind` is what is known of models like it.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Holding:
         met: Callable[[FrameType | None], None] | None = None,
         light: bool = False,
         steps: list[int] | None = None,
-        draws: Draws | None = None,
+        kind: Kind | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
@@ -137,7 +138,8 @@ class Holding:
         self._met = met
         self._light = light
         self._steps = [0] if steps is None else steps
-        self._generators = Held(self.model, draws)
+        self._kind = kind or Kind()
+        self._generators = Held(self.model, self._kind.draws)
         self._buffers = Buffers(inner(model))
         self._losses = Losses()
         self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -171,10 +173,16 @@ class Holding:
         self._open = None
 
     def belongs_to(
-        self, failed: Callable[[str, BaseException], None], max_bytes: int, steps: list[int]
+        self,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int,
+        steps: list[int],
+        met: Callable[[FrameType | None], None],
     ) -> None:
-        """From now on this is who counts its faults, caps what is held and counts the steps."""
+        """From now on this is who counts its faults, caps what is held, counts the steps and is told of callers."""
         self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
+        if self._met is not None:
+            self._met = met
         for call in self.calls:
             call.step = steps[0]
         self._make_room()
@@ -276,8 +284,12 @@ class Holding:
     def _called(self) -> tuple[CodeType, int] | None:
         """The line that calls the model."""
         caller, frame = self._callers.now(anew=self._generators.looking)
-        if self._met is not None and self._seen < LOOKED_AT and (frame is not None or caller is None):
+        if self._met is None or self._seen >= LOOKED_AT or (frame is None and caller is not None):
+            return caller
+        if self._seen == 0 or caller not in self._kind.callers:
             self._met(frame)
+        if caller is not None and self._seen == LOOKED_AT - 1:
+            self._kind.looked_beside(caller)
         return caller
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:

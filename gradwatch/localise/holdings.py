@@ -9,39 +9,25 @@ before a watch began (`gradwatch.localise.early`) counts until the step it led t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.compiled import anything_compiled, compiles
 from gradwatch.localise.held import Call, Holding, Outermost
+from gradwatch.localise.kinds import Kind, Kinds, kind_of
 from gradwatch.localise.nearby import beside
-from gradwatch.localise.randomness import Draws
 from gradwatch.taps import tree
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
 WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
-KINDS = 64  # kinds of models remembered
 
 
-@dataclass(slots=True)
-class Kind:
-    """Models of the same classes of modules: `whole` where one was called itself and not by its parts."""
-
-    whole: bool = False
-    draws: Draws = field(default_factory=Draws)
-
-
-Kinds: TypeAlias = dict[tuple[str, ...], Kind]
-"""What is known of kinds of models, by the names of the classes of their modules."""
-
-
-Hold: TypeAlias = Callable[[nn.Module, Outermost, Draws], Holding]
+Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], Holding]
 
 
 class Family:
@@ -53,18 +39,24 @@ class Family:
         self.sought = True  # which of these the loop calls
         self._level = 0
         self._waited = 0
-        self._kind = _kind_of(model, kinds)
-        self._whole = hold(model, self.outermost, self._kind.draws)
+        self._kind = kind_of(model, kinds)
+        self._whole = hold(model, self.outermost, self._kind)
         if not (self._whole.refused or self._kind.whole or anything_compiled()):
-            parts = [hold(part, self.outermost, Draws()) for part in _within(model)]
+            parts = [hold(part, self.outermost, Kind()) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
         self.holdings = [self._whole, *self._whole.parts]
 
     @property
-    def gone(self) -> bool:
-        """Whether its model is."""
-        return self._whole.model() is None
+    def model(self) -> nn.Module | None:
+        """The watched model; None once it has been freed."""
+        return self._whole.model()
+
+    def belongs_to(self, hold: Hold, adopt: Callable[[Holding], None]) -> None:
+        """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
+        self._hold = hold
+        for holding in dict.fromkeys((*self.holdings, self._whole, *self._whole.parts)):
+            adopt(holding)
 
     def step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
@@ -94,16 +86,8 @@ class Family:
             return
         for holding in self.holdings:
             holding.close()
-        self.holdings = [self._hold(part, self.outermost, Draws()) for part in parts]
+        self.holdings = [self._hold(part, self.outermost, Kind()) for part in parts]
         self._waited = 0
-
-
-def _kind_of(model: nn.Module, kinds: Kinds) -> Kind:
-    """What is known of models like this one; a kind that was not met before is remembered."""
-    names = tuple([type(module).__qualname__ for module in tree.modules(model)])
-    if names not in kinds and len(kinds) >= KINDS:
-        kinds.clear()
-    return kinds.setdefault(names, Kind())
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -129,6 +113,14 @@ def _within(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+class Inherited(NamedTuple):
+    """What was held before a watch began: whole models that go on, the criteria beside them, and calls of others."""
+
+    families: list[Family]
+    criteria: Sequence[Holding]
+    former: Sequence[Holding]
+
+
 class Holdings:
     """The calls since the last step, of all models and criteria. Never raises into a forward.
 
@@ -145,19 +137,38 @@ class Holdings:
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
 
     def add(self, model: nn.Module) -> None:
-        """Hold the calls of one more model."""
-        for family in [one for one in self._families if one.gone]:
+        """Hold the calls of one more model, unless they are held."""
+        self._let_go(None)
+        if all(family.model is not model for family in self._families):
+            self._families.append(Family(model, self._model, self.kinds))
+
+    def inherit(self, before: Inherited, steps: int) -> None:
+        """Go on with what was held before this began; `steps` have been taken so far."""
+        self._steps[0] = steps
+        for family in before.families:
+            self._let_go(family.model)
+            family.belongs_to(self._model, self._adopt)
+            self._families.append(family)
+        for holding in (*before.criteria, *before.former):
+            self._adopt(holding)
+        held = {id(holding.model()) for holding in self._criteria}
+        for criterion in before.criteria:
+            if id(criterion.model()) in held:
+                criterion.unhook()
+                self._former.append(criterion)
+            else:
+                self._criteria.append(criterion)
+        self._former += before.former
+
+    def _adopt(self, holding: Holding) -> None:
+        holding.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
+
+    def _let_go(self, model: nn.Module | None) -> None:
+        """Close the family of this model; of those that have been freed for None."""
+        for family in [one for one in self._families if one.model is model]:
             for holding in family.holdings:
                 holding.close()
             self._families.remove(family)
-        self._families.append(Family(model, self._model, self.kinds))
-
-    def inherit(self, former: Sequence[Holding], steps: int) -> None:
-        """Count what was held of these models before this began; `steps` have been taken so far."""
-        self._steps[0] = steps
-        for holding in former:
-            holding.belongs_to(self._failed, self._max_bytes, self._steps)
-        self._former += former
 
     def close(self) -> None:
         """Remove every hook and let go of everything."""
@@ -222,8 +233,8 @@ class Holdings:
     def _of_models(self) -> list[Holding]:
         return [holding for family in self._families for holding in family.holdings] + self._former
 
-    def _model(self, module: nn.Module, outermost: Outermost, draws: Draws) -> Holding:
-        return self._holding(module, outermost=outermost, draws=draws, met=self._met)
+    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> Holding:
+        return self._holding(module, outermost=outermost, kind=kind, met=self._met)
 
     def _holding(self, module: nn.Module, **options: Any) -> Holding:
         return Holding(module, self._failed, self._max_bytes, steps=self._steps, **options)

@@ -99,11 +99,16 @@ class Localiser:
             if self._hold:
                 self._holdings.add(model)
 
-    def inherit(self, early: Early) -> None:
-        """Take over what was held of the models before this began; both know from then on which are called whole."""
-        early.kinds |= self._holdings.kinds
-        self._holdings.kinds = early.kinds
-        self._holdings.inherit(early.handed_over(self.models() if self._hold else ()), self._steps)
+    def inherit(self, early: Early, joining: Iterable[nn.Module] = ()) -> None:
+        """Take over what was held of the models, those included that are about to be added.
+
+        Both know from then on which kinds of models are called whole.
+        """
+        if self._holdings.kinds is not early.kinds:
+            early.kinds |= self._holdings.kinds
+            self._holdings.kinds = early.kinds
+        models = (*self.models(), *joining) if self._hold else ()
+        self._holdings.inherit(early.handed_over(models), self._steps)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -26,12 +27,14 @@ from tests.localise.test_in_the_loop import broken, rules
 from tests.one_rank import one_rank
 
 
+def failed(component: str, error: BaseException) -> None:
+    """A fault fails the test."""
+    raise error
+
+
 @pytest.fixture
 def early() -> Iterator[Early]:
     """What holds from the beginning; its faults fail the test."""
-
-    def failed(component: str, error: BaseException) -> None:
-        raise error
 
     held = Early(failed)
     yield held
@@ -483,3 +486,61 @@ def test_a_fault_of_ours_is_told_and_stays_here() -> None:
         early.close()
     assert out.shape == (5, 3)
     assert [(component, type(error)) for component, error in faults] == [("localise", LookupError)]
+
+
+def held_for(module: nn.Module) -> list[Holding]:
+    """What holds, or may hold, calls of this very module."""
+    live = [each for each in gc.get_objects() if issubclass(type(each), Holding) and each.model() is module]
+    return [each for each in live if not each.deaf]
+
+
+def called(model: nn.Module, criterion: nn.Module, x: Tensor) -> None:
+    """One forward and backward, from a function whose locals gradwatch may look at (pytest's asserts keep them)."""
+    criterion(model(x), torch.zeros(5, 3)).backward()
+
+
+def test_what_was_held_before_goes_on_and_is_not_made_anew(early: Early) -> None:
+    """One holding of a model, and of the criterion beside it, from the first forward on; also of the next model."""
+    first, second, criterion = SqrtAtZero(), SqrtAtZero(), nn.MSELoss()
+    early.add(first)
+    (held,) = held_for(first)
+    called(first, criterion, torch.randn(5, 4))
+    gw, kept = attached_late(early, first, sgd(first))
+    with gw:
+        assert held_for(first) == [held]
+        (of_criterion,) = held_for(criterion)
+        later, optimizer = Early(failed), sgd(second)
+        later.add(second)
+        (held,) = held_for(second)
+        called(second, criterion, torch.randn(5, 4))
+        gw.inherit(later, [second])
+        gw.join([second], [optimizer])
+        assert held_for(second) == [held]
+        optimizer.step()
+        assert held_for(criterion) == [of_criterion]
+        optimizer.zero_grad()
+        called(second, criterion, broken(torch.randn(5, 4)))
+        optimizer.step()
+    (finding,) = kept.records[-1].findings
+    assert (finding.phase, finding.op) == ("backward", "sqrt")
+
+
+def test_a_line_that_calls_one_model_after_another_is_looked_at_once_for_each(early: Early) -> None:
+    """A criterion made for each model is found beside its first call, also where the line and the kind are known."""
+    gw = None
+    for _ in range(3):
+        model, criterion = SqrtAtZero(), nn.MSELoss()
+        optimizer = sgd(model)
+        if gw is None:
+            early.add(model)
+            called(model, criterion, torch.randn(5, 4))
+            gw, _ = attached_late(early, model, optimizer)
+        else:
+            gw.join([model], [optimizer])
+        for _ in range(4):
+            called(model, criterion, torch.randn(5, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(held_for(criterion)) == 1
+    assert gw is not None
+    gw.close()
