@@ -284,12 +284,11 @@ class Holding:
     def _called(self) -> tuple[CodeType, int] | None:
         """The line that calls the model."""
         caller, frame = self._callers.now(anew=self._generators.looking)
-        if self._met is None or self._seen >= LOOKED_AT or (frame is None and caller is not None):
-            return caller
-        if self._seen == 0 or caller not in self._kind.callers:
-            self._met(frame)
-        if caller is not None and self._seen == LOOKED_AT - 1:
-            self._kind.looked_beside(caller)
+        if self._met is not None and self._seen < LOOKED_AT:
+            if frame is None and caller is not None:  # known from an earlier call of this model
+                self._kind.looked_beside(caller)
+            elif self._seen == 0 or caller not in self._kind.callers:
+                self._met(frame)
         return caller
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
