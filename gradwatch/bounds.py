@@ -1,7 +1,7 @@
 """Bounds: what a tensor hook needs to know of its parameter to multiply a gradient by itself. No torch.
 
 Everything that acts inside the backward by a factor made of one parameter's norm comes down to this form: rules that
-clip (`gradwatch.limits`), and the policies norm, block_rms, baseline and normalize.
+clip (`gradwatch.engine.limiting`), and the policies norm, block_rms, baseline and normalize.
 
 Axes: S sites.
 """

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradwatch
 from gradwatch.hooks import losses
 from gradwatch.hooks.lane import Lane
+from gradwatch.hooks.weights import Weights
 from gradwatch.taps import modes
 from tests.recorder import Recorder, norms_of, seen
 
@@ -32,6 +33,8 @@ class Operations(TorchDispatchMode):
         for length in ("dispatching", "functions"):
             self._patch.setattr(modes, length, lambda: 0)
         self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
+        # Once a second, at whichever step that is, the weights are looked at: they are on the host, which may wait.
+        self._patch.setattr(Weights, "glance", lambda weights, steps, urgent: None)
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *exc_info: object) -> None:

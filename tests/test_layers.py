@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("snapshot", "finding", "remedies", "explanation", "health", "codes", "exit_status", "bounds"),
     ("incident", "account"),
     ("checkpoint",),
-    ("detectors", "policies", "limits", "applied"),
+    ("detectors", "policies", "applied"),
     ("rules",),
     ("rulefile", "engine", "testing", "failing"),
     ("settings", "journal", "sinks"),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gradwatch.bounds import Bound
 from gradwatch.detectors.level import LevelState
 from gradwatch.engine.clipping import BoundPolicy
-from gradwatch.engine.limiting import limits, own_state
+from gradwatch.engine.limiting import bounds_of_rules, own_state
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.engine.state import EngineState
@@ -114,9 +114,7 @@ def asks_of_modules(ruleset: RuleSet) -> bool:
 
 def bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
     """The bounds on the parameters' gradients for the next backward."""
-    rows = limits(plan, state, "backward").rows
-    free = np.full(len(plan.sites), -np.inf)
-    found = [Bound(free, row.trigger.astype(np.float64), row.target.astype(np.float64)) for row in rows]
+    found = bounds_of_rules(plan, state)
     if plan.clipping.at == "backward":
         for policy, known in zip(plan.clipping.policies, state.clips, strict=True):
             found.append(_spread(_of_policy(policy, known), policy.index, len(plan.sites)))

@@ -15,7 +15,6 @@ from gradwatch.engine.admission import admit, may_miss, refusals, unmatched
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.judge import Step, firing_now
-from gradwatch.engine.limiting import limits
 from gradwatch.engine.needs import Needs, needs_of
 from gradwatch.engine.plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.quiet import Quiet
@@ -23,8 +22,7 @@ from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.engine.unfit import Refusal
 from gradwatch.errors import GradwatchError
-from gradwatch.limits import Limits
-from gradwatch.rules import ClipAt, Rule, RuleSet
+from gradwatch.rules import Rule, RuleSet
 from gradwatch.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict
 
 LR_JUMP = 3.0
@@ -222,13 +220,6 @@ class BoundEngine:
             for one in rules
             if one.rule.mode == "act" and one.rule.id in step.acting
         )
-
-    def limits(self, state: EngineState, at: ClipAt | None = None) -> Limits:
-        """What the next backward's gradients may be, known before it starts: see `gradwatch.engine.limiting`.
-
-        `at` "backward" or "step" keeps only what is to be applied there; None = all.
-        """
-        return limits(self.plan, state, at)
 
     @property
     def asked(self) -> Asked:

@@ -1,4 +1,8 @@
-"""Rules as Limits: which `clip:` actions are known before a backward starts, and where they stand now.
+"""Rules as bounds: which `clip:` actions are known before a backward starts, and where they stand now.
+
+A threshold detector's score is monotone, so `score(x) > above` is the same as `x > limit`, and the limit depends on
+past steps only. A hook that knows it clips a spike in the spike's own backward; the boundary then finds the breach by
+the same number and raises the alert.
 
 Axes: S sites, K series of one rule.
 """
@@ -8,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.bounds import Bound
 from gradwatch.detectors import Detector, State
 from gradwatch.engine.plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.state import EngineState
-from gradwatch.limits import Array32, Limits, Row
-from gradwatch.rules import Action, ClipAt
+from gradwatch.rules import Action
 
 BASELINE_SIGMAS = 2.0
 """`clip: {to: baseline}` brings a spike down to exp(m + 2σ̂): what the parameter reached now and then."""
@@ -21,18 +25,13 @@ GRADIENT_NORMS = frozenset({"norm", "norm_local", "rms"})
 """Columns that tell one parameter's gradient norm, as a hook on it computes it."""
 
 
-def limits(plan: Plan, state: EngineState, at: ClipAt | None = None) -> Limits:
-    """The Limits that follow from what has been learned so far, for the next backward.
-
-    `at` keeps only what is to be applied there: "backward" the clips that say so, "step" the others, the standing
-    factors and the zeroing; None = all.
-    """
-    rows = tuple(
-        row_of(one, own_state(one, state.baselines), action, plan)
+def bounds_of_rules(plan: Plan, state: EngineState) -> list[Bound]:
+    """The bounds, one a rule, that follow from what has been learned so far, for the next backward."""
+    return [
+        bound_of(one, own_state(one, state.baselines), action, plan)
         for one in plan.rules
-        if (action := standing_clip(one)) is not None and at in (None, action.params.get("at", "step"))
-    )
-    return Limits(rows)
+        if (action := standing_clip(one)) is not None and action.params.get("at") == "backward"
+    ]
 
 
 def standing_clip(one: RulePlan) -> Action | None:
@@ -46,15 +45,19 @@ def standing_clip(one: RulePlan) -> Action | None:
     return one.action("clip") if rule.acts and invertible and judges_norm else None
 
 
-def row_of(one: RulePlan, state: State, action: Action, plan: Plan) -> Row:
-    """A rule's limit in terms of the gradient norm, at its own sites; inf elsewhere and while it warms up."""
+def bound_of(one: RulePlan, state: State, action: Action, plan: Plan) -> Bound:
+    """A rule's bound in terms of the gradient norm, at its own sites; inf elsewhere and while it warms up.
+
+    `high` may be above `target`: a spike is taken back to where the norm usually is.
+    """
     trigger = one.detector.limit(state)
     assert trigger is not None  # it is invertible
     to = action.params.get("to", "baseline")
     target = one.detector.usual(state, BASELINE_SIGMAS) if to == "baseline" else np.array([float(to)])
     assert target is not None  # refused when the rules were read
     per_norm = plan.roots if one.series.column == "rms" else None
-    return Row(_at_sites(one, trigger, plan, per_norm), _at_sites(one, target, plan, _unless(to, per_norm)))
+    high = _at_sites(one, trigger, plan, per_norm)
+    return Bound(np.full(len(plan.sites), -np.inf), high, _at_sites(one, target, plan, _unless(to, per_norm)))
 
 
 def own_state(one: RulePlan, baselines: tuple[State, ...]) -> State:
@@ -74,9 +77,9 @@ def _unless(to: object, per_norm: NDArray[np.floating] | None) -> NDArray[np.flo
 
 def _at_sites(
     one: RulePlan, values_K: NDArray[np.float64], plan: Plan, per_norm: NDArray[np.floating] | None
-) -> Array32:
-    """float32[S]: the rule's values at its sites, times `per_norm[S]`; inf elsewhere."""
+) -> NDArray[np.float64]:
+    """The rule's values at its sites, times `per_norm[S]`; inf elsewhere. float64[S], rounded to float32 like norms."""
     out = np.full(len(plan.sites), np.inf, np.float64)
     out[slice(None) if one.series.index is None else one.series.index] = values_K
     with np.errstate(over="ignore"):
-        return (out if per_norm is None else out * per_norm).astype(np.float32)
+        return (out if per_norm is None else out * per_norm).astype(np.float32).astype(np.float64)
