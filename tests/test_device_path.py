@@ -33,8 +33,10 @@ class Operations(TorchDispatchMode):
         for length in ("dispatching", "functions"):
             self._patch.setattr(modes, length, lambda: 0)
         self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
-        # Once a second, at whichever step that is, the weights are looked at: they are on the host, which may wait.
-        self._patch.setattr(Weights, "glance", lambda weights, steps, urgent: None)
+        # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
+        # host, where that is an operation that waits or none, as threads and sizes have it.
+        for look in ("glance", "meet"):
+            self._patch.setattr(Weights, look, lambda *_: None)
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *exc_info: object) -> None:
