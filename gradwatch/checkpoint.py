@@ -33,11 +33,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from gradwatch.runtime.files import write_whole
 from gradwatch.snapshot import CheckpointHealth, Decision, Snapshot, Verdict
 
 FORMAT = 1
@@ -198,11 +198,6 @@ def tag_name(rank: int) -> str:
 
 def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: CheckpointHealth) -> None:
     """Replace this rank's tag in one piece: a reader sees the old one or the new one. Raises `OSError`."""
-    # As strings: pathlib interns each part of a path, and CPython's table of interned strings keeps a place for every
-    # one that is gone until it doubles, to 8 MB: a file written each second would see to that.
-    name = tag_name(rank)
-    path = os.path.join(directory, name)
-    fresh = os.path.join(directory, f"{name.removesuffix('.json')}.{os.getpid()}.new")
     document = {
         "format": FORMAT,
         "rank": rank,
@@ -212,18 +207,8 @@ def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: C
         "weights_step": health.weights_step,
         "reasons": list(health.reasons),
     }
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(fresh, flags, 0o600)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(document, file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(fresh)
-        raise
+    content = json.dumps(document, allow_nan=False)
+    write_whole(os.path.join(directory, tag_name(rank)), content, durable=True)
 
 
 def read_tag(directory: str | os.PathLike[str]) -> CheckpointHealth:

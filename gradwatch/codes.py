@@ -6,9 +6,10 @@ rule files. A code never changes its meaning; `gradwatch rules explain CODE` pri
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from dataclasses import dataclass
+
+from gradwatch.runtime.spelling import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +312,7 @@ def explain(code: str) -> str:
     """
     entry = CODES.get(code.strip().upper())
     if entry is None:
-        near = difflib.get_close_matches(code.upper(), CODES, 1)
-        raise KeyError(f"no such code: {code!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise KeyError(f"no such code: {code!r}{did_you_mean(code, CODES)}")
     paragraphs = (
         f"{entry.code} {entry.title}",
         textwrap.fill(entry.meaning, 88),

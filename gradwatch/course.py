@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -88,10 +87,3 @@ def standing_of(
             [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names
         )
     return StandingClips(elementwise, bounds) if bounds or elementwise is not None else None
-
-
-def json_safe(value: float) -> float | str:
-    """A number as JSON can hold it: NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

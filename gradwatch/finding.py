@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from gradwatch.runtime.numbers import json_ready
+
 Phase = Literal[
     "forward", "backward", "loss", "input", "parameter", "buffer", "exploding", "vanishing", "unknown"
 ]
@@ -222,24 +224,3 @@ def _operand(document: Mapping[str, Any]) -> Operand:
     for bound in ("smallest", "largest"):
         given[bound] = float(given[bound])  # "NaN" and "Infinity" are words float knows
     return Operand(**given)
-
-
-def json_ready(value: Any) -> Any:
-    """Plain data as JSON can hold it: NaN and the infinities as the strings "NaN", "Infinity", "-Infinity".
-
-    Lone surrogates, which no reader of UTF-8 takes, become question marks.
-    """
-    if isinstance(value, dict):
-        return {json_ready(key): json_ready(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_ready(item) for item in value]
-    if isinstance(value, str):
-        return utf8(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def utf8(text: str) -> str:
-    """The text with lone surrogates as question marks."""
-    return text.encode("utf-8", "replace").decode()

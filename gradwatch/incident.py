@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwatch.explanation import sentence
-from gradwatch.finding import Finding, json_ready
+from gradwatch.finding import Finding
 from gradwatch.remedies import remedy_for
+from gradwatch.runtime.numbers import json_ready
 from gradwatch.snapshot import Decision, Event, Order
 
 AROUND = 8

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from gradwatch.account import NOTHING_TAKEN, Account, Ending, Taken, merged
 from gradwatch.account.ending import ended_by, how_it_ends, printed_at_exit
-from gradwatch.course import json_safe
 from gradwatch.errors import AttachError
 from gradwatch.hooks.lane import Lane
 from gradwatch.hooks.lifetimes import Lifetimes
 from gradwatch.localise.early import Early
 from gradwatch.loop import Loop
 from gradwatch.process import here
+from gradwatch.runtime.numbers import json_number
 from gradwatch.settings import Settings, quiet_asked, told_by
 from gradwatch.sinks import Sink
 from gradwatch.snapshot import CheckpointHealth
@@ -261,7 +261,7 @@ class Watch(Loop):
             "url": self.url,
             "active": not self._closed,
             "steps": sum(record.snapshot.step + 1 for record in records),
-            "total_norm": [json_safe(record.snapshot.total_norm) for record in records],
+            "total_norm": [json_number(record.snapshot.total_norm) for record in records],
             "inactive": self.inactive(),
             "firing": sorted({rule for record in records for rule in record.verdict.firing}),
             "coverage": self.coverage,

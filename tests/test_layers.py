@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])  # type: ignore[union-attr,index]
 # Lower never imports higher; what shares a line may import each other's.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "interruption", "process", "imports", "stderr"),
+    ("errors", "interruption", "process", "imports", "stderr", "runtime"),
     ("snapshot", "finding", "remedies", "explanation", "health", "codes", "exit_status", "bounds"),
     ("incident", "account"),
     ("checkpoint",),

@@ -87,7 +87,7 @@ def test_every_code_is_explained_and_raised() -> None:
 def test_explain_says_what_is_near() -> None:
     """An unknown code is a KeyError that names a code like it; case does not matter."""
     assert explain("gw101").startswith("GW101 ")
-    with pytest.raises(KeyError, match="did you mean GW101"):
+    with pytest.raises(KeyError, match="did you mean 'GW101'"):
         explain("GW1010")
 
 

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from gradwatch.finding import Batch, Frame, json_ready
+from gradwatch.finding import Batch, Frame
 from gradwatch.incident import Incident
+from gradwatch.runtime.numbers import json_ready
 
 FORMAT: Literal["gradwatch-incident"] = "gradwatch-incident"
 VERSION: Literal[1] = 1

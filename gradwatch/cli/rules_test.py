@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.terminal import complain, framed, paint, plural
 from gradwatch.errors import AttachError, Problem, RuleFileError
+from gradwatch.runtime.numbers import json_ready
 
 if TYPE_CHECKING:
     from gradwatch.ruletests import Case, Outcome, RuleTests
@@ -102,20 +103,10 @@ def _differences(outcome: Outcome) -> Iterator[dict[str, Any]]:
 
 def documented(report: Mapping[str, Any]) -> dict[str, Any]:
     """A report for a machine; NaN and the infinities as strings, which JSON has no numbers for."""
-    safe: Any = _safe(report["tests"])
+    safe: Any = json_ready(report["tests"])
     problems = [asdict(problem) for problem in report["problems"]]
     ok = not problems and all(one["ok"] for one in report["tests"])
     return {"path": report["path"], "ok": ok, "tests": safe, "problems": problems}
-
-
-def _safe(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _safe(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_safe(each) for each in value]
-    if isinstance(value, float) and value - value != 0:
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 # -- for people ------------------------------------------------------------------------------------------

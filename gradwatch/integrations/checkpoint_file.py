@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.integrations.session import resume
+from gradwatch.runtime.files import write_whole
 from gradwatch.watching import Watch
 
 NAME = "gradwatch.json"
@@ -19,13 +20,10 @@ NAME = "gradwatch.json"
 
 def save(gw: Watch, folder: str | os.PathLike[str]) -> None:
     """Write the state, whole or not at all, once there is any; a fault is counted, not raised."""
-    path = Path(folder) / NAME
-    partial = path.with_name(f"{NAME}.{os.getpid()}.part")
     try:
         state = gw.state_dict()
         if state["lanes"]:
-            partial.write_text(json.dumps(state), encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(Path(folder) / NAME, json.dumps(state), 0o666)
     except Exception as error:
         gw.failed("checkpoint", error)
 

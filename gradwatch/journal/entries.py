@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from gradwatch.finding import Finding
-from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload, number
+from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload
 from gradwatch.journal.steps import StepsEntry, decode_steps
+from gradwatch.runtime.numbers import json_number
 from gradwatch.snapshot import Column, Event, RunInfo, Sites
 
 FORMAT = 1
@@ -39,7 +40,7 @@ class RunEntry:
     def encode(self) -> bytes:
         """The payload of this entry."""
         document = asdict(self)
-        document["run"]["start_time"] = number(self.run.start_time)
+        document["run"]["start_time"] = json_number(self.run.start_time)
         return encode_payload("run", document, {})
 
 
@@ -212,7 +213,7 @@ class EventsEntry:
             "number": self.number,
             "optimizer": self.optimizer,
             "step": self.step,
-            "wall_time": number(self.wall_time),
+            "wall_time": json_number(self.wall_time),
             "events": [_event_document(event) for event in self.events],
             "findings": [finding.to_dict() for finding in self.findings],
         }
@@ -221,7 +222,7 @@ class EventsEntry:
 
 def _event_document(event: Event) -> dict[str, Any]:
     document = {each.name: getattr(event, each.name) for each in fields(Event)}
-    document |= {name: number(document[name]) for name in ("value", "score", "threshold")}
+    document |= {name: json_number(document[name]) for name in ("value", "score", "threshold")}
     return document | {"labels": {str(key): str(value) for key, value in event.labels.items()}}
 
 

@@ -11,7 +11,6 @@ numbers that read back to the same bits. Nothing here can run code: no pickle, n
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,16 +24,6 @@ from gradwatch.journal.frames import MAX_PAYLOAD
 Array = NDArray[Any]
 _LENGTH = struct.Struct("<I")
 _CODES = {code: np.dtype("<" + code) for code in ("f4", "f8", "i4", "i8", "u1")}
-
-
-def number(value: float) -> float | str:
-    """A float as it stands in the JSON; `float()` of the result gives the value back, NaN as a quiet NaN."""
-    value = float(value)
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 @dataclass(frozen=True, slots=True)

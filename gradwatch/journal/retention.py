@@ -16,6 +16,7 @@ from pathlib import Path
 from gradwatch.journal.frames import Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.payload import Payload, decode_payload, encode_payload
 from gradwatch.journal.reader import opened
+from gradwatch.runtime.files import replacing
 
 RESERVE = 64 << 10
 SMALLEST = 512 << 10
@@ -148,21 +149,8 @@ class Retention:
 
     def _rewrite(self, path: Path, level: int) -> tuple[int, int]:
         """Replace a file, atomically, by a copy with less in it; gives its size and its sampled bytes."""
-        part = path.with_name(path.name + ".part")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            target = os.open(part, flags, 0o600)
-            try:
-                with opened(path) as source:
-                    copied = self._copy(source, target, level)
-                os.fdatasync(target)
-            finally:
-                os.close(target)
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        return copied
+        with replacing(path, durable=True, temporary=f"{path}.part") as target, opened(path) as source:
+            return self._copy(source, target.fileno(), level)
 
     def _copy(self, source: FrameScanner, target: int, level: int) -> tuple[int, int]:
         salt = int.from_bytes(os.urandom(4), "little")

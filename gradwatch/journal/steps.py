@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.journal.payload import Array, Payload, encode_payload, number
+from gradwatch.journal.payload import Array, Payload, encode_payload
+from gradwatch.runtime.numbers import json_number
 from gradwatch.snapshot import Decision, Order, Record, Sites
 
 _PROVISIONAL, _SKIP, _STOP = 1, 2, 4
@@ -147,8 +148,8 @@ def _orders(decision: Decision) -> list[list[object]]:
     return [
         [
             *(order.rule, order.action, order.shadow, order.site[:_LONGEST_SITE], order.count),
-            *(None if value is None else number(value) for value in (order.before, order.after)),
-            None if order.coefficient is None else number(order.coefficient),
+            *(None if value is None else json_number(value) for value in (order.before, order.after)),
+            None if order.coefficient is None else json_number(order.coefficient),
         ]
         for order in ordered
     ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim import Optimizer
 
 from gradwatch import stderr
-from gradwatch.sinks.whole_file import write_whole
+from gradwatch.runtime.files import write_whole
 
 if TYPE_CHECKING:
     from gradwatch.hooks.lane import Lane
@@ -92,7 +92,8 @@ class Baselines:
             lanes = {
                 str(lane.index): entry for lane in watch.lanes() if (entry := self._entry(lane)) is not None
             }
-            write_whole(self._path, {"version": 1, "lanes": lanes, "state": watch.state_dict()}, 0o600)
+            state = {"version": 1, "lanes": lanes, "state": watch.state_dict()}
+            write_whole(self._path, json.dumps(state) + "\n")
         except Exception as error:
             if not self._failed:
                 self._failed = True

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.bundle.document import CallDocument, GeneratorStates, LeftOut, ModelDocument
-from gradwatch.finding import utf8
 from gradwatch.hooks.dense import local
 from gradwatch.localise.attributes import Refused
 from gradwatch.localise.fingerprint import fingerprint
@@ -26,6 +25,7 @@ from gradwatch.localise.randomness import CPU, NUMPY, PYTHON, Generators, of_cud
 from gradwatch.localise.replay import refuse
 from gradwatch.localise.trees import encode, missing
 from gradwatch.localise.values import tensors
+from gradwatch.runtime.numbers import utf8
 
 DTYPES = frozenset(
     {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.finding import json_ready
+from gradwatch.runtime.numbers import json_ready
 
 DEPTH = 32
 DICTS = (dict, OrderedDict)

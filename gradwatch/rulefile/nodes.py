@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradwatch.codes import CODES
 from gradwatch.errors import Problem, RuleFileError
+from gradwatch.runtime.spelling import closest
 
 MAX_PROBLEMS = 100
 MAX_SUGGESTIONS = 20
@@ -199,9 +199,7 @@ class Problems:
         options = list(known)
         if SYNONYMS.get(word.lower()) in options:
             return SYNONYMS[word.lower()]
-        lower = {option.lower(): option for option in options}
-        close = difflib.get_close_matches(word.lower(), list(lower), 1, 0.6)
-        return lower[close[0]] if close else ""
+        return closest(word, options)
 
     def meant(self, word: str, known: Iterable[str]) -> str:
         """ "; did you mean 'x'?", or ""."""

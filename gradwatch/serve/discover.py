@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from gradwatch.journal.reader import JournalName
 from gradwatch.process import is_running, started_at
+from gradwatch.runtime.files import read_regular
 from gradwatch.sinks.listen import Address
-from gradwatch.sinks.whole_file import read_regular
 from gradwatch.snapshot import RunInfo
 
 State = Literal["running", "ended", "silent"]

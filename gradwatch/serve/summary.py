@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.replay import join_records
+from gradwatch.runtime.files import write_whole
 from gradwatch.serve.discover import Process
 from gradwatch.sinks.families import OptimizerView, RunEnd, View, optimizer_labels
 from gradwatch.sinks.tally import Histogram, Tally
@@ -230,18 +230,10 @@ class Summaries:
             complete=summary.complete,
             known=summary.known,
         )
-        path = self._path(process)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        with suppress(
-            OSError, UnicodeEncodeError
-        ):  # the next start reads the journal again: slower, not wrong
+        # Without it the next start reads the journal again: slower, not wrong.
+        with suppress(OSError, UnicodeEncodeError):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            try:
-                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(kept.model_dump_json().encode())
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(self._path(process), kept.model_dump_json())
 
 
 def _fields(tally: Tally) -> dict[str, Any]:

@@ -6,7 +6,6 @@ without a Prometheus endpoint never loads the server.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.health import Health
 from gradwatch.imports import filters_kept
 from gradwatch.rules import SINK_KINDS
+from gradwatch.runtime.spelling import did_you_mean
 from gradwatch.snapshot import Record, RunInfo
 
 __all__ = ["Sink", "find_sink", "make_sink", "register_sink", "sink_names"]
@@ -105,7 +105,7 @@ def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for option in chosen:
             if option not in parameters:
-                hint = _did_you_mean(option, tuple(parameters))
+                hint = did_you_mean(option, tuple(parameters))
                 raise AttachError(f"sink {kind!r} has no option {option!r}{hint}")
     try:
         return factory(**chosen)
@@ -127,7 +127,7 @@ def _plugin(kind: str) -> SinkFactory:
         return factory
     names = sink_names()
     raise AttachError(
-        f"no sink is called {kind!r}{_did_you_mean(kind, names)} (there are: {', '.join(names)})"
+        f"no sink is called {kind!r}{did_you_mean(kind, names)} (there are: {', '.join(names)})"
     )
 
 
@@ -142,8 +142,3 @@ def undisturbed() -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
-
-
-def _did_you_mean(wrong: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gradwatch.journal.files import make_directory
 from gradwatch.process import start_ticks
-from gradwatch.sinks.whole_file import read_regular, write_whole
+from gradwatch.runtime.files import read_regular, write_whole
 from gradwatch.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
@@ -96,7 +96,7 @@ def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
         "local_rank": run.local_rank,
         "attempt": run.attempt,
     }
-    write_whole(path, says, 0o600)
+    write_whole(path, json.dumps(says) + "\n")
     return path
 
 

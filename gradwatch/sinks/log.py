@@ -19,6 +19,7 @@ from gradwatch.account.text import fields
 from gradwatch.errors import GradwatchError
 from gradwatch.finding import Finding
 from gradwatch.health import Health
+from gradwatch.runtime.numbers import json_number
 from gradwatch.sinks.families import NO_OPTIMIZER
 from gradwatch.sinks.printable import one_line, printable
 from gradwatch.snapshot import Event, Order, Record, RunInfo
@@ -320,6 +321,6 @@ def _as_json(logger: Any, method: str, fields: MutableMapping[str, Any]) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if isinstance(value, (str, int, float, bool, type(None))) else printable(str(value))
+    if isinstance(value, float):
+        return json_number(value)
+    return value if isinstance(value, (str, int, bool, type(None))) else printable(str(value))

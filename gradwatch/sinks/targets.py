@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.process import is_running, start_ticks
+from gradwatch.runtime.files import read_regular, write_whole
 from gradwatch.sinks.listen import Address
-from gradwatch.sinks.whole_file import read_regular, write_whole
 from gradwatch.snapshot import RunInfo
 
 MOURNING_SECONDS = 900.0
@@ -54,7 +54,7 @@ def write_target(directory: str, run: RunInfo, address: Address) -> str:
     pid = os.getpid()
     meta = {f"{_META}node": node, f"{_META}pid": str(pid), f"{_META}started": str(start_ticks(pid))}
     groups = [{"targets": [target_address(address, node)], "labels": {**target_labels(run), **meta}}]
-    write_whole(path, groups, 0o644)
+    write_whole(path, json.dumps(groups) + "\n", 0o644)
     return path
 
 
@@ -85,7 +85,7 @@ def sweep(directory: str, now: float) -> None:
             if not noticed:
                 groups = _groups(str(path))
                 groups[0]["labels"][f"{_META}dead_since"] = str(int(now))
-                write_whole(str(path), groups, 0o644)
+                write_whole(path, json.dumps(groups) + "\n", 0o644)
             elif now - noticed > MOURNING_SECONDS:
                 path.unlink()
 

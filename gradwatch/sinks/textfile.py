@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from pathlib import Path
 
 from gradwatch.health import Health
+from gradwatch.runtime.files import write_whole
 from gradwatch.sinks.exposition import render
 from gradwatch.sinks.shipment import Shipment
 from gradwatch.snapshot import Record, RunInfo
@@ -60,17 +60,9 @@ class TextfileSink:
         """The file, whole or not at all; returns when it is due again."""
         _remove_forgotten(Path(self.directory), time.time())
         content = render(self._shipment.families())
-        temporary = f"{self._path}.{secrets.token_hex(8)}.tmp"  # the collector reads *.prom
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
-        )
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            if self._shipment.is_open:
-                os.replace(temporary, self._path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        write_whole(self._path, content, 0o644)
+        if not self._shipment.is_open:  # closed meanwhile, which took away the file before this one
+            Path(self._path).unlink(missing_ok=True)
         return self._every
 
 

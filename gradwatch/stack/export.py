@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import gradwatch
 from gradwatch.errors import GradwatchError
 from gradwatch.rules import RuleSet
+from gradwatch.runtime.files import write_whole
 from gradwatch.sinks.metrics import SERVE_METRICS, documentation
 from gradwatch.stack.configs import (
     Links,
@@ -113,10 +113,4 @@ def _content(path: Path) -> str | None:
 def _write(path: Path, content: str) -> None:
     """Whole or not at all: a Prometheus that reloads meanwhile must not read half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, content, 0o666)

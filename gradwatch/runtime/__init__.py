@@ -1,0 +1,1 @@
+"""What any part of gradwatch needs of the machine it runs on: files and numbers that others read."""

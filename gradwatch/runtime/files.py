@@ -1,0 +1,59 @@
+"""Small files in folders that others read and write: written whole or not at all, read only where they are regular."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(
+    path: str | os.PathLike[str], mode: int = 0o600, *, durable: bool = False, temporary: str | None = None
+) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` at the end of the block; after an exception nothing is left of it.
+
+    A reader sees the old file or the new one. `mode` are its permissions, less the umask; `durable` waits until it is
+    on the disk. It is written beside `path` under a name of its own that ends in `.tmp` (Prometheus reads `*.json`,
+    its collectors `*.prom`), or as `temporary`, where one left by a killed process is written over. Raises OSError.
+    """
+    # Strings: pathlib interns each part of a path, and CPython's table of interned strings keeps a place for every one
+    # that is gone until it doubles, to 8 MB: a file written each second would see to that.
+    target = os.fspath(path)
+    fresh = f"{target}.{secrets.token_hex(8)}.tmp" if temporary is None else temporary
+    new = os.O_EXCL if temporary is None else os.O_TRUNC
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | new | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(fresh, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(fresh)
+        raise
+
+
+def write_whole(
+    path: str | os.PathLike[str], content: str | bytes, mode: int = 0o600, *, durable: bool = False
+) -> None:
+    """Replace the file by one with this content, text as UTF-8; see `replacing`."""
+    with replacing(path, mode, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Up to `most_bytes` of a regular file. Raises OSError for anything else.
+
+    Others may write to the folder: a FIFO would wait for a writer for ever, and a link may lead anywhere.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file")
+        return file.read(most_bytes)
