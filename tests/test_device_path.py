@@ -22,10 +22,14 @@ WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "uni
 
 
 class Operations(TorchDispatchMode):
-    """Notes the name of every ATen operation, gradwatch's included: it is not set aside as a script's mode is."""
+    """Notes the name of every ATen operation, gradwatch's included: it is not set aside as a script's mode is.
 
-    def __init__(self) -> None:
+    Without `looks` the weights are not looked at meanwhile.
+    """
+
+    def __init__(self, looks: bool = False) -> None:
         super().__init__()
+        self._looks = looks
         self.names: list[str] = []
         self._patch = pytest.MonkeyPatch()
 
@@ -35,7 +39,7 @@ class Operations(TorchDispatchMode):
         self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
         # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
         # host, where that is an operation that waits or none, as threads and sizes have it.
-        for look in ("glance", "meet"):
+        for look in () if self._looks else ("glance", "meet"):
             self._patch.setattr(Weights, look, lambda *_: None)
         return super().__enter__()  # type: ignore[no-any-return]
 

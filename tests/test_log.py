@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.account.facts import Account, Taken, Watched
+from gradwatch.errors import GradwatchError
 from gradwatch.health import Health
 from gradwatch.sinks.log import LogFormat, LogSink
 from gradwatch.snapshot import Decision, Event, Order
@@ -270,6 +271,16 @@ def test_an_internal_error_is_one_line() -> None:
     (entry,) = log.entries
     assert entry["component"] == "capture"
     assert entry["error"].startswith("ValueError: evil\\x1b")
+
+
+def test_a_notice_is_no_error() -> None:
+    """What is said of the training, and is no fault of gradwatch's, stands in a field of its own."""
+    log = Log()
+    log.sink.internal_error("capture", GradwatchError("a loop without an optimizer"))
+    (entry,) = log.entries
+    assert entry["event"] == "gradwatch notice"
+    assert entry["notice"] == "a loop without an optimizer"
+    assert "error" not in entry
 
 
 @pytest.fixture

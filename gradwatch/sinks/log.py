@@ -125,13 +125,13 @@ class LogSink:
 
     def internal_error(self, component: str, error: BaseException) -> None:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
-        ours = not isinstance(
-            error, GradwatchError
-        )  # those say something of the training, and how to mend it
-        if not self._silent:
-            said = f"{type(error).__name__}: {error}" if ours else str(error)
-            about = "gradwatch internal error" if ours else "gradwatch notice"
-            self._logger.warning(about, component=component, error=said)
+        if self._silent:
+            return
+        if isinstance(error, GradwatchError):  # says something of the training, and how to mend it
+            self._logger.warning("gradwatch notice", component=component, notice=str(error))
+        else:
+            said = f"{type(error).__name__}: {error}"
+            self._logger.warning("gradwatch internal error", component=component, error=said)
 
     def conclude(self, account: Account) -> None:
         """One line, the last of the run: what was watched of what the process did."""
