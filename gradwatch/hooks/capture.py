@@ -119,10 +119,7 @@ class Capture:
 
     def join(self, optimizers: Iterable[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Have the next backward announce the parameters of these optimizers."""
-        if any(ref() is None for ref in self._models):
-            self.drop_dead()
-        else:
-            self.let_go_of_dead()
+        self.drop_dead()
         self.add_loose(loose)
         params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
         if not all(id(param) in self._slot_of for param in params):

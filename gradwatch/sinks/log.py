@@ -44,6 +44,7 @@ _PROSE = (
     "summary",
     "description",
     "error",
+    "notice",
     "cause",
     "source",
     "why",
