@@ -13,6 +13,7 @@ from torch import nn
 import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.launch.baselines import Baselines
+from gradwatch.launch.keeper import FORKED, TAKEN, Keeper
 from tests.test_launch_training import run
 
 NET = """
@@ -163,26 +164,90 @@ def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
     assert kept == [{**kept[0], "counted": 6}, {**kept[0], "counted": 12}]
     (tmp_path / "saved.pt").unlink()
     again = run(tmp_path, RESUMED)
-    assert "baselines of the run before are not used: the optimizer has taken no step" in again.stderr
+    assert (
+        "baselines saved in the folder of the run are not used: the optimizer has taken no step"
+        in again.stderr
+    )
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
+
+
+CHILDREN = (
+    NET
+    + """
+import subprocess
+def train(n):
+    m = nn.Linear(4, 1)
+    o = torch.optim.Adam(m.parameters(), 0.01)
+    if os.path.exists("saved.pt"):
+        o.load_state_dict(torch.load("saved.pt"))
+    for t in range(n):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+    if not os.path.exists("saved.pt"):
+        torch.save(o.state_dict(), "saved.pt")
+if sys.argv[1:]:
+    train(3)
+else:
+    train(6)
+    pid = os.fork()
+    if pid == 0:
+        train(4)
+        sys.exit()
+    os.waitpid(pid, 0)
+    subprocess.run([sys.executable, "x.py", "command"], check=True)
+"""
+)
+
+
+def test_what_a_rank_starts_neither_takes_up_nor_replaces_its_baselines(tmp_path: Path) -> None:
+    """A forked child and a command go on with the same optimizer at the same time: theirs are not the rank's."""
+    said = [run(tmp_path, CHILDREN).stderr for _ in range(2)]
+    attempts = steps(tmp_path)
+    assert attempts == [list(range(n)) for n in (6, 4, 3)] + [
+        list(range(6, 12)),
+        *map(list, map(range, (4, 3))),
+    ]
+    state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+    assert state["lanes"]["0"]["counted"] == 12
+    for each in said:
+        assert each.count(f"neither takes up nor keeps baselines: {FORKED}") == 1
+        assert each.count(f"neither takes up nor keeps baselines: {TAKEN}") == 1
+
+
+TRIALS = """
+import subprocess, sys
+sys.exit(subprocess.call([sys.executable, "y.py", *sys.argv[1:]]))
+"""
+
+
+def test_a_command_takes_up_what_the_same_command_saved(tmp_path: Path) -> None:
+    """A launcher's training goes on when it is started again; another trial of a sweep does not go on with it."""
+    (tmp_path / "y.py").write_text(RESUMED)
+    said = [run(tmp_path, TRIALS, trial).stderr for trial in ("a", "a", "b")]
+    assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
+    assert ["baselines" in each for each in said] == [False, False, True]
+    assert "not used: another command of this run has saved them" in said[2]
 
 
 def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Several call themselves rank 0: nothing is saved, which is said of a resumed optimizer, not of a new one."""
+    """Another process has the lock: nothing is saved, which is said of a resumed optimizer, not of a new one."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     said = []
     for _ in range(2):
         with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[]) as gw:
-            Path(gw.run.directory).mkdir(parents=True)
-            baselines = Baselines(gw, keeps=False)
+            folder = Path(gw.run.directory)
+            folder.mkdir(parents=True)
+            other = Keeper(gw.run)
+            assert other.keeps()
+            baselines = Baselines(gw)
             model(torch.ones(1, 2)).sum().backward()
             baselines.before_step(optimizer)
             optimizer.step()
             baselines.before_step(optimizer)
             baselines.save()
-            assert list(Path(gw.run.directory).iterdir()) == []
-        said.append(capsys.readouterr().err.count("a process started by multiprocessing keeps none"))
+            other.let_go()
+            assert [path.name for path in folder.iterdir()] == ["state-rank0.lock"]
+        said.append(capsys.readouterr().err.count(f"keeps baselines: {TAKEN}"))
     assert said == [0, 1]

@@ -127,6 +127,8 @@ class Agent:
         self._lock = threading.RLock()  # the thread that held it in the parent is not here to unlock
         self._inherited += _watches
         _watches.clear()
+        if self._baselines is not None:
+            self._baselines.leave_to_parent()
         self._baselines = None
         now = self.registered.clock
         for key, ref in self._seen.items():
@@ -235,8 +237,7 @@ class Agent:
                 own = watch_optimizers(roots, optimizers, loose)
             _watches.append(own)
             _close_at_exit()
-            # Of several processes that call themselves the same rank, the job's own keeps the state.
-            self._baselines = Baselines(own, keeps=own.run.world_size > 1 or not _is_worker())
+            self._baselines = Baselines(own)
             _greet(own, optimizers)
             self._forwards.handed_over(own)
         return own

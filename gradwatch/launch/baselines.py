@@ -2,7 +2,8 @@
 
 `state-rank0.json` holds `Watch.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
 many steps it had counted itself. They are taken up where these fit the optimizer at hand. An optimizer that counts no
-steps cannot tell a training that goes on from one that begins, and one that has taken none begins.
+steps cannot tell a training that goes on from one that begins, and one that has taken none begins. Of several processes
+that call themselves the same rank, one does all this (`keeper`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim import Optimizer
 
 from gradwatch import stderr
+from gradwatch.launch.keeper import Keeper, command, of_another_command
 from gradwatch.runtime.files import write_whole
 
 if TYPE_CHECKING:
@@ -41,11 +43,11 @@ class _Known(NamedTuple):
 class Baselines:
     """Takes up, saves and replaces the state of one launcher's Watch."""
 
-    def __init__(self, watch: Watch, keeps: bool = True) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._keeps = keeps  # not one of several processes that call themselves the same rank
+        self._keeper = Keeper(watch.run)
         self._path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")
-        self._saved = _load(self._path) if keeps else {}
+        self._loaded: dict[str, Any] | None = None
         self._met: dict[int, weakref.ref[Optimizer]] = {}
         self._forget_at = _MANY
         self._known: dict[
@@ -67,12 +69,10 @@ class Baselines:
         try:
             lane = self._watch.lane_of(optimizer)
             if lane is not None:
-                if self._saved:
+                if self._keeper.keeps():
                     self._take_up(optimizer, lane)
-                elif not self._keeps and _counted(optimizer):
-                    self._refuse(
-                        "a process started by multiprocessing keeps none, unless it is one of several ranks"
-                    )
+                elif self._keeper.refusal and _counted(optimizer):
+                    self._say(f"this process neither takes up nor keeps baselines: {self._keeper.refusal}")
                 self._know(optimizer, lane)
         except Exception as error:
             self._watch.health.report("state", error)
@@ -87,12 +87,12 @@ class Baselines:
         watch = self._watch
         started = time.monotonic()
         try:
-            if not self._keeps or watch.resting() or not os.path.isdir(watch.run.directory):
+            if watch.resting() or not os.path.isdir(watch.run.directory) or not self._keeper.keeps():
                 return
             lanes = {
                 str(lane.index): entry for lane in watch.lanes() if (entry := self._entry(lane)) is not None
             }
-            state = {"version": 1, "lanes": lanes, "state": watch.state_dict()}
+            state = {"version": 1, "command": command(), "lanes": lanes, "state": watch.state_dict()}
             write_whole(self._path, json.dumps(state) + "\n")
         except Exception as error:
             if not self._failed:
@@ -101,21 +101,31 @@ class Baselines:
         now = time.monotonic()
         self._due = now + max(EVERY_SECONDS, SHARE * (now - started))
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the state stays the parent's."""
+        self._keeper.let_go()
+
     def _take_up(self, optimizer: Optimizer, lane: Lane) -> None:
-        saved = self._saved["lanes"].pop(str(lane.index), None)
+        if self._loaded is None:
+            self._loaded = _load(self._path)
+        saved = self._loaded.get("lanes", {}).pop(str(lane.index), None)
         if saved is None:
             return
         refusal = _refusal(saved, lane, optimizer)
+        if of_another_command(self._loaded.get("command")):
+            refusal = "another command of this run has saved them" if _counted(optimizer) else ""
+        elif not refusal:
+            state = self._loaded["state"]
+            self._watch.load_state_dict(
+                {**state, "lanes": {str(lane.index): state["lanes"][str(lane.index)]}}
+            )
         if refusal:
-            self._refuse(refusal)
-            return
-        state = self._saved["state"]
-        self._watch.load_state_dict({**state, "lanes": {str(lane.index): state["lanes"][str(lane.index)]}})
+            self._say(f"baselines saved in the folder of the run are not used: {refusal}")
 
-    def _refuse(self, why: str) -> None:
+    def _say(self, sentence: str) -> None:
         if self._watch.run.rank == 0 and not self._said:
             self._said = True
-            stderr.say(f"gradwatch: baselines of the run before are not used: {why}")
+            stderr.say(f"gradwatch: {sentence}")
 
     def _know(self, optimizer: Optimizer, lane: Lane) -> None:
         shapes = [param.shape for param in lane.params]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # .../gradwatch/launch/bootstrap/gradwatch_import_hook.py -> the folder that holds the package
 PACKAGE_PARENT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3))
+STARTED = os.getpid()  # the process in which this interpreter began; a forked child has another id
 
 
 def install() -> None:
