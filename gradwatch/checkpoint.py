@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.runtime.files import write_whole
-from gradwatch.snapshot import CheckpointHealth, Decision, Snapshot, Verdict
+from gradwatch.snapshot import CONFIRMED_JUMP, CONFIRMED_NORM, CheckpointHealth, Decision, Snapshot, Verdict
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-health-rank\d+\.json")
@@ -52,7 +52,9 @@ class Vitals:
     """Follows one optimizer's steps; `critical` are the rules whose firing makes a checkpoint unfit."""
 
     __slots__ = (
+        "_confirmed",
         "_found",
+        "_jump",
         "_largest",
         "_last",
         "_step",
@@ -75,6 +77,11 @@ class Vitals:
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         self.looked: int | None = None  # the last step after which a look found nothing
         self.suspected: int | None = None  # a step that jumped, and was taken, and nobody looked since
+        self._jump = (
+            0.0,
+            0.0,
+        )  # of the suspected step: how many times the largest before it, and its total norm
+        self._confirmed: Mapping[str, float] = {}
         self._largest = 0.0
         self._found: tuple[str, ...] = ()  # what the last step by itself has against it
         self._last: int | None = None
@@ -133,13 +140,27 @@ class Vitals:
             self.looked = step if step >= 0 else None
         if self.suspected is not None and step >= self.suspected:
             self.suspected = None
+            if ruin:
+                self._confirmed = dict(zip((CONFIRMED_JUMP, CONFIRMED_NORM), self._jump, strict=True))
         self._settled()
+
+    def confirmed(self) -> Mapping[str, float]:
+        """The jump that a look at the weights has confirmed since the last call, as scalars of a Snapshot."""
+        found, self._confirmed = self._confirmed, {}
+        return found
+
+    def carry_on(self, before: Vitals) -> None:
+        """Go on from the Vitals of the same optimizer under other sites or rules."""
+        self.load(before.to_dict())
+        self.suspected, self.looked = before.suspected, before.looked
+        self._jump, self._confirmed = before._jump, before._confirmed
 
     def _note_size(self, snapshot: Snapshot) -> None:
         total = snapshot.total_norm
         if total <= self._largest or not isfinite(total):
             return
         if self._largest and total >= JUMP * self._largest:
+            self._jump = total / self._largest, total
             self.suspected, total = snapshot.step, JUMP * self._largest
         self._largest = total
 

@@ -139,8 +139,7 @@ class Courses:
         vitals = Vitals(critical)
         if before is not None:
             self._publishing.release(before)
-            vitals.load(before.vitals.to_dict())
-            vitals.suspected, vitals.looked = before.vitals.suspected, before.vitals.looked
+            vitals.carry_on(before.vitals)
         course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals, lane)
         if not alike:
             self._count_parameters()

@@ -81,6 +81,7 @@ class Judging:
         self._publishing = publishing
         self._scalars: dict[str, tuple[int, Any]] = {}
         self._observed = 0
+        self._acts_on_jumps = any(rule.acts and rule.kind == "jump" for rule in engine.ruleset.rules)
         # Where no rule acts but on non-finite gradients, a calm step needs no verdict before it is taken; a clip of
         # the total needs none either (`Acting.clip_ahead`). Bounds for the next backward are made of this step.
         self._may_wait = not engine.acts_on_host and engine.clips_only_total and not courses.in_backward
@@ -278,8 +279,9 @@ class Judging:
 
     def _conclude(self, case: Case, at: Clock) -> Decision:
         """Decide of a Snapshot, foresee what that makes of it, and publish both."""
-        lane, course, window, shared, found = case
-        self._publishing.release(course)  # left by a boundary that failed
+        self._publishing.release(case.course)  # left by a boundary that failed
+        self._glance(case.course, not math.isfinite(case.found.total_norm))
+        lane, course, window, shared, found = case = self._with_confirmed(case)
         # Where some rank has no facts it learns nothing: what others learned now would part them later.
         verdict, decision = (UNJUDGED, Decision()) if shared.blind else self._ask(course, found)
         course.decided = decision.at(shared.own)  # the engine has learned this step, and must not do so again
@@ -288,7 +290,6 @@ class Judging:
         decision, snapshot = self._foreseen(case, decision)
         self._note_move(case, decision)
         self._note_calm(case, verdict, snapshot)
-        self._glance(course, not math.isfinite(found.total_norm))
         course.vitals.spoilt = self._around.statistics.spoilt(not math.isfinite(found.total_norm))
         health = course.vitals.after(found, verdict, decision, judged=verdict is not UNJUDGED)
         self._publishing.totals.unjudged += verdict is UNJUDGED
@@ -296,6 +297,13 @@ class Judging:
         record = self._around.kept(lane, Record(snapshot, verdict, decision, *at, health, findings))
         self._publishing.give(course, record, found, window.at_hand)
         return decision.at(shared.own)
+
+    def _with_confirmed(self, case: Case) -> Case:
+        """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
+        confirmed = case.course.vitals.confirmed()
+        if not confirmed or self._acts_on_jumps:
+            return case
+        return case._replace(found=replace(case.found, scalars={**case.found.scalars, **confirmed}))
 
     def _permitted(self, case: Case, verdict: Verdict, decision: Decision) -> Decision:
         """What is to be done in the end: with the word of the user's callback, without what is refused here."""

@@ -23,7 +23,11 @@ BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
 Severity = Literal["info", "warning", "critical"]
 
-SCALAR_COLUMNS = ("loss", "lr", "loss_scale", "scaler_skip", "total_norm")
+CONFIRMED_JUMP, CONFIRMED_NORM = "confirmed_jump", "confirmed_norm"
+"""Scalars of the step at which a look at the weights has confirmed that an earlier one ruined them: by which factor
+the total norm of that one jumped, and to what."""
+
+SCALAR_COLUMNS = ("loss", "lr", "loss_scale", "scaler_skip", "total_norm", CONFIRMED_JUMP, CONFIRMED_NORM)
 """Columns with one value per step rather than one per site."""
 
 RANK_COLUMNS = frozenset({"rank_norm", "rank_mismatch"})
@@ -91,8 +95,9 @@ class Snapshot:
     optimizer may leave so.
     `columns` holds only what rules asked for, and `nonfinite` (elements) / `norm_overflow` on suspicion.
     `loss_scale` is that of the GradScaler these gradients went through, None without one. `scalars` holds the
-    other one-per-step values: `loss`, `lr`, and under a GradScaler `scaler_skip`, 1 where it rejected the step
-    (gradients overflowed, the optimizer did not move) and 0 where not. `provisional`: the numbers may be
+    other one-per-step values: `loss`, `lr`, `confirmed_jump` and `confirmed_norm` where an earlier step has ruined the
+    weights, and under a GradScaler `scaler_skip`, 1 where it rejected the step (gradients overflowed, the optimizer
+    did not move) and 0 where not. `provisional`: the numbers may be
     post-clip because the loop was not learned yet; exported, never learned. `coverage` is parameters
     measurable / expected, 0..1.
     """

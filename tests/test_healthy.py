@@ -170,6 +170,34 @@ def test_a_jump_is_not_vouched_for_before_the_weights_were_looked_at(tmp_path: P
         assert (tag.healthy, tag.weights_step) == (checkpoint.healthy, checkpoint.weights_step)
 
 
+@pytest.mark.parametrize(
+    ("rate", "asked", "do"), [(0.1, False, ""), (0.1, True, ""), (1e-3, True, ""), (0.1, False, "skip_step")]
+)
+def test_a_jump_that_only_the_weights_confirm_is_an_event(rate: float, asked: bool, do: str) -> None:
+    """Three thousand times the largest, the loss as ever: critical at the step at which the weights are found ruined.
+
+    With the norm and the factor of the step that jumped, once. Not where they outlived it, nor for a rule that acts.
+    """
+    training = Training()
+    training.optimizer.param_groups[0]["lr"] = rate
+    rules = f"rules: {{r: {{detect: {{kind: jump}}, severity: critical, do: [{do}]}}}}"
+    with watched(training, rules) as (gw, kept):
+        for step in range(9):
+            training.step(**({"all": 3000.0} if step == 4 else {}))
+            if asked:
+                assert gw.healthy is (step < 4 or rate < 0.1)
+    events = [event for record in kept.records for event in record.verdict.events]
+    totals = [record.snapshot.total_norm for record in kept.records]
+    if do or rate < 0.1:
+        assert events == []
+        return
+    fired, resolved = events
+    assert (fired.step, fired.kind, fired.severity) == (5, "firing", "critical")
+    assert (fired.value, fired.score) == (totals[4], totals[4] / max(totals[:4]))
+    assert fired.threshold == 100
+    assert (resolved.step, resolved.kind) == (6, "resolved")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 3.0, 12.0, 400.0, math.nan, 1e25]), min_size=3, max_size=3))
 def test_the_bound_is_ten_times_its_own_or_the_models(scales: list[float]) -> None:

@@ -27,7 +27,8 @@ def jumps(pairs: list[Pair], **keys: float) -> list[int]:
     state: Any = detector.init(1)
     for place, (total, loss) in enumerate(pairs):
         filled = np.array([7.0 if total is None else total])
-        beside = {"loss": np.array([math.nan if loss is None else loss])}
+        beside = {name: np.array([math.nan]) for name in detector.columns[1:]}
+        beside["loss"] = np.array([math.nan if loss is None else loss])
         sample = Sample(filled, np.array([total is not None]), beside)
         whole = detector.score(state, sample), detector.learn(state, sample)
         score, state = detector.advance(state, sample)  # in plain floats where nothing can breach
@@ -90,6 +91,8 @@ def test_the_glance_says_what_the_whole_judgement_says(seed: int) -> None:
     for step in range(40):
         norms = (np.exp(rng.normal(0, 1, 4)) * rng.choice([1.0, 1e3, 1e6], p=[0.9, 0.05, 0.05])).tolist()
         scalars = {} if rng.random() < 0.2 else {"loss": float(rng.choice([1.0, -1.1, 5e2, math.nan]))}
+        if rng.random() < 0.1:
+            scalars |= {"confirmed_jump": 300.0, "confirmed_norm": 900.0}
         fast.step(step, norms, scalars=scalars)
         saved = json.loads(json.dumps(plain.state.to_dict(), allow_nan=False))
         plain.state = EngineState.from_dict(saved, engine)  # of which nothing is known: judged rule by rule
@@ -108,7 +111,7 @@ def test_the_default_pack_tells_a_ruin_in_its_warm_up() -> None:
     assert (event.step, event.rule) == (12, "jump")
     assert event.score > 1e30
     assert event.threshold == 100
-    assert "is 3" in event.description
+    assert ", 3" in event.description
 
 
 def _default() -> BoundEngine:

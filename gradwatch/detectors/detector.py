@@ -139,6 +139,10 @@ class Detector:
         """float64[K]: how unusual each sample is; NaN = no judgement (missing, warming up, not for it)."""
         raise NotImplementedError
 
+    def shown(self, state: State, sample: Sample) -> FloatArray:
+        """[K]: the values that `score` is about, for an Event to tell."""
+        return sample.values
+
     def learn(self, state: State, sample: Sample) -> State:
         """The state after it; missing and non-finite samples change nothing. Never writes `state`."""
         return state

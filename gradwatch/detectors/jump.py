@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.constant import Positive
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.snapshot import CONFIRMED_JUMP, CONFIRMED_NORM, BoolArray, FloatArray
 
 LEAST = 2
 """Samples that must be known before one is judged: the first may be anything, the second may be its like."""
@@ -33,12 +33,18 @@ class JumpState(NamedTuple):
 @register_detector
 @dataclass(frozen=True, slots=True)
 class Jump(Detector):
-    """total_norm >= above x the largest so far; or >= confirmed x, where the loss jumped as far or is infinite.
+    """total_norm >= above x the largest so far; or >= confirmed x, where the loss jumped as far or weights are ruined.
 
     Score: the factor over the largest value so far; one that the loss does not confirm counts as less than
     `confirmed` unless it reaches `above`. The third positive, finite sample is the first to be judged. A sample that
     breaches raises the largest value by a factor of `confirmed` at most, so that one broken step does not blind the
-    rest of the run. Without a loss only `above` counts. Blind to slow growth (use `drift`) and to NaN (`nonfinite`).
+    rest of the run. Without a loss and a look at the weights only `above` counts. Blind to slow growth (use `drift`)
+    and to NaN (`nonfinite`).
+
+    Whether a step that jumped 100 times or more has ruined the weights is known only after it. The step at which they
+    are looked at (the next; on a device some steps later) then breaches, with the factor and the norm of the earlier
+    one as its score and value. Not so for a rule that acts: each rank sees its own weights, and the step to act on is
+    over.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -55,8 +61,8 @@ class Jump(Detector):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The total norm, and the loss where one is known."""
-        return (self.of, "loss")
+        """The total norm; the loss and what the weights have confirmed of an earlier step, where these are known."""
+        return (self.of, "loss", CONFIRMED_JUMP, CONFIRMED_NORM)
 
     @property
     def comparison(self) -> Comparison:
@@ -83,7 +89,13 @@ class Jump(Detector):
             agrees = (jump.loss > 0) & (loss >= self.confirmed * jump.loss)
         least = math.nextafter(self.confirmed, 0.0)
         counted = (factor >= self.above) | agrees
-        return np.where(judged, np.where(counted, factor, np.minimum(factor, least)), np.nan)
+        now = np.where(counted, factor, np.minimum(factor, least))
+        return np.where(judged, np.fmax(now, sample.aux[CONFIRMED_JUMP]), np.nan)
+
+    def shown(self, state: State, sample: Sample) -> FloatArray:
+        """[K]: the total norm, the earlier one where the score is that of an earlier step."""
+        earlier = self.score(state, sample) == sample.aux[CONFIRMED_JUMP]
+        return np.where(earlier, sample.aux[CONFIRMED_NORM], sample.values)
 
     def learn(self, state: State, sample: Sample) -> JumpState:
         """The largest values after it; missing, non-finite and non-positive samples change nothing."""
@@ -107,7 +119,8 @@ class Jump(Detector):
         if len(sample.values) > 1 or jump.n[0] < LEAST or not sample.present[0]:
             return Detector.advance(self, state, sample)
         value, largest, loss = float(sample.values[0]), float(jump.largest[0]), float(sample.aux["loss"][0])
-        if not 0 < value < self.confirmed * largest < math.inf:
+        late = not math.isnan(sample.aux[CONFIRMED_JUMP][0])
+        if late or not 0 < value < self.confirmed * largest < math.inf:
             return Detector.advance(self, state, sample)
         told = abs(loss) if math.isfinite(loss) else 0.0
         return None, JumpState(
@@ -117,13 +130,14 @@ class Jump(Detector):
         )
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
-        """Whether neither the total norm nor the loss is larger than any before."""
+        """Whether neither the total norm nor the loss is larger than any before, and nothing earlier is confirmed."""
         jump, total, loss = cast(JumpState, state), scalar(self.of), scalar("loss")
         return (
             total is not None
             and jump.n[0] >= LEAST
             and 0 < total <= jump.largest[0]
             and (loss is None or abs(loss) <= jump.loss[0])
+            and scalar(CONFIRMED_JUMP) is None
         )
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> JumpState:

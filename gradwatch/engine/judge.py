@@ -136,7 +136,7 @@ class Step:
             if idle and (heard.score is None or not may_breach(detector, heard.score[one.part])):
                 return CALM
             whole = detector.score(heard.before, heard.sample) if heard.score is None else heard.score
-            values, score = heard.sample.values[one.part], whole[one.part]
+            values, score = detector.shown(heard.before, heard.sample)[one.part], whole[one.part]
         return Scored(values, score, breaches(detector, score))
 
     def _without_told(self, one: RulePlan, scored: Scored) -> Scored:

@@ -25,7 +25,7 @@ from gradwatch.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, STANDING_CLIP, Site
 
 DERIVED = {"rms": "norm", "norm_applied": "norm and coef", "calls": "norm"}
 """Columns that follow from others, which is what to give."""
-COLUMNS = (frozenset(get_args(Column)) | COUNT_COLUMNS | RANK_COLUMNS) - DERIVED.keys()
+COLUMNS = (frozenset({*get_args(Column), *SCALAR_COLUMNS}) | COUNT_COLUMNS | RANK_COLUMNS) - DERIVED.keys()
 SCALARS = frozenset(SCALAR_COLUMNS)
 ALWAYS = frozenset({"norm", "total_norm", *DERIVED}) | COUNT_COLUMNS
 """Columns that every made-up step has."""
