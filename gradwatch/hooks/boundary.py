@@ -117,8 +117,9 @@ class Boundary:
         if lane is None and not self._judge.owns(optimizer):
             return None  # another watch may own it: what is wrapped once is not wrapped again
         turn = self._evaluations.get(id(optimizer))  # there in a `super().step()` with a closure of its own
-        if turn is None:
-            self._evaluations[id(optimizer)] = turn = Evaluations(None)
+        depth = step_hooks.steps_under_way(optimizer) if turn is not None and turn.running else 1
+        if turn is None or depth > turn.depth:
+            self._evaluations[id(optimizer)] = turn = Evaluations(None, turn, depth)
             self._guarded(self._remember, optimizer, turn)
         about = optimizer, turn, object()
         instead = closure_calls.notice(
@@ -422,7 +423,10 @@ class Boundary:
     def _after_step(self, optimizer: Optimizer) -> None:
         lane, turn = self._capture.lane_of(optimizer), self._evaluations.get(id(optimizer))
         inside = 0 if lane is None else self._inside.get(lane.index, 0)
-        if turn is not None and step_hooks.steps_under_way(optimizer) > 1:
+        depth = 1 if turn is None else step_hooks.steps_under_way(optimizer)
+        while turn is not None and turn.outer is not None and turn.depth > depth:  # it raised
+            turn = turn.outer
+        if turn is not None and depth > turn.depth:
             if lane is not None and inside:
                 self._inside[lane.index] = max(
                     1, inside - 1
@@ -430,6 +434,8 @@ class Boundary:
             return
         if turn is not None:
             del self._evaluations[id(optimizer)]
+            if turn.outer is not None:
+                self._evaluations[id(optimizer)] = turn.outer
             if turn.count > 1 and lane is not None and inside:
                 self._judge.forget(lane)
         if lane is not None and inside:

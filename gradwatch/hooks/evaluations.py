@@ -18,9 +18,15 @@ from torch.optim import LBFGS, Optimizer
 
 
 class Evaluations:
-    """One call of `optimizer.step(closure)`: how often the closure ran, and what was decided."""
+    """One call of `optimizer.step(closure)`: how often the closure ran, and what was decided.
 
-    def __init__(self, memory: Memory | None) -> None:
+    `outer` is the step of the same optimizer whose closure has taken this one, and `depth` how many calls of its `step`
+    were under way as this one began.
+    """
+
+    def __init__(self, memory: Memory | None, outer: Evaluations | None = None, depth: int = 1) -> None:
+        self.outer = outer
+        self.depth = depth
         self.count = 0
         self.skipped = False
         self.spoilt = False  # a later evaluation was not finite: what follows it says nothing new
@@ -28,6 +34,11 @@ class Evaluations:
         self.max_norm: float | None = None
         self.memory = memory
         self._running: object = None  # the outermost closure that runs
+
+    @property
+    def running(self) -> bool:
+        """Whether a closure of this step runs, or has raised."""
+        return self._running is not None
 
     def begins(self, closure: object) -> bool:
         """Whether this closure, which is about to run, runs inside no other one of the step."""

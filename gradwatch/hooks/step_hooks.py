@@ -9,7 +9,7 @@ step, before the next backward outside one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CodeType
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.hooks.copies import with_inner
-from gradwatch.taps import backward_entry, guard, modes
+from gradwatch.taps import backward_entry, closure_calls, guard, modes
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 
@@ -128,17 +128,34 @@ def _part_of(optimizer: Optimizer) -> list[bool]:
 
     Empty where compiled steps hide them.
     """
-    found, frame = [], sys._getframe(1)
+    found: list[
+        tuple[Optimizer, bool]
+    ] = []  # with whether a closure that it was given has called what is inside it
+    frame, codes = sys._getframe(1), set[CodeType]()
     while frame is not None:
         if frame.f_code is _WRAPPER:  # torch's wrapper keeps the optimizer in its local `self`
-            found.append(frame.f_locals.get("self"))
+            outer = frame.f_locals.get("self")
+            if isinstance(outer, Optimizer) and _IGNORED not in outer.__dict__:
+                found.append((outer, _closure_code(frame.f_locals) in codes))
+            codes = set()
+        codes.add(frame.f_code)
         frame = frame.f_back  # type: ignore[assignment]
-    counted = [outer for outer in found if isinstance(outer, Optimizer) and _IGNORED not in outer.__dict__]
-    return [_belongs(optimizer, outer) for outer in counted[1:]]
+    own = [by_closure for _, by_closure in found[1:]]
+    # What a closure steps is a step of its own, whatever is stepped around it.
+    return [
+        not any(own[: place + 1]) and _belongs(optimizer, outer) for place, (outer, _) in enumerate(found[1:])
+    ]
+
+
+def _closure_code(called: Mapping[str, Any]) -> CodeType | None:
+    """The code of the closure in a call of torch's wrapper, by the locals of that; None where there is none."""
+    args, kwargs = called.get("args", ()), called.get("kwargs", {})
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure_calls.code_of(closure)
 
 
 def _belongs(optimizer: Optimizer, outer: Optimizer) -> bool:
-    """Whether a step of `outer` is made of this optimizer's; not where a closure trains something else."""
+    """Whether a step of `outer` is made of this optimizer's."""
     if optimizer is outer:
         return True
     groups, outers = getattr(optimizer, "param_groups", ()), getattr(outer, "param_groups", ())

@@ -16,7 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -42,6 +42,23 @@ def noticed(closure: Any) -> bool:
     while type(closure) is FunctionType and closure.__code__ is _DECORATED:
         closure = closure.__wrapped__  # type: ignore[attr-defined]
     return type(closure) is _Noticed
+
+
+def code_of(closure: Any) -> CodeType | None:
+    """The code that a call of this closure runs first; None where none is known (written in C, or no closure)."""
+    while True:
+        kind = type(closure)
+        if kind is _Noticed:
+            closure = _closure(closure)
+        elif kind is partial:
+            closure = closure.func
+        elif kind is MethodType:
+            closure = closure.__func__
+        elif kind is FunctionType:
+            return closure.__code__  # type: ignore[no-any-return]
+        else:
+            call = getattr(kind, "__call__", None)  # noqa: B004  (of an object: the one that takes it)
+            return call.__code__ if type(call) is FunctionType else None
 
 
 class _Call:

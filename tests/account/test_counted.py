@@ -46,6 +46,47 @@ def test_what_a_closure_trains_beside_its_own_model_is_steps_of_their_own() -> N
     assert sorted(record.snapshot.optimizer for record in kept.records) == [0] * 4 + [1] * 4
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_closure_may_step_the_optimizer_that_called_it(given: bool) -> None:
+    """Each of these steps counts, is judged by its own gradients and skipped alone; weights are as bare."""
+
+    def train(model: nn.Linear, poisoned: bool = False) -> None:
+        optimizer = SGD(model.parameters(), 0.1)
+
+        def inside() -> None:
+            closure = closure_of(model, optimizer)
+            if given:
+                optimizer.step(closure_of(model, optimizer))
+            else:
+                closure()
+                if poisoned and len(kept.records) == 4:
+                    model.weight.grad.fill_(float("nan"))  # type: ignore[union-attr]
+                optimizer.step()
+
+        for _ in range(4):
+            optimizer.step(closure_of(model, optimizer, before=inside))
+
+    bare, model, kept = nn.Linear(3, 1), nn.Linear(3, 1), Kept()
+    model.load_state_dict(bare.state_dict())
+    train(bare)
+    with gradwatch.watch(model, sinks=[kept], rules="default", strict=True) as gw:
+        train(model)
+    account = gw.account()
+    assert (account.taken.steps, account.taken.nested, account.watched.steps) == (8, 0, 8)
+    assert gaps(account) == ()
+    totals = [record.snapshot.total_norm for record in kept.records]
+    assert len(totals) == 8
+    assert totals == sorted(totals, reverse=True)
+    assert min(totals) > 0
+    assert torch.equal(bare.weight, model.weight)
+    if not given:
+        kept = Kept()
+        with gradwatch.watch(model, sinks=[kept], rules="default", strict=True):
+            train(model, poisoned=True)
+        assert [record.decision.skip for record in kept.records] == [place == 4 for place in range(8)]
+        assert bool(model.weight.isfinite().all())
+
+
 class Elsewhere(SGD):
     """Runs its closure in a thread of its own."""
 
