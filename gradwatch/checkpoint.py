@@ -77,10 +77,8 @@ class Vitals:
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         self.looked: int | None = None  # the last step after which a look found nothing
         self.suspected: int | None = None  # a step that jumped, and was taken, and nobody looked since
-        self._jump = (
-            0.0,
-            0.0,
-        )  # of the suspected step: how many times the largest before it, and its total norm
+        # Of the suspected step: how many times the largest before it its total norm was, and that norm.
+        self._jump = 0.0, 0.0
         self._confirmed: Mapping[str, float] = {}
         self._largest = 0.0
         self._found: tuple[str, ...] = ()  # what the last step by itself has against it

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.account.unfed import Reads
+from gradwatch.account.unfed import NOT_COMPARED, Reads
 from gradwatch.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.checkpoint import Vitals
 from gradwatch.course import Course, standing_of
@@ -149,9 +149,19 @@ class Courses:
             course.micro = self._micro(lane, before)
         lane.standing = self._standing(lane, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
-            self._publishing.totals.unfed.bind(lane.index, reads_of(bound))
+            apart = self._of_ranks() if lane.without_optimizer and self._ranks.several else {}
+            self._publishing.totals.unfed.bind(lane.index, {**apart, **reads_of(bound)})
         self._restore(lane)
         self.publish_bounds(course)
+
+    def _of_ranks(self) -> dict[str, Reads]:
+        """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""
+        rules = (rule for rule in self._engine.ruleset.rules if rule.enabled)
+        return {
+            rule.id: Reads(rule.detect.columns[0], why=NOT_COMPARED)
+            for rule in rules
+            if RANK_COLUMNS.intersection(rule.detect.columns)
+        }
 
     def _local(
         self, bound: BoundEngine, taps: Sequence[Tensor | None], before: Course | None

@@ -40,16 +40,16 @@ def permitted(
     `inside_backward`: the optimizer steps there; `without_optimizer`: there is none;
     `scaled`: the gradients carry a GradScaler's scale.
     """
+    if without_optimizer and decision.acts:  # first: the ranks of such a loop are not asked at all
+        report("action", AttachError(BY_HAND))
+        decision = decision.withheld()
     if not agreed and (decision.skip or decision.touches):
         report("action", AttachError(NOT_ALONE))
         decision = decision.withheld()
-    if empty:
+    if empty and not without_optimizer:
         decision |= Decision(skip=True)
     if inside_backward and decision.acts:
         report("action", AttachError(OBSERVED))
-        decision = decision.withheld()
-    if without_optimizer and decision.acts:
-        report("action", AttachError(BY_HAND))
         decision = decision.withheld()
     if decision.zero is not None and scaled:
         report("action", AttachError(SCALED))

@@ -15,19 +15,22 @@ NEVER_CAME = {
 }
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 OFF_STEP = "none of its own steps came (every: {})"
+NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 
 
 class Reads(NamedTuple):
     """What one rule reads: the name of a column in a Snapshot, at steps divisible by `every`.
 
-    `always`: each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are.
+    `always`: each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
+    comes, where that is known from the first.
     """
 
     column: str
     every: int = 1
     always: bool = False
     fact: bool = False
+    why: str = ""
 
 
 class Unfed:
@@ -109,5 +112,7 @@ def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
 
 def _why(reads: Reads, came: Collection[str]) -> str:
     if not (reads.always or reads.column in came):
-        return NEVER_CAME.get(reads.column, f"{reads.column.partition(':')[0]} was never measured")
+        return reads.why or NEVER_CAME.get(
+            reads.column, f"{reads.column.partition(':')[0]} was never measured"
+        )
     return OFF_STEP.format(reads.every) if reads.every > 1 else NOT_JUDGED

@@ -128,9 +128,8 @@ def _part_of(optimizer: Optimizer) -> list[bool]:
 
     Empty where compiled steps hide them.
     """
-    found: list[
-        tuple[Optimizer, bool]
-    ] = []  # with whether a closure that it was given has called what is inside it
+    # Each with whether a closure that it was given has called what is inside it.
+    found: list[tuple[Optimizer, bool]] = []
     frame, codes = sys._getframe(1), set[CodeType]()
     while frame is not None:
         if frame.f_code is _WRAPPER:  # torch's wrapper keeps the optimizer in its local `self`
