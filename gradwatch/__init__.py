@@ -12,14 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradwatch.attach import watch
     from gradwatch.detectors import register_detector
     from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
-    from gradwatch.localise.fingerprint import batch_hash
+    from gradwatch.localise.hold.fingerprint import batch_hash
     from gradwatch.policies import register_policy
-    from gradwatch.rulefile import load_rules
+    from gradwatch.rules.files import load_rules
+    from gradwatch.session.attach import watch
+    from gradwatch.session.watch import Watch
     from gradwatch.sinks import register_sink
-    from gradwatch.watching import Watch
 
 __all__ = [
     "AttachError",
@@ -40,13 +40,13 @@ _HOME = {
     "GradwatchError": "gradwatch.errors",
     "RuleFileError": "gradwatch.errors",
     "TrainingStopped": "gradwatch.errors",
-    "Watch": "gradwatch.watching",
-    "batch_hash": "gradwatch.localise.fingerprint",
-    "load_rules": "gradwatch.rulefile",
+    "Watch": "gradwatch.session.watch",
+    "batch_hash": "gradwatch.localise.hold.fingerprint",
+    "load_rules": "gradwatch.rules.files",
     "register_detector": "gradwatch.detectors",
     "register_policy": "gradwatch.policies",
     "register_sink": "gradwatch.sinks",
-    "watch": "gradwatch.attach",
+    "watch": "gradwatch.session.attach",
 }
 
 

@@ -37,8 +37,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from gradwatch.records.snapshot import (
+    CONFIRMED_JUMP,
+    CONFIRMED_NORM,
+    CheckpointHealth,
+    Decision,
+    Snapshot,
+    Verdict,
+)
 from gradwatch.runtime.files import write_whole
-from gradwatch.snapshot import CONFIRMED_JUMP, CONFIRMED_NORM, CheckpointHealth, Decision, Snapshot, Verdict
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-health-rank\d+\.json")

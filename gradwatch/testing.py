@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample, State, breaches
 from gradwatch.policies import Policy
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 SERIES = 7
 STEPS = 60

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Order, Record
+from gradwatch.records.snapshot import Order, Record
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 WARM = 30

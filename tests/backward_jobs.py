@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))

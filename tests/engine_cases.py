@@ -27,8 +27,8 @@ from gradwatch.detectors import (
     UpdateRatio,
 )
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.rules import Action, Group, Rule, RuleSet
-from gradwatch.snapshot import Column, Decision, Sites, Snapshot, Verdict
+from gradwatch.records.snapshot import Column, Decision, Sites, Snapshot, Verdict
+from gradwatch.rules.model import Action, Group, Rule, RuleSet
 
 SKIP = (Action("skip_step", {"max_consecutive": None, "then": "continue"}),)
 GROUPS = (Group("matrices", ("*",), 2), Group("rest", ("*",)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwatch.hooks import step_hooks
+from gradwatch.taps import step_hooks
 from tests.framework_jobs import EPOCHS
 from tests.kept import Kept
 from tests.test_frameworks import WINDOWS

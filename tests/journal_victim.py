@@ -19,9 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Event
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
-from gradwatch.snapshot import Event
 from tests.sink_records import make_event, make_record, make_run, make_sites
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradwatch.health import Health
-from gradwatch.snapshot import Record, RunInfo
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
 
 
 class Kept:

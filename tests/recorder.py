@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.hooks.assemble import Extras, assemble
-from gradwatch.hooks.boundary import Boundary
-from gradwatch.hooks.capture import Capture
-from gradwatch.hooks.deferred import Measured
-from gradwatch.hooks.device import arrived
-from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.window import Window
-from gradwatch.snapshot import Decision, Snapshot
+from gradwatch.capture.assemble import Extras, assemble
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.parameters import Capture
+from gradwatch.capture.window import Window
+from gradwatch.reading.device import arrived
+from gradwatch.records.snapshot import Decision, Snapshot
+from gradwatch.session.boundary import Boundary
+from gradwatch.session.deferred import Measured
 
 
 class Recorder:

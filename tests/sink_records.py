@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.health import Health
-from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.snapshot import (
+from gradwatch.records.snapshot import (
     Column,
     Decision,
     Event,
@@ -24,6 +22,8 @@ from gradwatch.snapshot import (
     Snapshot,
     Verdict,
 )
+from gradwatch.runtime.health import Health
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 RULES = (
     RuleInfo("non-finite", "nonfinite", "critical", ("skip_step",)),

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import gradwatch
+from gradwatch.actions import apply
 from gradwatch.errors import RuleFileError, TrainingStopped
-from gradwatch.hooks import acting
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Decision, Order
+from gradwatch.records.snapshot import Decision, Order
+from gradwatch.rules.files import parse_rules
 from tests.acting_cases import WARM, Training, kinds, orders, watched
 from tests.recorder import Recorder
 
@@ -378,7 +378,7 @@ rules:
         def broken(*args: Any) -> None:
             raise error
 
-        monkeypatch.setattr(acting, "_reshape", broken)
+        monkeypatch.setattr(apply, "_reshape", broken)
         training.backward(**{"2__weight": 1000.0})
         plain.backward(**{"2__weight": 1000.0})
         if on_error == "stop":

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.health import Health
 from gradwatch.journal import read_journal
-from gradwatch.snapshot import RunInfo
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.runtime.health import Health
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gradwatch.cli import main
-from gradwatch.health import Health
 from gradwatch.journal import read_journal
+from gradwatch.records.snapshot import STANDING_CLIP, Order, Record
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
-from gradwatch.snapshot import STANDING_CLIP, Order, Record
 from tests.acting_cases import Training, run_folder, watched
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH, ROOT

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
 from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -246,7 +246,7 @@ def test_asking_from_another_thread_judges_nothing(tmp_path: Path) -> None:
 
 def test_gradients_of_autograd_grad_are_not_held(tmp_path: Path) -> None:
     """With a rule on `norm_local`, what `torch.autograd.grad` returns is let go when the next backward begins."""
-    from gradwatch.rulefile import parse_rules
+    from gradwatch.rules.files import parse_rules
 
     rules = parse_rules(
         "version: 1\nrules:\n  local: {detect: {kind: above, of: norm_local, threshold: 1e9}}\n"

@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.snapshot import Decision, Order, Snapshot
+from gradwatch.records.snapshot import Decision, Order, Snapshot
 from tests.recorder import Recorder
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gradwatch.errors import TrainingStopped
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.snapshot import Record, RunInfo
 from tests.sink_records import make_record, make_run, make_sites
 
 FAULTS = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.sinks.log import LogSink
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.kept import Kept
 
 STEPS = 8

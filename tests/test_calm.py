@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
-from gradwatch import judging
-from gradwatch.course import CALM, CALM_AGAIN
-from gradwatch.hooks import deferred
-from gradwatch.hooks.deferred import LONGEST, MOST, Deferred, Measured
-from gradwatch.hooks.host import HostReading
-from gradwatch.hooks.norms import CpuReader
 from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Decision, Record
+from gradwatch.reading.batched import CpuReader
+from gradwatch.reading.host import HostReading
+from gradwatch.records.snapshot import Decision, Record
+from gradwatch.rules.files import parse_rules
+from gradwatch.session import deferred
+from gradwatch.session import step as judging
+from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN
+from gradwatch.session.deferred import LONGEST, MOST, Deferred, Measured
 from tests.kept import Kept
 
 LEARNED = CALM + 10

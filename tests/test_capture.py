@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.hooks import norms, step_hooks
+from gradwatch.reading import batched
+from gradwatch.taps import step_hooks
 from tests.kept import Kept
 from tests.recorder import Recorder, norms_of, seen
 
@@ -572,12 +573,12 @@ def test_a_new_optimizer_of_the_same_parameters_is_read_as_its_predecessor_was(
     """How gradients are read is planned once for a model, however many optimizers train it one after another."""
     planned = []
 
-    class Counted(norms.Plan):
+    class Counted(batched.Plan):
         def __init__(self, *args: Any) -> None:
             planned.append(len(args[0]))
             super().__init__(*args)
 
-    monkeypatch.setattr(norms, "Plan", Counted)
+    monkeypatch.setattr(batched, "Plan", Counted)
     model, sink = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with gradwatch.watch(model, optimizer, sinks=[sink]) as gw:

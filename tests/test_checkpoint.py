@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gradwatch.checkpoint import Vitals, joined, read_tag, tag_name, write_tag
 from gradwatch.journal.health_tag import HealthTag
-from gradwatch.snapshot import CheckpointHealth, Column, Decision, Verdict
+from gradwatch.records.snapshot import CheckpointHealth, Column, Decision, Verdict
 from tests.acting_cases import Training, run_folder, watched
 from tests.engine_cases import make_sites, make_snapshot
 from tests.sink_records import make_record
@@ -113,8 +113,8 @@ def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None
 
 def test_a_step_that_nobody_judged_is_not_called_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of ours in the engine, or before it; and a watch that pauses itself after three."""
-    from gradwatch import judging
     from gradwatch.engine import BoundEngine
+    from gradwatch.session import step as judging
 
     def broken(*args: Any) -> None:
         raise MemoryError("injected")

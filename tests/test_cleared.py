@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.recorder import Recorder, norms_of, seen
 

@@ -16,7 +16,7 @@ import pytest
 import gradwatch
 from gradwatch import policies
 from gradwatch.cli import main
-from gradwatch.codes import CODES
+from gradwatch.rules.codes import CODES
 from tests.launch_cases import GRADWATCH
 
 GOOD = "version: 1\nrules:\n  nan: {detect: {kind: nonfinite}, optional: true}\n"
@@ -201,8 +201,12 @@ def test_a_bad_rule_file_may_be_passed_by(bad: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "now", "says"),
     [
-        ("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}), "'snapshot' is not built yet"),
-        ("gradwatch.sinks.extras._installed", lambda module: False, "pip install 'gradwatch[bundle]'"),
+        ("gradwatch.engine.rules_fit.NOT_BUILT", frozenset({"snapshot"}), "'snapshot' is not built yet"),
+        (
+            "gradwatch.runtime.dependencies._installed",
+            lambda module: False,
+            "pip install 'gradwatch[bundle]'",
+        ),
     ],
     ids=["not built", "library absent"],
 )

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.capture.optimizer import Lane
 from gradwatch.engine import Engine, EngineState
 from gradwatch.engine.clipping import NO_CLIPPING, bind_clipping
 from gradwatch.errors import AttachError
-from gradwatch.hooks.lane import Lane
 from gradwatch.policies import POLICIES, ClipByNorm, Policy
-from gradwatch.rulefile import load_rules, parse_rules
-from gradwatch.rules import Clip, ClipPolicy, Group, RuleSet
-from gradwatch.snapshot import Sites, Snapshot
+from gradwatch.records.snapshot import Sites, Snapshot
+from gradwatch.rules.files import load_rules, parse_rules
+from gradwatch.rules.model import Clip, ClipPolicy, Group, RuleSet
 from gradwatch.testing import draw_norms
 from tests.engine_cases import Course, make_sites, make_snapshot
 from tests.kept import Kept

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.recorder import norms_of
 from tests.test_boundary import equal

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.zoo import EVERY_TAP
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import Watch
 from gradwatch.taps import module_calls
-from gradwatch.watching import Watch
 
 # Every tap at once: marks, tensor hooks, module hooks, samplers.
 RULES = """

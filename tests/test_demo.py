@@ -18,7 +18,7 @@ import pytest
 from gradwatch.cli import demo_screen
 from gradwatch.demo import faults
 from gradwatch.demo.play import SCRIPT, Seen
-from gradwatch.snapshot import Event
+from gradwatch.records.snapshot import Event
 from tests.launch_cases import GRADWATCH
 
 PLAN = faults.make_plan(60)

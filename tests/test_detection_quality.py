@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gradwatch.engine import Engine
-from gradwatch.rulefile import load_rules
+from gradwatch.rules.files import load_rules
 from tests.engine_cases import Course, everywhere, make_sites
 
 SIZE = 24

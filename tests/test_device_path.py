@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
-from gradwatch.hooks import losses
-from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.weights import Weights
+from gradwatch.capture.columns import loss as losses
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.weights import Weights
 from gradwatch.taps import modes
 from tests.recorder import Recorder, norms_of, seen
 

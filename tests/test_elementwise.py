@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradwatch.actions.elementwise import Elementwise, by_rows, centralized, clamped, row_norms, shaped
 from gradwatch.errors import GradwatchError
-from gradwatch.hooks.elementwise import Elementwise, by_rows, centralized, clamped, row_norms, shaped
 from gradwatch.policies import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
 
 POLICIES: tuple[ElementwisePolicy, ...] = (

@@ -25,8 +25,8 @@ from gradwatch.detectors import (
 )
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, GradwatchError
-from gradwatch.rules import Action, Clip, ClipPolicy, Group, Modules, RuleSet
-from gradwatch.snapshot import Column, Order
+from gradwatch.records.snapshot import Column, Order
+from gradwatch.rules.model import Action, Clip, ClipPolicy, Group, Modules, RuleSet
 from tests.engine_cases import GROUPS, SKIP, Course, bound, default_like, everywhere, make_sites, rule
 
 HEALTHY = [1.0, 1.0, 1.0, 1.0]
@@ -519,7 +519,7 @@ def test_rules_that_share_a_baseline_share_its_state() -> None:
 
 def test_check_lists_everything_wrong_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups and rules without a match, actions and clips that are not built; optional ones are let off."""
-    monkeypatch.setattr("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}))
+    monkeypatch.setattr("gradwatch.engine.rules_fit.NOT_BUILT", frozenset({"snapshot"}))
     ruleset = RuleSet(
         groups=(Group("ghosts", ("*.ghost",)), Group("experts", ("*.experts.*",), optional=True)),
         rules=(

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from gradwatch.detectors import Above, AllZero, Below, Drift, NonFinite, Spike, Stale
 from gradwatch.engine import Engine, EngineState
 from gradwatch.engine.temporal import IDLE, at_rest, move
-from gradwatch.rules import Action, Rule, RuleSet
-from gradwatch.snapshot import Decision, Order, Snapshot
+from gradwatch.records.snapshot import Decision, Order, Snapshot
+from gradwatch.rules.model import Action, Rule, RuleSet
 from tests import reference_detectors as reference
 from tests.engine_cases import (
     GROUPS,

@@ -25,9 +25,9 @@ from gradwatch.detectors import (
     breaches,
 )
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.rulefile import load_rules
-from gradwatch.rules import Rule, RuleSet
-from gradwatch.snapshot import Snapshot
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.rules.files import load_rules
+from gradwatch.rules.model import Rule, RuleSet
 from tests.engine_cases import GROUPS, Course, default_like, everywhere, make_sites, make_snapshot, rule
 
 SIZE = 8

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.actions import apply
 from gradwatch.errors import TrainingStopped
-from gradwatch.hooks import acting
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 RULES = """
@@ -82,7 +82,7 @@ def test_what_was_changed_halfway_is_put_back_to_the_bit(
             (model(x).sum() * (float("nan") if step and "zero" in action else 100)).backward()
             found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             if step:
-                owner, name = (acting, "_zero_nonfinite") if "zero" in action else (torch, "_foreach_mul_")
+                owner, name = (apply, "_zero_nonfinite") if "zero" in action else (torch, "_foreach_mul_")
                 real, calls = getattr(owner, name), []
 
                 def halfway(*args: Any, real: Any = real, calls: list[int] = calls) -> None:

@@ -12,27 +12,23 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch import judging, loop, watching
+from gradwatch.actions.skip import skip
+from gradwatch.capture import optimizer as lane
+from gradwatch.capture import parameters
+from gradwatch.capture.columns import local, modules, sampled
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
-from gradwatch.health import Health
-from gradwatch.hooks import (
-    boundary,
-    capture,
-    host,
-    lane,
-    local,
-    modules,
-    precision,
-    sampling,
-    skipping,
-    spent,
-)
-from gradwatch.rulefile import parse_rules
+from gradwatch.reading import host
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.rules.files import parse_rules
+from gradwatch.runtime import spent
+from gradwatch.runtime.health import Health
+from gradwatch.session import boundary, session, watch
+from gradwatch.session import step as judging
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
-from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.snapshot import Record, RunInfo
+from gradwatch.sinks.prometheus.sink import PrometheusSink
+from gradwatch.taps import grad_scaler
 
 RULES = """
 version: 1
@@ -63,17 +59,17 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "clock": (spent, "perf_counter", "capture"),
     "settle": (lane.Lane, "settle", "boundary"),
     "changed": (boundary.Boundary, "_changed", "boundary"),
-    "look_after": (capture.Capture, "look_after", "boundary"),
+    "look_after": (parameters.Capture, "look_after", "boundary"),
     "adopt": (boundary.Boundary, "_lane", "boundary"),
-    "measure": (watching.Watch, "measure", "boundary"),
-    "sample": (sampling.Sampler, "collect", "boundary"),
+    "measure": (watch.Watch, "measure", "boundary"),
+    "sample": (sampled.Sampler, "collect", "boundary"),
     "local_collect": (local.LocalNorms, "collect", "boundary"),
     "taps_collect": (modules.ModuleTaps, "collect", "boundary"),
     "assemble": (judging, "assemble", "boundary"),
-    "at_step_scale": (precision, "at_step", "boundary"),
+    "at_step_scale": (grad_scaler, "at_step", "boundary"),
     "evaluate": (BoundEngine, "evaluate", "engine"),
     "decide": (BoundEngine, "decide", "engine"),
-    "skip": (skipping.Skips, "skip", "action"),
+    "skip": (skip.Skips, "skip", "action"),
     "advance": (lane.Lane, "advance", "boundary"),
     "thinnable": (lane.Lane, "thinnable", "boundary"),
     "norm_local": (local, "exact_norm", "norm_local"),
@@ -166,7 +162,7 @@ def test_a_fault_while_counting_what_a_raised_backward_left_is_harmless(
     with gradwatch.watch(
         model, optimizer, rules="observe-only", run_dir=tmp_path, listen="127.0.0.1:0"
     ) as gw:
-        monkeypatch.setattr(capture.Capture, "drain", broken)
+        monkeypatch.setattr(parameters.Capture, "drain", broken)
         got = train_on()
         errors = gw.health.errors()
     assert errors.get("boundary", 0) >= 1, errors
@@ -206,9 +202,9 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(lane.Lane, "settle", broken)
             train(gw, model, optimizer, skip_nan=False)
-        assert len(calls) == loop.FAILURES
+        assert len(calls) == session.FAILURES
         assert gw.health.up()["boundary"] is False
-        monkeypatch.setattr(loop, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(session, "PAUSE_SECONDS", 0.0)
         gw._paused_until = 0.0
         train(gw, model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.explanation import fields, page, sentence
-from gradwatch.finding import PHASES, Finding, Frame, Layer, Operand
-from gradwatch.remedies import remedy_for
+from gradwatch.incidents.explanation import fields, page, sentence
+from gradwatch.incidents.suggestions import remedy_for
+from gradwatch.records.finding import PHASES, Finding, Frame, Layer, Operand
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 counts = st.integers(0, 2**40)

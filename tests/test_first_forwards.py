@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.finding import Finding
 from gradwatch.journal import read_journal
-from gradwatch.taps import making
+from gradwatch.records.finding import Finding
+from gradwatch.taps import optimizer_init
 from tests.test_launch_training import execute, run
 
 NET = """
@@ -285,7 +285,7 @@ def test_listening_for_optimizers_ends() -> None:
     found = vars(torch.optim.Optimizer)["__init__"]
     heard: list[int] = []
     params = [nn.Parameter(torch.zeros(1))]
-    removals = [making.listen(lambda _, number=number: heard.append(number)) for number in (1, 2)]
+    removals = [optimizer_init.listen(lambda _, number=number: heard.append(number)) for number in (1, 2)]
     torch.optim.Adam(params)
     assert heard == [1, 2]
     removals[0]()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradwatch.errors import TrainingStopped
-from gradwatch.hooks import step_hooks
+from gradwatch.taps import step_hooks
 from tests import framework_jobs
 from tests.framework_jobs import EPOCHS, JOBS, examples
 from tests.kept import Kept

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradwatch.journal import read_journal
-from gradwatch.snapshot import Snapshot
+from gradwatch.records.snapshot import Snapshot
 from tests.framework_jobs import MAX_NORM, examples, network
 from tests.launch_cases import GRADWATCH, ROOT
 from tests.test_frameworks import slope

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradwatch.journal import read_journal
-from gradwatch.snapshot import Snapshot
+from gradwatch.records.snapshot import Snapshot
 from tests import framework_jobs
 from tests.framework_jobs import (
     ACCUMULATE,

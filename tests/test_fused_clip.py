@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.snapshot import Decision
+from gradwatch.records.snapshot import Decision
 from tests.recorder import Recorder
 from tests.test_device_path import WAITING, Operations
 

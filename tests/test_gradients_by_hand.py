@@ -11,8 +11,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import RuleSet
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.model import RuleSet
 from tests.kept import Kept
 from tests.recorder import norms_of, seen
 

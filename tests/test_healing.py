@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
+from gradwatch.rules.files import parse_rules
 from gradwatch.taps import tree
 from tests.kept import Kept
 from tests.recorder import norms_of

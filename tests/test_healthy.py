@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
+from gradwatch.capture.weights import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
-from gradwatch.hooks import device
-from gradwatch.hooks.weights import FACTOR, UNREADABLE, Weights
+from gradwatch.reading import device
 from gradwatch.sinks.log import LogSink
 from tests.acting_cases import Training, run_folder, watched
 from tests.kept import Kept

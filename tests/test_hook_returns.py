@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 MANY = 20  # gradients a backward

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.sinks.http import (
+from gradwatch.endpoint.protocol import (
     MAX_HEAD_BYTES,
     Content,
     Request,

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.test_watch import build, step
 

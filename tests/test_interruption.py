@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.health import Health
-from gradwatch.interruption import by_signal_handler, not_ours
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.interruption import by_signal_handler, not_ours
 from tests.kept import Kept
 
 

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gradwatch.health import Health
 from gradwatch.journal import (
     EndEntry,
     JournalReader,
@@ -36,8 +35,9 @@ from gradwatch.journal.payload import decode_payload, encode_payload
 from gradwatch.journal.reader import JournalName
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.steps import GroupNorms, step_row
+from gradwatch.records.snapshot import Column, Decision, Record, RuleInfo, Sites
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
-from gradwatch.snapshot import Column, Decision, Record, RuleInfo, Sites
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
 
 AWKWARD = (float("nan"), float("inf"), float("-inf"), -0.0, 5e-324, 1e-45, 1.5)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.health import Health
 from gradwatch.journal import Damage, JournalReader, read_journal
 from gradwatch.journal.frames import Frame, FrameScanner
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.sink_records import make_event, make_record, make_run, make_sites
 

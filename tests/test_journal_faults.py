@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from gradwatch.health import Health
 from gradwatch.journal import JournalReader, LostEntry, read_journal
+from gradwatch.records.snapshot import Event
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import MAX_QUEUE, JournalSink
-from gradwatch.snapshot import Event
 from tests.sink_records import make_event, make_record, make_run, make_sites
 
 SITES = make_sites(4)

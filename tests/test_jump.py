@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gradwatch.detectors import Above, Jump, LossNonFinite, NonFinite, Sample, breaches
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import RuleFileError
-from gradwatch.rulefile import load_rules, parse_rules
-from gradwatch.rules import RuleSet
+from gradwatch.rules.files import load_rules, parse_rules
+from gradwatch.rules.model import RuleSet
 from tests.engine_cases import SKIP, Course, bound, make_sites, rule
 
 Pair = tuple[float | None, float | None]

@@ -17,9 +17,9 @@ from gradwatch.engine.ladder import climbed, remembered
 from gradwatch.engine.plan import RulePlan
 from gradwatch.engine.temporal import IDLE
 from gradwatch.errors import TrainingStopped
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import Action
-from gradwatch.snapshot import Event
+from gradwatch.records.snapshot import Event
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.model import Action
 from tests.acting_cases import Training, kinds, orders, watched
 from tests.engine_cases import Course, bound, rule
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradwatch.journal import read_journal
-from gradwatch.snapshot import Snapshot
+from gradwatch.records.snapshot import Snapshot
 from tests.test_launch_training import run
 
 TRAIN = """

@@ -11,8 +11,8 @@ import pytest
 
 from gradwatch.launch.command import BOOTSTRAP, ISOLATED, new_run_id, prepare, split_python
 from gradwatch.launch.ending import shown
-from gradwatch.rulefile import parse_rules
-from gradwatch.settings import LAUNCHED_IN, Settings
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.settings import LAUNCHED_IN, Settings
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.applied import told, unclipped
-from gradwatch.hooks.lane import Lane
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Decision
+from gradwatch.capture.optimizer import Lane
+from gradwatch.engine.outcome import told, unclipped
+from gradwatch.records.snapshot import Decision
+from gradwatch.rules.files import parse_rules
 from tests.backward_jobs import BASELINE, CONSTANT, METHODS, POLICY, Job, X, same
 from tests.kept import Kept
 from tests.test_device_path import WAITING, Operations

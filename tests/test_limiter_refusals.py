@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.actions.backward import bounds_in_force
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.hooks import turn as turn_module
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.backward_jobs import CONSTANT, METHODS, POLICY, Job, X, plain_norms, same
 from tests.kept import Kept
 
@@ -155,7 +155,7 @@ def test_a_fault_in_a_hook_passes_the_gradient_unchanged(
     def broken(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(turn_module, where, broken)
+    monkeypatch.setattr(bounds_in_force, where, broken)
     grads = job.backward(100.0)
     assert same(grads, bare.backward(100.0))
     assert job.gw is not None
@@ -168,7 +168,7 @@ def test_a_hook_that_would_return_another_kind_of_tensor_returns_nothing(
 ) -> None:
     """P3: the same shape, dtype and layout, or None; another dtype is brought back, another shape refused."""
     job, bare = Job(POLICY % (METHODS[4], "backward", ""), strict=False), Job()
-    monkeypatch.setattr(turn_module, "shaped", lambda grad, *rest: grad.reshape(1, *grad.shape))
+    monkeypatch.setattr(bounds_in_force, "shaped", lambda grad, *rest: grad.reshape(1, *grad.shape))
     assert same(job.backward(100.0), bare.backward(100.0))
     assert job.gw is not None
     assert job.gw.health.errors()["action"] == 6

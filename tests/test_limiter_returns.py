@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import gradwatch
-from gradwatch.hooks.lane import Lane
-from gradwatch.rulefile import parse_rules
+from gradwatch.capture.optimizer import Lane
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.test_hook_returns import SLOW, Injected, Spec, gradient, specs
 

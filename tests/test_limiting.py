@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.bounds import at_site, factor_of
 from gradwatch.detectors import Above, Below, Drift, LossSpike, Sample, Spike
-from gradwatch.engine.limiting import own_state
-from gradwatch.rules import Action, Group, Rule
+from gradwatch.engine.baseline_bounds import own_state
+from gradwatch.policies.norm_bound import at_site, factor_of
+from gradwatch.rules.model import Action, Group, Rule
 from tests.engine_cases import Course, bound, make_snapshot, rule
 
 INF = float("inf")

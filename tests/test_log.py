@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from gradwatch.account.facts import Account, Taken, Watched
 from gradwatch.errors import GradwatchError
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Decision, Event, Order
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.log import LogFormat, LogSink
-from gradwatch.snapshot import Decision, Event, Order
 from tests.sink_records import make_event, make_record, make_run, make_sites
 
 SITES = make_sites()

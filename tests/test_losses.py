@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.hooks.losses import Losses
-from gradwatch.rules import RuleSet
+from gradwatch.capture.columns.loss import Losses
+from gradwatch.rules.model import RuleSet
 from tests.kept import Kept
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], float | None]

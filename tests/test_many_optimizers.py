@@ -22,7 +22,7 @@ SCRIPT = (
     + """
 import json, urllib.request
 from gradwatch.taps import module_calls
-from gradwatch.watching import live_watches
+from gradwatch.session.watch import live_watches
 
 net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 meta = torch.optim.SGD(net.parameters(), 0.1)

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.account import Taken
-from gradwatch.sinks.exposition import render
-from gradwatch.sinks.families import RunEnd, families
-from gradwatch.sinks.metrics import BY_NAME, METRICS, Metric, documentation
-from gradwatch.sinks.prometheus import MAX_OPTIMIZERS, PrometheusSink
-from gradwatch.sinks.tally import RecentMax, Tally
-from gradwatch.snapshot import CheckpointHealth, Column, Record
+from gradwatch.records.snapshot import CheckpointHealth, Column, Record
+from gradwatch.sinks.prometheus.exposition import render
+from gradwatch.sinks.prometheus.families import RunEnd, families
+from gradwatch.sinks.prometheus.metrics import BY_NAME, METRICS, Metric, documentation
+from gradwatch.sinks.prometheus.run_totals import RecentMax, Tally
+from gradwatch.sinks.prometheus.sink import MAX_OPTIMIZERS, PrometheusSink
 from tests.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 from tests.test_exposition import read
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.test_skip import digest
 

@@ -17,9 +17,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.utils.name_utils import _generate_unique_integer_id
 
-from gradwatch.health import Health
-from gradwatch.sinks.mlflow import MLflowSink
-from gradwatch.snapshot import Decision
+from gradwatch.records.snapshot import Decision
+from gradwatch.runtime.health import Health
+from gradwatch.sinks.trackers.mlflow import MLflowSink
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)
@@ -69,9 +69,9 @@ def test_a_new_experiment_leaves_the_generator_alone(
 
 TELEMETRY = """
 import os, sys
-from gradwatch.health import Health
+from gradwatch.runtime.health import Health
 from gradwatch.sinks import make_sink
-from gradwatch.snapshot import RunInfo
+from gradwatch.records.snapshot import RunInfo
 before = os.environ.get("MLFLOW_DISABLE_TELEMETRY")
 if "ours" in sys.argv:
     sink = make_sink("mlflow", {"tracking_uri": sys.argv[-1]})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))

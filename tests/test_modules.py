@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from gradwatch.capture.columns.modules import COLUMNS, ModuleTaps, preflight
+from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.names import named_modules
 from gradwatch.engine.needs import Needs
 from gradwatch.errors import AttachError
-from gradwatch.hooks.modules import COLUMNS, ModuleTaps, preflight
-from gradwatch.hooks.names import named_modules
-from gradwatch.hooks.sampling import Sampled
 from gradwatch.taps import module_calls
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.bounds import OneBound, factor_of
-from gradwatch.hooks.device import clip_factor
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
-from gradwatch.rulefile import parse_rules
+from gradwatch.policies.norm_bound import OneBound, factor_of
+from gradwatch.reading.device import clip_factor
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 BIG = 3e38

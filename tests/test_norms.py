@@ -11,16 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.hooks.norms import (
-    PATIENCE,
-    CpuReader,
-    RowNorms,
-    inspect,
-    sum_of_squares,
-    suspicious,
-)
-from gradwatch.hooks.plan import SMALL
-from gradwatch.hooks.rows import ROW, UNDERFLOW, NormRows, Sheet, SquareRows, divided, fastest
+from gradwatch.reading.batched import PATIENCE, CpuReader, RowNorms, inspect, sum_of_squares, suspicious
+from gradwatch.reading.plan import SMALL
+from gradwatch.reading.rows import ROW, UNDERFLOW, NormRows, Sheet, SquareRows, divided, fastest
 
 KINDS = pytest.mark.parametrize(
     "kind", [NormRows, SquareRows]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwatch.detectors import Drift, NonFinite, Spike
 from gradwatch.engine import EngineState
-from gradwatch.rules import Action, Rule
+from gradwatch.rules.model import Action, Rule
 from tests.acting_cases import Training, watched
 from tests.engine_cases import SKIP, Course, bound, rule
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradwatch.health import Health
-from gradwatch.sinks.exposition import render
-from gradwatch.sinks.families import families
+from gradwatch.runtime.health import Health
 from gradwatch.sinks.otlp import OTLPSink
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.prometheus.exposition import render
+from gradwatch.sinks.prometheus.families import families
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.otlp_collector import collecting
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradwatch
-from gradwatch.rulefile import load_rules
-from gradwatch.rulefile.files import pack_names
+from gradwatch.rules.files import load_rules
+from gradwatch.rules.files.files import pack_names
 from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
 from tests.kept import Kept
 

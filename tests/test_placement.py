@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from gradwatch.hooks import placement
-from gradwatch.hooks.placement import placed
-from gradwatch.snapshot import RunInfo
+from gradwatch.distributed import placement
+from gradwatch.distributed.placement import placed
+from gradwatch.records.snapshot import RunInfo
 
 RUN = RunInfo("mine", os.path.join(os.sep, "runs", "mine"), rank=0, world_size=1)
 Join = Callable[[int], None]

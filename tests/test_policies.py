@@ -30,8 +30,8 @@ from gradwatch.policies import (
 )
 from gradwatch.policies import policy as registry
 from gradwatch.policies.norm import clip_coefficients
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import ClipPolicy
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.model import ClipPolicy
 from gradwatch.testing import POLICY_LAWS, PolicyLaw, check_policy
 
 torch = pytest.importorskip("torch")

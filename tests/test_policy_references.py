@@ -22,8 +22,8 @@ from pytorch_optimizer import agc as reference_agc
 from pytorch_optimizer import centralize_gradient
 from torch import Tensor, nn
 
+from gradwatch.actions.elementwise import by_rows, centralized, clamped, shaped
 from gradwatch.detectors import Sample, Spike
-from gradwatch.hooks.elementwise import by_rows, centralized, clamped, shaped
 from gradwatch.policies import (
     AdaGC,
     AdaptiveGradientClip,

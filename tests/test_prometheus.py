@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gradwatch.endpoint.listen import Address, rank_address
+from gradwatch.endpoint.server import THREAD_NAME
 from gradwatch.errors import AttachError
-from gradwatch.health import Health
-from gradwatch.sinks.listen import Address, rank_address
-from gradwatch.sinks.printable import LONGEST_LABEL, distinct, printable
-from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.sinks.server import THREAD_NAME
-from gradwatch.snapshot import RuleInfo
+from gradwatch.records.snapshot import RuleInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.printable import LONGEST_LABEL, distinct, printable
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.binaries import require
 from tests.ports import free_port
 from tests.sink_records import make_event, make_record, make_run, make_sites, serving, skip, sockets
@@ -357,8 +357,8 @@ def test_names_are_not_resolved() -> None:
 KILLED = """
     import os, sys, time
     from pathlib import Path
-    from gradwatch.health import Health
-    from gradwatch.sinks.prometheus import PrometheusSink
+    from gradwatch.runtime.health import Health
+    from gradwatch.sinks.prometheus.sink import PrometheusSink
     from tests.sink_records import make_run
     sink = PrometheusSink(f"127.0.0.1:{sys.argv[1]}")
     sink.open(make_run(Path(sys.argv[2])), Health())
@@ -397,8 +397,8 @@ def test_a_restart_after_sigkill_gets_its_port_back(tmp_path: Path) -> None:
 FORKED = """
     import os, sys, threading
     from pathlib import Path
-    from gradwatch.health import Health
-    from gradwatch.sinks.prometheus import PrometheusSink
+    from gradwatch.runtime.health import Health
+    from gradwatch.sinks.prometheus.sink import PrometheusSink
     from tests.sink_records import make_record, make_run, make_sites, sockets
     sink = PrometheusSink("127.0.0.1:0")
     sink.open(make_run(Path(sys.argv[1])), Health())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.binaries import require
 from tests.real_prometheus import prometheus
 from tests.sink_records import make_event, make_record, make_sites, serving, skip

@@ -14,9 +14,9 @@ from torch import nn
 import gradwatch
 from gradwatch.__main__ import main
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 HEAD = "version: 1\nrules: {r: {detect: {kind: nonfinite}}}\n"
 BAD = {

@@ -13,7 +13,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.errors import RuleFileError
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 HEAD = "version: 1\nrules:\n"

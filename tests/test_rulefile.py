@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.codes import CODES, explain
 from gradwatch.errors import RuleFileError
-from gradwatch.rulefile import load_rules, pack_directory, pack_names, parse_rules
-from gradwatch.rulefile.text import MAX_BYTES, MAX_DEPTH, MAX_LINES, MAX_NODES
+from gradwatch.rules.codes import CODES, explain
+from gradwatch.rules.files import load_rules, pack_directory, pack_names, parse_rules
+from gradwatch.rules.yaml.text import MAX_BYTES, MAX_DEPTH, MAX_LINES, MAX_NODES
 
 HERE = Path(__file__).parent / "rulefiles"
 FIXTURES = sorted(path.name for path in HERE.glob("*.bad.yaml"))
-PACKAGE = Path(load_rules.__code__.co_filename).parent
+PACKAGE = Path(load_rules.__code__.co_filename).parent.parent
 
 
 def problems_of(text: str, path: str = "<string>", run: str = "") -> RuleFileError | None:
@@ -70,7 +70,9 @@ def test_every_code_is_explained_and_raised() -> None:
     """
     catalogue = {code for code in CODES if not code.startswith("GW3")}
     in_sources = {
-        code for path in PACKAGE.glob("*.py") for code in re.findall(r"\bGW\d{3}\b", path.read_text("utf-8"))
+        code
+        for path in PACKAGE.glob("*/*.py")
+        for code in re.findall(r"\bGW\d{3}\b", path.read_text("utf-8"))
     }
     raised = {
         code

@@ -18,11 +18,21 @@ from pydantic import Field
 from gradwatch.detectors import DETECTORS, Detector, register_detector
 from gradwatch.engine import Engine
 from gradwatch.errors import RuleFileError
-from gradwatch.rulefile import canonical, json_schema, load_rules, pack_names, parse_rules
-from gradwatch.rulefile.annotations import PLACEHOLDERS
-from gradwatch.rulefile.resolve import BUILT_IN
-from gradwatch.rules import NOT_BUILT, SINK_KINDS, Action, Clip, ClipPolicy, Group, Modules, RuleSet, SinkSpec
-from gradwatch.snapshot import Column, Sites, Snapshot
+from gradwatch.records.snapshot import Column, Sites, Snapshot
+from gradwatch.rules.files import canonical, json_schema, load_rules, pack_names, parse_rules
+from gradwatch.rules.files.annotations import PLACEHOLDERS
+from gradwatch.rules.files.resolve import BUILT_IN
+from gradwatch.rules.model import (
+    NOT_BUILT,
+    SINK_KINDS,
+    Action,
+    Clip,
+    ClipPolicy,
+    Group,
+    Modules,
+    RuleSet,
+    SinkSpec,
+)
 
 SPIKE = "version: 1\nrules:\n  r:\n    detect: {kind: spike}\n"
 
@@ -259,7 +269,7 @@ def test_origins(tmp_path: Path) -> None:
 
 def test_known_kinds_that_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a rule is an error, unless it is optional or disabled: then it is kept as inactive."""
-    monkeypatch.setattr("gradwatch.rulefile.detect.KNOWN_NOT_BUILT", frozenset({"planned"}))
+    monkeypatch.setattr("gradwatch.rules.files.detect.KNOWN_NOT_BUILT", frozenset({"planned"}))
     text = "version: 1\nrules:\n  r:\n    detect: {{kind: planned}}\n    {}\n"
     assert refusals(text.format("for: 1")) == [("GW202", 4)]
     for key in ("optional: true", "enabled: false"):
@@ -293,7 +303,7 @@ def test_rule_sets_are_values() -> None:
 
 def test_hash_seed_does_not_matter() -> None:
     """P27: the default pack resolves to the same digest and order whatever the hash seed."""
-    load = "from gradwatch.rulefile import load_rules; r = load_rules('default')"
+    load = "from gradwatch.rules.files import load_rules; r = load_rules('default')"
     code = f"{load}; print(r.digest, [rule.id for rule in r.rules])"
     runs = {
         subprocess.run(
@@ -351,7 +361,7 @@ def test_a_kind_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -
     def broken(kind: str) -> None:
         raise ImportError(kind)
 
-    monkeypatch.setattr("gradwatch.rulefile.detect.find_detector", broken)
+    monkeypatch.setattr("gradwatch.rules.files.detect.find_detector", broken)
     assert refusals("version: 1\nrules: {r: {detect: {kind: theirs}}}") == [("GW201", 2)]
 
 
@@ -359,7 +369,7 @@ def test_third_party_sinks_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None
     """A sink kind that was registered may be named; its options are its own business."""
     text = "version: 1\nsinks: [{carrier_pigeon: {loft: 3}}]\n"
     assert refusals(text) == [("GW204", 2)]
-    monkeypatch.setattr("gradwatch.rulefile.items.SINK_KINDS", {*SINK_KINDS, "carrier_pigeon"})
+    monkeypatch.setattr("gradwatch.rules.files.items.SINK_KINDS", {*SINK_KINDS, "carrier_pigeon"})
     assert parse_rules(text).sinks == (SinkSpec("carrier_pigeon", {"loft": 3}),)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.hooks.running_statistics import AGAIN, RunningStatistics
-from gradwatch.rulefile import parse_rules
+from gradwatch.capture.columns.running_statistics import AGAIN, RunningStatistics
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 SKIPS = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [skip_step]}}")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradwatch.capture.columns.sampled import COLUMNS, SAMPLE, Sampler
 from gradwatch.engine.needs import BURSTS, Needs
-from gradwatch.hooks.sampling import COLUMNS, SAMPLE, Sampler
 
 
 def bursts(*columns: str) -> Sampler:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from gradwatch.taps import module_calls
 from tests.kept import Kept
 from tests.one_rank import one_rank

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.sinks.selection import REVIEW_STEPS, ParamsMode, Selection, SeriesBudget
-from gradwatch.snapshot import Sites
+from gradwatch.records.snapshot import Sites
+from gradwatch.sinks.prometheus.selection import REVIEW_STEPS, ParamsMode, Selection, SeriesBudget
 from tests.sink_records import make_event, make_record, make_sites
 
 

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from gradwatch.sinks.http import Content, plain
-from gradwatch.sinks.listen import Address, listening_socket
-from gradwatch.sinks.server import THREAD_NAME, Allowance, Endpoint, Limits, Route
+from gradwatch.endpoint.listen import Address, listening_socket
+from gradwatch.endpoint.protocol import Content, plain
+from gradwatch.endpoint.server import THREAD_NAME, Allowance, Endpoint, Limits, Route
 from tests.sink_records import sockets
 
 BODY = b"gradwatch_steps_total 7\n"
@@ -326,9 +326,9 @@ def _endpoint_threads() -> int:
 FEW_FILES = """
     import resource, socket, sys, time
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    from gradwatch.sinks.http import plain
-    from gradwatch.sinks.listen import Address, listening_socket
-    from gradwatch.sinks.server import Endpoint
+    from gradwatch.endpoint.protocol import plain
+    from gradwatch.endpoint.listen import Address, listening_socket
+    from gradwatch.endpoint.server import Endpoint
     served = Endpoint(listening_socket(Address("127.0.0.1", 0)), {"/": lambda hurried: plain("ok")}, print)
     served.start()
     print(served.address.port, flush=True)
@@ -453,9 +453,9 @@ def test_a_close_that_was_never_started_closes() -> None:
 
 FORKING = """
     import os, socket, sys, threading, time
-    from gradwatch.sinks.http import plain
-    from gradwatch.sinks.listen import Address, listening_socket
-    from gradwatch.sinks.server import Endpoint, Limits
+    from gradwatch.endpoint.protocol import plain
+    from gradwatch.endpoint.listen import Address, listening_socket
+    from gradwatch.endpoint.server import Endpoint, Limits
     from tests.sink_records import sockets
     routes, limits = {"/": lambda hurried: plain("ok")}, Limits(cpu_share=1.0, cpu_burst_seconds=10.0)
     served = Endpoint(listening_socket(Address("127.0.0.1", 0)), routes, print, limits)

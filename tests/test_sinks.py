@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.rules import SINK_KINDS
+from gradwatch.rules.model import SINK_KINDS
 from gradwatch.sinks import _REGISTERED, Sink, find_sink, make_sink, register_sink, sink_names
 from gradwatch.sinks.log import LogSink
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """The registry loads no server, structlog or prometheus_client; the endpoint needs only the first."""
     check = (
         "import sys, gradwatch.sinks\n"
-        "heavy = {'structlog', 'prometheus_client', 'torch', 'gradwatch.sinks.server'}\n"
+        "heavy = {'structlog', 'prometheus_client', 'torch', 'gradwatch.endpoint.server'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "sink = gradwatch.sinks.make_sink('prometheus')\n"
-        "assert not (heavy - {'gradwatch.sinks.server'}) & set(sys.modules)\n"
+        "assert not (heavy - {'gradwatch.endpoint.server'}) & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", check], check=True)

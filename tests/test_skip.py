@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradwatch.hooks.empty_lists import EmptyLists
-from gradwatch.snapshot import Decision
+from gradwatch.actions.skip.empty_groups import EmptyLists
+from gradwatch.records.snapshot import Decision
 from tests.recorder import Recorder
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

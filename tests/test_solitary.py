@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.hooks.ranks import Ranks
-from gradwatch.rulefile import parse_rules
+from gradwatch.distributed.ranks import Ranks
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

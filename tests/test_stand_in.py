@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradwatch.hooks.stand_in import stand_in_for
-from gradwatch.snapshot import Decision
+from gradwatch.actions.skip.shadow_optimizer import stand_in_for
+from gradwatch.records.snapshot import Decision
 from tests.recorder import Recorder
 from tests.test_skip import digest
 

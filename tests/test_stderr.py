@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gradwatch import stderr
+from gradwatch.runtime import stderr
 
 
 def test_a_broken_pipe_keeps_nothing_that_would_fail_again_at_exit() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gradwatch
-from gradwatch.hooks import step_hooks
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
+from gradwatch.taps import step_hooks
 from tests.kept import Kept
 from tests.test_watch import build, step
 

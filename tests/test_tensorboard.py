@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gradwatch.health import Health
-from gradwatch.sinks.tensorboard import EVENTS, TensorBoardSink
+from gradwatch.runtime.health import Health
+from gradwatch.sinks.trackers.tensorboard import EVENTS, TensorBoardSink
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.errors import AttachError
-from gradwatch.health import Health
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.worker import Courier
 from gradwatch.sinks import make_sink
-from gradwatch.sinks.courier import Courier
-from gradwatch.sinks.points import MOST_OPTIMIZERS, Point, Points
-from gradwatch.sinks.tally import Tally
-from gradwatch.sinks.tracker import MAX_QUEUE, Tracker
-from gradwatch.snapshot import RunInfo
+from gradwatch.sinks.prometheus.run_totals import Tally
+from gradwatch.sinks.trackers.points import MOST_OPTIMIZERS, Point, Points
+from gradwatch.sinks.trackers.tracker import MAX_QUEUE, Tracker
 from tests.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)

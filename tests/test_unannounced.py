@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gradwatch
-from gradwatch.hooks.host import HostReading
-from gradwatch.hooks.norms import CpuReader
-from gradwatch.hooks.sentinels import Sentinels
-from gradwatch.rulefile import parse_rules
+from gradwatch.capture.probes import Sentinels
+from gradwatch.reading.batched import CpuReader
+from gradwatch.reading.host import HostReading
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.recorder import norms_of
 

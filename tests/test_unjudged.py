@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch import judging
 from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine
 from gradwatch.engine.judge import Step
 from gradwatch.policies import Policy, State, register_policy
 from gradwatch.policies.policy import POLICIES, Coefficients, Floats
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
+from gradwatch.rules.files import parse_rules
+from gradwatch.session import step as judging
 from tests.kept import Kept
 
 SKIP = """

@@ -12,10 +12,10 @@ from torch import nn
 
 import gradwatch
 from gradwatch.errors import UnmatchedRulesError
-from gradwatch.hooks import step_hooks
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.sinks.prometheus.sink import PrometheusSink
+from gradwatch.taps import step_hooks
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 from tests.test_launch_training import execute

@@ -19,9 +19,8 @@ from torch import nn
 
 import gradwatch
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.hooks import step_hooks
-from gradwatch.rulefile import parse_rules
-from gradwatch.taps import module_calls
+from gradwatch.rules.files import parse_rules
+from gradwatch.taps import module_calls, step_hooks
 from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -214,14 +213,14 @@ rules: {{big: {{detect: {{kind: above, of: norm, threshold: 5}}, groups: [heads]
 
 def test_action_not_built_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An action that a version knows and cannot carry out is refused at attach, never ignored."""
-    monkeypatch.setattr("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}))
+    monkeypatch.setattr("gradwatch.engine.rules_fit.NOT_BUILT", frozenset({"snapshot"}))
     model, optimizer = build()
     text = "version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{snapshot: {keep: 1}}]}}"
     with pytest.raises(RuleFileError, match="snapshot"):
         parse_rules(text)
     monkeypatch.undo()
     rules = parse_rules(text)
-    monkeypatch.setattr("gradwatch.engine.admission.NOT_BUILT", frozenset({"snapshot"}))
+    monkeypatch.setattr("gradwatch.engine.rules_fit.NOT_BUILT", frozenset({"snapshot"}))
     with pytest.raises(AttachError, match="snapshot"):
         watch(model, optimizer, rules=rules)
 
@@ -402,7 +401,7 @@ def another_watch() -> None:
 AFTERWARDS: dict[str, Callable[[], object]] = {
     "backward": lambda: torch.ones(1, requires_grad=True).sum().backward(),
     "watch": another_watch,
-    "asked": lambda: gradwatch.watching.live_watches(),
+    "asked": lambda: gradwatch.session.watch.live_watches(),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwatch.account.facts import Watched
 from gradwatch.account.unfed import Unfed
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
 
 
 class RunningTotals:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from gradwatch.snapshot import Snapshot
+from gradwatch.records.snapshot import Snapshot
 
 NEVER_CAME = {
     "loss": "no loss was observed (a backward that Python does not start shows none: give it by `gw.observe(loss=…)`)",

@@ -14,8 +14,8 @@ from gradwatch.cli.runs import default_directory, journals, newest
 from gradwatch.cli.terminal import paint, table
 
 if TYPE_CHECKING:
-    from gradwatch.audit import Audit, Line
     from gradwatch.journal import JournalReader
+    from gradwatch.journal.audit import Audit, Line
 
 DESCRIPTION = """Read the journal of a run: how many steps were watched, which rules fired, and every action, by rule:
 clip, rescale, skip and stop.
@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Print the audit; 1 where an action failed."""
-    from gradwatch.audit import Audit
+    from gradwatch.journal.audit import Audit
 
     where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
     audit = Audit()
@@ -63,7 +63,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def follow(journal: JournalReader, audit: Audit) -> None:
     """Read a journal; after a second a terminal is told how far."""
-    from gradwatch.audit import read
+    from gradwatch.journal.audit import read
 
     shown, began = False, time.monotonic()
     for steps in read(journal, audit):
@@ -131,7 +131,7 @@ def told(audit: Audit) -> Iterable[str]:
 
 def fired(audit: Audit) -> Iterable[str]:
     """The rules that fired, with the cause where one was found."""
-    from gradwatch.sinks.printable import one_line
+    from gradwatch.runtime.printable import one_line
 
     found = audit.fired()
     if not found:
@@ -154,7 +154,7 @@ def fired(audit: Audit) -> Iterable[str]:
 
 def row(line: Line, steps: int) -> tuple[str, ...]:
     """One rule and action as cells."""
-    from gradwatch.sinks.printable import printable
+    from gradwatch.runtime.printable import printable
 
     found = line.to_dict(steps)
     name = f"{line.action} (shadow)" if line.shadow else line.action

@@ -49,7 +49,7 @@ def handle(arguments: argparse.Namespace) -> int:
     from gradwatch.cli.demo_screen import Screen
     from gradwatch.demo.faults import make_plan
     from gradwatch.demo.play import Run, fresh_directory
-    from gradwatch.rulefile import load_rules
+    from gradwatch.rules.files import load_rules
 
     load_rules(arguments.rules)
     try:

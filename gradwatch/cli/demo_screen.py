@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from gradwatch.cli.terminal import paint, table, unpainted, width
 from gradwatch.demo.faults import Fault, Finding, Plan
 from gradwatch.demo.play import Seen
-from gradwatch.snapshot import Event
+from gradwatch.records.snapshot import Event
 
 BAR = 24
 

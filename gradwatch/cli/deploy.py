@@ -37,10 +37,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle_export(arguments: argparse.Namespace) -> int:
     """Write the stack; exit 2 where the rule file is wrong or files are in the way."""
-    from gradwatch.rulefile import load_rules
-    from gradwatch.stack import Options, export
-    from gradwatch.stack.configs import Links, Places
-    from gradwatch.stack.pace import Pace
+    from gradwatch.monitoring import Options, export
+    from gradwatch.monitoring.configs import Links, Places
+    from gradwatch.monitoring.pace import Pace
+    from gradwatch.rules.files import load_rules
 
     links = Links(arguments.serve_url or Links().serve, arguments.grafana_url or Links().grafana)
     try:

@@ -21,7 +21,7 @@ from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
     from gradwatch.launch.cost import Factory
-    from gradwatch.rules import RuleSet
+    from gradwatch.rules.model import RuleSet
 
 Status = Literal["ok", "note", "fail"]
 FLOORS = {"python": (3, 10), "torch": (2, 6), "numpy": (1, 26), "pydantic": (2, 8)}
@@ -142,7 +142,7 @@ def check_switch() -> Check:
 
 def check_port(listen: str) -> Check:
     """Whether the endpoint could have its port; a taken one is no failure, another is used."""
-    from gradwatch.sinks.listen import listening_socket, parse_listen
+    from gradwatch.endpoint.listen import listening_socket, parse_listen
 
     address = parse_listen(listen)
     try:
@@ -187,8 +187,8 @@ def check_newest_run(path: str) -> Iterator[Check]:
 
 def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     """The rules, if the file is valid, and what there is to say about it."""
-    from gradwatch.bundle.asked import refused_snapshots
-    from gradwatch.rulefile import load_rules
+    from gradwatch.incidents.bundle.asked import refused_snapshots
+    from gradwatch.rules.files import load_rules
 
     try:
         ruleset = load_rules(source)

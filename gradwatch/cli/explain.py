@@ -14,8 +14,8 @@ from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
-    from gradwatch.audit import Audit
-    from gradwatch.incident import Incident
+    from gradwatch.incidents.incident import Incident
+    from gradwatch.journal.audit import Audit
 
 DESCRIPTION = """The cause of an incident, from the journal: operation, module, line, evidence, likely remedy;
 what was done about it, the norms around it, and, where the action `snapshot` kept a bundle, how to run the step again.
@@ -75,7 +75,7 @@ def handle(arguments: argparse.Namespace) -> int:
         told = {} if audit is None else {"fired": [asdict(one) for one in audit.fired()]}
         print(json.dumps({"run": str(where), "findings": documents, **told}, indent=2, allow_nan=False))
     elif arguments.markdown:
-        from gradwatch.incident_page import markdown
+        from gradwatch.incidents.page import markdown
 
         print("\n".join([*(markdown(page(one)) for one in best), *listed(audit)]), end="")
     else:
@@ -86,7 +86,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def audited(where: Path) -> Audit:
     """What fired, as the journals of all ranks have it; of one rule the rank on which it fired most often."""
-    from gradwatch.audit import Audit, read
+    from gradwatch.journal.audit import Audit, read
 
     everything = Audit()
     for journal in journals(where):
@@ -102,7 +102,7 @@ def audited(where: Path) -> Audit:
 
 def listed(audit: Audit | None) -> Iterable[str]:
     """As `summary`, in Markdown."""
-    from gradwatch.incident_page import markdown
+    from gradwatch.incidents.page import markdown
 
     if audit is not None:
         rules = (
@@ -135,8 +135,8 @@ def chosen(where: Path, name: str | None) -> list[Incident]:
 
 def explained(where: Path, incident: Incident) -> Explained:
     """The incident with its bundle, if there is one: that of the rank that tells of it, else any."""
-    from gradwatch.bundle.folders import bundles_of
-    from gradwatch.bundle.reading import BundleError, read_document
+    from gradwatch.incidents.bundle.folders import bundles_of
+    from gradwatch.incidents.bundle.reading import BundleError, read_document
 
     kept = bundles_of(where if where.is_dir() else where.parent, incident.name)
     kept.sort(key=lambda path: f"-rank{incident.rank}" not in path.name)
@@ -151,7 +151,7 @@ def explained(where: Path, incident: Incident) -> Explained:
 
 def document(one: Explained) -> dict[str, Any]:
     """The cause with its remedy, and everything else that is known, JSON-safe."""
-    from gradwatch.incident_page import reproduce
+    from gradwatch.incidents.page import reproduce
 
     told = one.incident.to_dict()
     finding = told.pop("finding") or {}
@@ -169,7 +169,7 @@ def document(one: Explained) -> dict[str, Any]:
 
 def page(one: Explained) -> Iterable[str]:
     """The page, line by line."""
-    from gradwatch import incident_page
+    from gradwatch.incidents import page as incident_page
 
     bundle = "" if one.bundle is None else str(one.bundle)
     return incident_page.page(one.incident, bundle, one.obstacle, one.missing)
@@ -177,7 +177,7 @@ def page(one: Explained) -> Iterable[str]:
 
 def shown(lines: Iterable[str]) -> str:
     """Lines painted for a terminal; any name in them is harmless there."""
-    from gradwatch.sinks.printable import one_line
+    from gradwatch.runtime.printable import one_line
 
     told = ((line, one_line(line, LONGEST_LINE)) for line in lines)
     return "\n".join(paint(text, "bold") if line.startswith("#") else text for line, text in told).rstrip()

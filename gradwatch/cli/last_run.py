@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gradwatch.account import Account, Taken, Watched, gaps, lines
 from gradwatch.account.text import PREFIX
-from gradwatch.audit import Audit, read
 from gradwatch.cli.runs import journals, newest
 from gradwatch.errors import GradwatchError
+from gradwatch.journal.audit import Audit, read
 from gradwatch.serve.discover import read_endpoint
 
 _SERIES = re.compile(r"^(gradwatch_\w+?)(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 from gradwatch.errors import AttachError
 
 if TYPE_CHECKING:
-    from gradwatch.rules import RuleSet
+    from gradwatch.rules.model import RuleSet
 
 
 def load(source: str, run: str = "") -> RuleSet:
     """The rules of a file or pack. Raises `RuleFileError` with everything that `gradwatch run` refuses of it here."""
-    from gradwatch.rulefile import load_rules
+    from gradwatch.rules.files import load_rules
 
     return load_rules(source, run=run, refuse=refused)
 
 
 def refused(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
     """(place, reason) of bundles and sinks that cannot be had: libraries that are missing, options that do not fit."""
-    from gradwatch.bundle.asked import refused_snapshots
-    from gradwatch.settings import Settings, sink_specs
+    from gradwatch.incidents.bundle.asked import refused_snapshots
+    from gradwatch.session.settings import Settings, sink_specs
     from gradwatch.sinks import make_sink
 
     for one in refused_snapshots(ruleset):

@@ -18,9 +18,9 @@ from gradwatch.errors import GradwatchError
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradwatch.bundle.document import Document
-    from gradwatch.finding import Finding
-    from gradwatch.localise.rerun import LossFn
+    from gradwatch.incidents.bundle.document import Document
+    from gradwatch.localise.replay.rerun import LossFn
+    from gradwatch.records.finding import Finding
 
 DESCRIPTION = """The step of an incident run again, from the bundle that the action `snapshot` kept.
 
@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Run the step again and print the page of what was found; 1 where no cause is known."""
-    from gradwatch.bundle.reading import read_document
+    from gradwatch.incidents.bundle.reading import read_document
 
     if arguments.checkpoint is not None and not arguments.script:
         raise GradwatchError("--checkpoint needs --script MODULE:FUNCTION, which builds the model it is for")
@@ -71,8 +71,8 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def again(document: Document, arguments: argparse.Namespace) -> Finding:
     """Run the step on the model that the user's function builds. What it prints does not mix with a document."""
-    from gradwatch.bundle.reading import load_tensors, read_tensors
-    from gradwatch.localise.rerun import Rerun
+    from gradwatch.incidents.bundle.reading import load_tensors, read_tensors
+    from gradwatch.localise.replay.rerun import Rerun
 
     stored = read_tensors(arguments.bundle)
     weights = None if arguments.checkpoint is None else load_tensors(arguments.checkpoint)
@@ -126,8 +126,8 @@ def described(document: Document, found: Finding | None, arguments: argparse.Nam
 
 def text(document: Document, found: Finding | None, arguments: argparse.Namespace) -> str:
     """The outcome for a person: the same page as `gradwatch explain` prints."""
-    from gradwatch.explanation import sentence
-    from gradwatch.incident_page import page
+    from gradwatch.incidents.explanation import sentence
+    from gradwatch.incidents.page import page
 
     incident = replace(document.incident, finding=found)
     lines = list(page(incident, str(arguments.bundle), document.obstacle, map(str, document.left_out)))

@@ -14,7 +14,7 @@ from gradwatch.cli.terminal import complain, framed, paint, plural, table
 from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
-    from gradwatch.rules import Rule, RuleSet
+    from gradwatch.rules.model import Rule, RuleSet
 
 
 SAMPLED_RULES = (
@@ -127,7 +127,7 @@ def check_one(path: str) -> dict[str, Any]:
 
 def handle_explain(arguments: argparse.Namespace) -> int:
     """Print what a code means; 2 for a code that does not exist."""
-    from gradwatch.codes import CODES
+    from gradwatch.rules.codes import CODES
 
     if arguments.code is None:
         if arguments.json:
@@ -155,7 +155,7 @@ def explained(code: str, entry: Any) -> str:
 
 def handle_list(arguments: argparse.Namespace) -> int:
     """Print the rules; RuleFileError (exit 2) where the file is refused."""
-    from gradwatch.rulefile import load_rules
+    from gradwatch.rules.files import load_rules
 
     ruleset = load_rules(arguments.rules)
     if arguments.json:
@@ -238,7 +238,7 @@ def print_inactive(ruleset: RuleSet) -> None:
 
 def handle_schema(arguments: argparse.Namespace) -> int:
     """Print the JSON Schema."""
-    from gradwatch.rulefile import json_schema
+    from gradwatch.rules.files import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0

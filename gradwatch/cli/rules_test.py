@@ -14,7 +14,7 @@ from gradwatch.errors import AttachError, Problem, RuleFileError
 from gradwatch.runtime.numbers import json_ready
 
 if TYPE_CHECKING:
-    from gradwatch.ruletests import Case, Outcome, RuleTests
+    from gradwatch.rule_tests import Case, Outcome, RuleTests
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +51,7 @@ def handle_test(arguments: argparse.Namespace) -> int:
 
 def test_one(path: str, wanted: str) -> dict[str, Any]:
     """What became of one file: its tests, or the problems for which it was refused."""
-    from gradwatch.ruletests import load_tests
+    from gradwatch.rule_tests import load_tests
 
     report: dict[str, Any] = {"path": path, "tests": [], "problems": []}
     try:
@@ -65,7 +65,7 @@ def test_one(path: str, wanted: str) -> dict[str, Any]:
 
 def outcome_of(tests: RuleTests, case: Case) -> Outcome:
     """Run one test. Raises `RuleFileError` where the rules do not fit its parameters."""
-    from gradwatch.ruletests import compared, simulate
+    from gradwatch.rule_tests import compared, simulate
 
     try:
         return compared(case, simulate(tests.ruleset, case))

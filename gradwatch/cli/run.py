@@ -82,7 +82,7 @@ def handle(arguments: argparse.Namespace) -> int:
         complain("gradwatch: refused; running unwatched, as --on-config-error=continue asks")
         become(tuple(command), os.environ)
     from gradwatch.launch.command import prepare
-    from gradwatch.settings import ROOT
+    from gradwatch.session.settings import ROOT
 
     launch = prepare(command, {**settings(arguments), ROOT: root}, os.environ)
     if launch.note:
@@ -98,8 +98,8 @@ def check(source: str, arguments: argparse.Namespace) -> str:
         AttachError: for a run folder that cannot be made, and an address that is none.
     """
     from gradwatch.cli.preflight import load
-    from gradwatch.settings import DEFAULT_SINKS, Settings, check_directory
-    from gradwatch.sinks.listen import parse_listen
+    from gradwatch.endpoint.listen import parse_listen
+    from gradwatch.session.settings import DEFAULT_SINKS, Settings, check_directory
 
     given = Settings.resolve(source, env={**os.environ, **settings(arguments)})
     ruleset = load(source, given.run_id or "")
@@ -141,7 +141,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
 
 def anchored(rules: str) -> str:
     """The name of a shipped pack as it is, any other file by its absolute path."""
-    from gradwatch.rulefile import pack_names
+    from gradwatch.rules.files import pack_names
 
     return rules if rules in pack_names() else os.path.abspath(os.path.expanduser(rules))
 
@@ -164,7 +164,7 @@ def become(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
 
 def listen_address(text: str) -> str:
     """`HOST:PORT`, as argparse's `type`."""
-    from gradwatch.sinks.listen import parse_listen
+    from gradwatch.endpoint.listen import parse_listen
 
     try:
         parse_listen(text)

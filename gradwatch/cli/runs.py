@@ -17,7 +17,7 @@ ADVICE = "name the folder of a run, give --dir, or make a run: gradwatch run -- 
 
 def default_directory() -> str:
     """The folder of all runs: GRADWATCH_DIR, else ./gradwatch-runs."""
-    from gradwatch.settings import DEFAULT_DIR
+    from gradwatch.session.settings import DEFAULT_DIR
 
     return os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.errors import GradwatchError
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 State = tuple[Any, ...]
 """What `init` returns: a NamedTuple of arrays whose last axis is K (empty for a kind without memory)."""

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from gradwatch.detectors.constant import Finite, Positive
 from gradwatch.detectors.detector import STRICT, Detector, NormColumn, Sample, State, register_detector
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 SETTLED = 20
 """Samples after which m and s restart from median and MAD, and from which on outliers are winsorised."""

@@ -20,7 +20,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 
 class SeenState(NamedTuple):

@@ -29,7 +29,7 @@ from gradwatch.detectors.level import (
     restart_level,
 )
 from gradwatch.detectors.share import ZERO_NORM
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 
 @register_detector

@@ -23,7 +23,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 JUMP = 4.0
 """A scale that rises by more than this at once is no growth (that doubles) but a scaler that starts anew."""

@@ -30,7 +30,7 @@ from gradwatch.detectors.level import (
     gain,
     mature,
 )
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 ZERO_NORM = 1e-30
 """A norm of exactly zero counts as this, so that a gradient that vanishes completely is a fall too."""

@@ -23,7 +23,7 @@ from gradwatch.detectors.level import (
     log_of,
     mature,
 )
-from gradwatch.snapshot import BoolArray, FloatArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 
 @cache

@@ -21,8 +21,8 @@ from gradwatch.engine.ladder import due_actions
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
-from gradwatch.rules import Action
-from gradwatch.snapshot import RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
+from gradwatch.records.snapshot import RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
+from gradwatch.rules.model import Action
 
 Array32 = NDArray[np.float32]
 NO_ORDER = np.float32(np.inf)

@@ -12,16 +12,16 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.bounds import Bound
 from gradwatch.detectors.level import LevelState
+from gradwatch.engine.baseline_bounds import bounds_of_rules, own_state
 from gradwatch.engine.clipping import BoundPolicy
-from gradwatch.engine.limiting import bounds_of_rules, own_state
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.engine.state import EngineState
 from gradwatch.policies import Baseline, BlockRMS, ClipByNorm, ElementwisePolicy, Normalize, State
-from gradwatch.rules import Action, Rule, RuleSet
-from gradwatch.snapshot import BoolArray
+from gradwatch.policies.norm_bound import Bound
+from gradwatch.records.snapshot import BoolArray
+from gradwatch.rules.model import Action, Rule, RuleSet
 
 BOUNDED = frozenset({"grad_input_norm"})
 """Module columns that a full-backward hook can bound: it returns the gradient that the module passes on."""

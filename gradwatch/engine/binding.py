@@ -8,22 +8,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradwatch.bounds import Bound
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
-from gradwatch.engine.admission import admit, may_miss, refusals, unmatched
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
+from gradwatch.engine.fast_path import Quiet
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.needs import Needs, needs_of
 from gradwatch.engine.plan import NO_BANK, Plan, make_plan
-from gradwatch.engine.quiet import Quiet
+from gradwatch.engine.rules_fit import admit, may_miss, refusals, unmatched
 from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.engine.unfit import Refusal
 from gradwatch.errors import GradwatchError
-from gradwatch.rules import Rule, RuleSet
-from gradwatch.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict
+from gradwatch.policies.norm_bound import Bound
+from gradwatch.records.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict
+from gradwatch.rules.model import Rule, RuleSet
 
 LR_JUMP = 3.0
 """A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""

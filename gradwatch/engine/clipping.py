@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.series import group_masks
 from gradwatch.errors import GradwatchError
-from gradwatch.interruption import not_ours
 from gradwatch.policies import (
     AdaptiveGradientClip,
     AnyPolicy,
@@ -33,8 +32,9 @@ from gradwatch.policies import (
     State,
     find_policy,
 )
-from gradwatch.rules import Clip, ClipAt, ClipPolicy, RuleSet
-from gradwatch.snapshot import BoolArray, Sites, Snapshot
+from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
+from gradwatch.rules.model import Clip, ClipAt, ClipPolicy, RuleSet
+from gradwatch.runtime.interruption import not_ours
 
 Index = NDArray[np.intp]
 Failed = Callable[[Exception], None]
@@ -215,7 +215,7 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
     elementwise: list[tuple[ElementwisePolicy, BoolArray]] = []
     for place, said, mask in _covered(clip, ruleset, sites):
         if find_policy(said.method) is None:
-            continue  # said by `admission`, before anything is trained
+            continue  # said by `rules_fit`, before anything is trained
         policy = make_policy(said)
         if place == TOTAL and said.method == "norm" and said.params.get("scope", "total") == "total":
             max_norm = float(said.params["max_norm"])

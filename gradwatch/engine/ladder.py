@@ -10,7 +10,7 @@ from functools import cache
 
 from gradwatch.engine.plan import RulePlan
 from gradwatch.engine.temporal import Track
-from gradwatch.rules import Action
+from gradwatch.rules.model import Action
 
 
 @cache

@@ -13,8 +13,8 @@ from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
 from gradwatch.engine.needs import Needs, needs_of
 from gradwatch.engine.series import FREE_COLUMNS, MODULE_COLUMNS, Reader, Series, roots_of, series_of
-from gradwatch.rules import Action, Rule, RuleSet
-from gradwatch.snapshot import RANK_COLUMNS, FloatArray, Sites
+from gradwatch.records.snapshot import RANK_COLUMNS, FloatArray, Sites
+from gradwatch.rules.model import Action, Rule, RuleSet
 
 NO_BANK = -1
 ONE_RANK = "needs several ranks, all of them watching and with the same parameters (DDP, FSDP2)"

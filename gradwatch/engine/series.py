@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.needs import BURSTS, source_of
-from gradwatch.rules import SAMPLED, Group, Rule, RuleSet
-from gradwatch.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
+from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
+from gradwatch.rules.model import SAMPLED, Group, Rule, RuleSet
 
 SeriesScope = Literal["param", "group", "total", "scalar"]
 Index = NDArray[np.intp]

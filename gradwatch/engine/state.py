@@ -16,7 +16,7 @@ from gradwatch.engine.plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.engine.temporal import IDLE, NEVER, Track, awake
 from gradwatch.errors import GradwatchError
-from gradwatch.snapshot import Verdict
+from gradwatch.records.snapshot import Verdict
 
 FORMAT = 1
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 NEVER = -1
 

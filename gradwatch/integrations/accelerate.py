@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-import gradwatch.attach
+import gradwatch.session.attach
 from gradwatch.integrations import checkpoint_file
 from gradwatch.integrations.requirement import requires
-from gradwatch.watching import Watch
+from gradwatch.session.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +38,7 @@ def watch(
     state, and `load_state` reads it where a checkpoint has one (call it after this function). Without this,
     `gradwatch.watch` on the prepared objects sees the same numbers.
     """
-    gw = gradwatch.attach.watch(model, optimizer, **options)
+    gw = gradwatch.session.attach.watch(model, optimizer, **options)
     if not gw.models():  # GRADWATCH=0
         return gw
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwatch.integrations.session import resume
 from gradwatch.runtime.files import write_whole
-from gradwatch.watching import Watch
+from gradwatch.session.watch import Watch
 
 NAME = "gradwatch.json"
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-import gradwatch.attach
+import gradwatch.session.attach
 from gradwatch.integrations.requirement import requires
 from gradwatch.integrations.session import observe_number
-from gradwatch.watching import Watch
+from gradwatch.session.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,7 +44,7 @@ def watch(
     is not one number is passed over. To keep the state in Ignite's checkpoints, save the watch like anything
     else: `Checkpoint({"model": model, "optimizer": optimizer, "gradwatch": gw}, ...)`.
     """
-    gw = gradwatch.attach.watch(model, optimizer, **options)
+    gw = gradwatch.session.attach.watch(model, optimizer, **options)
     if not gw.models():  # GRADWATCH=0
         return gw
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from gradwatch.integrations.session import Options, Session
-from gradwatch.watching import Watch
+from gradwatch.session.watch import Watch
 
 
 class LightningHooks:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.attach import watch
-from gradwatch.watching import Watch
+from gradwatch.session.attach import watch
+from gradwatch.session.watch import Watch
 
 if TYPE_CHECKING:
     import os
 
-    from gradwatch.rules import RuleSet
+    from gradwatch.rules.model import RuleSet
     from gradwatch.sinks import Sink
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradwatch.integrations import checkpoint_file
 from gradwatch.integrations.requirement import requires
 from gradwatch.integrations.session import Session
-from gradwatch.watching import Watch
+from gradwatch.session.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from gradwatch.journal.entries import Reason
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
 
 FIRST = 1_000
 AROUND = 200

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from gradwatch.finding import Finding
 from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload
 from gradwatch.journal.steps import StepsEntry, decode_steps
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Column, Event, RunInfo, Sites
 from gradwatch.runtime.numbers import json_number
-from gradwatch.snapshot import Column, Event, RunInfo, Sites
 
 FORMAT = 1
 Reason = Literal["first", "incident", "sample", "full", "firing"]

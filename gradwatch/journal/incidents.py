@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradwatch.finding import Finding
-from gradwatch.incident import AROUND, Incident, StepNorms, ordered
+from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.journal.entries import EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.steps import StepRow, StepsEntry
-from gradwatch.snapshot import Event, RunInfo
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Event, RunInfo
 
 AFTER = 3
 """Steps after an incident whose norms are told with it."""

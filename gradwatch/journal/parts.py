@@ -11,7 +11,7 @@ from gradwatch.account.together import Part
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.steps import StepsEntry
-from gradwatch.snapshot import Order, RunInfo
+from gradwatch.records.snapshot import Order, RunInfo
 
 
 class Recorded:

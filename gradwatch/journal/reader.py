@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwatch.finding import Finding
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entry
 from gradwatch.journal.frames import Damage, FrameScanner
 from gradwatch.journal.replay import RecordedStep, join_records
-from gradwatch.snapshot import Event
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Event
 
 _TAIL = 1 << 20
 _NAME = re.compile(r"(?P<stem>rank(?P<rank>\d+)-attempt(?P<attempt>\d+))(?:\.(?P<segment>\d+))?\.gwj")

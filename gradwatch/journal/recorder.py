@@ -19,7 +19,7 @@ from gradwatch.journal.files import JournalFiles
 from gradwatch.journal.health_tag import HealthTag
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import GroupNorms, StepRow, StepsEntry, step_row
-from gradwatch.snapshot import Event, Record, RunInfo, Sites, Snapshot
+from gradwatch.records.snapshot import Event, Record, RunInfo, Sites, Snapshot
 
 _ROWS = 64
 _ROWS_SECONDS = 1.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from gradwatch.journal.entries import Entry, EventsEntry, NormsEntry, RunEntry, SitesEntry
 from gradwatch.journal.steps import StepRow, StepsEntry
-from gradwatch.snapshot import Record, Sites, Snapshot, Verdict
+from gradwatch.records.snapshot import Record, Sites, Snapshot, Verdict
 
 HORIZON = 1024
 _KEPT = 4 * HORIZON

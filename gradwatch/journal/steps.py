@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.journal.payload import Array, Payload, encode_payload
+from gradwatch.records.snapshot import Decision, Order, Record, Sites
 from gradwatch.runtime.numbers import json_number
-from gradwatch.snapshot import Decision, Order, Record, Sites
 
 _PROVISIONAL, _SKIP, _STOP = 1, 2, 4
 _FLOATS = ("wall_time", "overhead_seconds", "total_norm", "total_norm_applied", "coverage")

@@ -1,9 +1,10 @@
 """The part of `gradwatch run` that lives in the script's process, armed by the import of torch.
 
-Modules and optimizers are known by torch's events (`taps.registered`, `taps.making`). Otherwise it is idle: DataLoader
-workers, compile workers and git helpers start no thread, open no socket and print nothing. Before the first `backward`,
-`scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one Watch, which lives as
-long as the process. What the forward before was like is held from the making of the optimizer on (`first_forwards`).
+Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizer_init`). Otherwise it is idle:
+DataLoader workers, compile workers and git helpers start no thread, open no socket and print nothing. Before the first
+`backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one Watch,
+which lives as long as the process. What the forward before was like is held from the making of the optimizer on
+(`first_forwards`).
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch import stderr
+from gradwatch.capture import user_clip
 from gradwatch.errors import GradwatchError, UnfitRulesError
-from gradwatch.hooks import clipping, precision, step_hooks
-from gradwatch.imports import filters_kept
-from gradwatch.interruption import not_ours
 from gradwatch.launch import ending, refusal
 from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.unannounced import Unannounced
-from gradwatch.taps import backward_entry, guard, making
+from gradwatch.runtime import guard, stderr
+from gradwatch.runtime.imports import filters_kept
+from gradwatch.runtime.interruption import not_ours
+from gradwatch.taps import backward_entry, grad_scaler, optimizer_init, step_hooks
 from gradwatch.taps.process_totals import count_backwards
 from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
     from gradwatch.launch.baselines import Baselines
+    from gradwatch.session.watch import Watch
     from gradwatch.taps.backward_entry import BackwardCall
-    from gradwatch.watching import Watch
 
 _MANY = 64  # known optimizers before those that are gone are looked for
 
@@ -67,10 +68,10 @@ class Agent:
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, lambda: self._lock)
         self._unannounced = Unannounced(self.registered)
-        making.listen(self._making)
+        optimizer_init.listen(self._making)
         backward_entry.listen(self._about_to_run)
-        clipping.listen(self._about_to_clip)
-        precision.hear_scale(self._scaled)
+        user_clip.listen(self._about_to_clip)
+        grad_scaler.hear_scale(self._scaled)
         step_hooks.listen(self)
         guard.listen(_strictly)
         os.register_at_fork(after_in_child=self._forked)
@@ -212,9 +213,9 @@ class Agent:
     def _attach(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Watch | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
         with filters_kept():
-            from gradwatch.attach import watch_optimizers
             from gradwatch.launch.baselines import Baselines
-            from gradwatch.watching import live_watches
+            from gradwatch.session.attach import watch_optimizers
+            from gradwatch.session.watch import live_watches
         while self._inherited:
             self._inherited.pop().close()
         here = [watch for watch in live_watches() if not watch.resting()]
@@ -245,7 +246,7 @@ class Agent:
 
 def _is_watched(identity: int) -> bool:
     """Whether some watch of this process has the parameter with this `id()`."""
-    watching = sys.modules.get("gradwatch.watching")
+    watching = sys.modules.get("gradwatch.session.watch")
     return watching is not None and any(watch.knows(identity) for watch in watching.live_watches())
 
 
@@ -268,7 +269,7 @@ def _is_worker() -> bool:
 def close_all(pid: int) -> None:
     """At exit of the process that attached (a forked child must not close its parent's files)."""
     if os.getpid() == pid:
-        from gradwatch.watching import conclude_all
+        from gradwatch.session.watch import conclude_all
 
         conclude_all()
         for agent in _agents:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from gradwatch import stderr
 from gradwatch.launch.keeper import Keeper, command, of_another_command
+from gradwatch.runtime import stderr
 from gradwatch.runtime.files import write_whole
 
 if TYPE_CHECKING:
-    from gradwatch.hooks.lane import Lane
-    from gradwatch.watching import Watch
+    from gradwatch.capture.optimizer import Lane
+    from gradwatch.session.watch import Watch
 
 EVERY_SECONDS = 60.0
 SHARE = 200  # the time between two savings is at least so many times what one took

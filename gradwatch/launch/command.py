@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwatch.settings import LAUNCHED_IN, TELLER
+from gradwatch.session.settings import LAUNCHED_IN, TELLER
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 ISOLATED = Path(__file__).resolve().parent / "isolated.py"

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.capture.names import named_parameters
 from gradwatch.engine import Engine
-from gradwatch.hooks.names import named_parameters
-from gradwatch.rules import RuleSet
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.model import RuleSet
 from gradwatch.sinks.journal import JournalSink
-from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.snapshot import Sites
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 Loss = Callable[[nn.Module], Tensor]
 Factory = Callable[[], tuple[nn.Module, Loss]]

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gradwatch import stderr
 from gradwatch.account import NOTHING_TAKEN, Account, lines
 from gradwatch.account.ending import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
 from gradwatch.launch import family
-from gradwatch.process import alive
-from gradwatch.settings import LAUNCHED_IN, quiet_asked, told_by
+from gradwatch.runtime import stderr
+from gradwatch.runtime.process import alive
+from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []
 _armed = [False]
@@ -75,7 +75,7 @@ def _first_rank() -> bool:
 
 def account_of_process() -> Account:
     """The account of everything that this process did; its watches, if there were any, have been closed."""
-    watching, counted = map(sys.modules.get, ("gradwatch.watching", "gradwatch.taps.process_totals"))
+    watching, counted = map(sys.modules.get, ("gradwatch.session.watch", "gradwatch.taps.process_totals"))
     if watching is not None:
         account: Account = watching.account_of_process()
     else:

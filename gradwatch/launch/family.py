@@ -17,8 +17,8 @@ from pathlib import Path
 
 from gradwatch.account import Account
 from gradwatch.account.together import Part, together
-from gradwatch.process import alive
-from gradwatch.settings import DEFAULT_DIR, ROOT, TELLER, told_by
+from gradwatch.runtime.process import alive
+from gradwatch.session.settings import DEFAULT_DIR, ROOT, TELLER, told_by
 
 _CLOCKS = 60.0  # seconds that the clock of a file server may be behind
 _SECONDS = 2.0  # for reading what processes without an end have recorded; of less, fewer steps are known

@@ -17,14 +17,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.interruption import not_ours
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import tree
 from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
-    from gradwatch.localise.early import Early
-    from gradwatch.localise.kinds import Kinds
-    from gradwatch.watching import Watch
+    from gradwatch.localise.hold.kinds import Kinds
+    from gradwatch.localise.hold.pre_attach import Early
+    from gradwatch.session.watch import Watch
 
 MOST_MODELS = 16
 MOST_FAULTS = 8  # kept, to be counted by the Watch
@@ -54,7 +54,7 @@ class FirstForwards:
         if not fresh:
             return
         # Here, not at the top: most processes that import torch make no optimizer.
-        from gradwatch.localise.early import Early
+        from gradwatch.localise.hold.pre_attach import Early
 
         if self._early is None:
             self._early = Early(self._failed)
@@ -120,7 +120,7 @@ def _trainable(model: nn.Module) -> bool:
 
 def _watched(model: nn.Module) -> bool:
     """Whether a live Watch has a parameter of it; nothing is imported to find out."""
-    watching = sys.modules.get("gradwatch.watching")
+    watching = sys.modules.get("gradwatch.session.watch")
     if watching is None:
         return False
     watches = [watch for watch in watching.live_watches() if not watch.resting()]

@@ -13,8 +13,8 @@ import hashlib
 import os
 import sys
 
-from gradwatch.settings import told_by
-from gradwatch.snapshot import RunInfo
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.session.settings import told_by
 
 WORKER = "a process started by multiprocessing keeps none, unless it is one of several ranks"
 FORKED = "a forked process keeps none, unless it is one of several ranks"

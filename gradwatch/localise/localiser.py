@@ -16,22 +16,22 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.finding import Batch, Finding
-from gradwatch.hooks import graph_task, step_hooks
-from gradwatch.localise.attributes import Refused
-from gradwatch.localise.closure import Kept, run_again
-from gradwatch.localise.diagnose import diagnose, warned
-from gradwatch.localise.early import Early
-from gradwatch.localise.fingerprint import fingerprint
-from gradwatch.localise.gathered import gather, is_spread, refuse_gathering
-from gradwatch.localise.held import Call, inner
-from gradwatch.localise.holdings import Holdings
-from gradwatch.localise.live import Live
-from gradwatch.localise.losses import told_of_loss
-from gradwatch.localise.profile import Profile, suspect
-from gradwatch.localise.raising import Raising
-from gradwatch.localise.replay import Trace, refuse, replay, within
-from gradwatch.localise.together import Together
+from gradwatch.localise.diagnosis.diagnose import diagnose, warned
+from gradwatch.localise.diagnosis.losses import told_of_loss
+from gradwatch.localise.diagnosis.profile import Profile, suspect
+from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.hold.fingerprint import fingerprint
+from gradwatch.localise.hold.held import Call, inner
+from gradwatch.localise.hold.pre_attach import Early
+from gradwatch.localise.hold.recorded_calls import Holdings
+from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
+from gradwatch.localise.replay.closure import Kept, run_again
+from gradwatch.localise.replay.live import Live
+from gradwatch.localise.replay.raising import Raising
+from gradwatch.localise.replay.rank_agreement import Together
+from gradwatch.localise.replay.replay import Trace, refuse, replay, within
+from gradwatch.records.finding import Batch, Finding
+from gradwatch.taps import backward, step_hooks
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -415,7 +415,7 @@ def _of_step(finding: Finding, step: int | None) -> Finding:
 
 def _in_backward() -> bool:
     """Whether an optimizer steps inside a backward: there nothing may be entered or left."""
-    return graph_task.current() != graph_task.NONE
+    return backward.current() != backward.NONE
 
 
 def _joined(*notes: str) -> str:

@@ -20,7 +20,7 @@ from gradwatch.policies.policy import (
     register_policy,
     usable,
 )
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 EPSILON = 1e-8
 """As in the reference, added to the global norm and the least that a norm is taken for."""

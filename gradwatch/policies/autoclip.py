@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gradwatch.policies.norm import clip_coefficients
 from gradwatch.policies.policy import Coefficients, Count, Floats, Policy, State, register_policy, usable
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 SMALLEST = 16  # rows; doubled until there are `history` of them
 

@@ -21,7 +21,7 @@ from gradwatch.policies.policy import (
     register_policy,
     usable,
 )
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 WIDTHS = 2.0
 """The bound is so many σ̂ above the usual: inside what the run has shown itself to need."""

@@ -1,6 +1,6 @@
 """The policies that treat elements or rows of a gradient apart: their hyper-parameters.
 
-A norm does not tell what they do, so they have no `coefficients`; `gradwatch.hooks.elementwise` holds the torch that
+A norm does not tell what they do, so they have no `coefficients`; `gradwatch.actions.elementwise` holds the torch that
 carries them out, and says what happens where several policies cover one parameter.
 """
 

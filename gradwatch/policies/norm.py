@@ -18,7 +18,7 @@ from gradwatch.policies.policy import (
     finite,
     register_policy,
 )
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 EPSILON = np.float32(1e-6)
 """Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""

@@ -18,7 +18,7 @@ from gradwatch.policies.policy import (
     finite,
     register_policy,
 )
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 
 @register_policy

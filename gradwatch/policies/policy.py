@@ -4,7 +4,7 @@ A policy is a frozen dataclass of hyper-parameters. Those that make one factor o
 K series at once, numpy only: `init(count) -> state`, `coefficients(state, norms, present) -> float32[K]`,
 `learn(state, norms, present) -> state`. K is the number of parameters where `scope` is param, and the number of
 groups (one for the whole) where it is group or total. Those that treat elements or rows apart are named in
-`gradwatch.policies.elementwise` and carried out by `gradwatch.hooks.elementwise`.
+`gradwatch.policies.elementwise` and carried out by `gradwatch.actions.elementwise`.
 
 Axes: K series.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gradwatch.errors import GradwatchError
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 ENTRY_POINT_GROUP = "gradwatch.policies"
 

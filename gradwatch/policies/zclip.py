@@ -20,7 +20,7 @@ from gradwatch.policies.policy import (
     register_policy,
     usable,
 )
-from gradwatch.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray
 
 
 class ZClipState(NamedTuple):

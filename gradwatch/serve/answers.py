@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gradwatch.endpoint.protocol import Content
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.runtime.printable import printable
 from gradwatch.serve.fleet import STATES, Fleet, Member
 from gradwatch.serve.summary import Known
-from gradwatch.sinks.exposition import CONTENT_TYPE, Family, Labels, Series, render
-from gradwatch.sinks.families import families
-from gradwatch.sinks.http import Content
-from gradwatch.sinks.lasting import labelled, lasting
-from gradwatch.sinks.metrics import METRICS, SERVE_METRICS
-from gradwatch.sinks.printable import printable
-from gradwatch.snapshot import RunInfo
+from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, Family, Labels, Series, render
+from gradwatch.sinks.prometheus.families import families
+from gradwatch.sinks.prometheus.final_metrics import labelled, lasting
+from gradwatch.sinks.prometheus.metrics import METRICS, SERVE_METRICS
 
 JOB = "gradwatch"
 FIRINGS = "gradwatch_rule_firings_total"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gradwatch.endpoint.listen import Address
 from gradwatch.journal.reader import JournalName
-from gradwatch.process import is_running, started_at
+from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.files import read_regular
-from gradwatch.sinks.listen import Address
-from gradwatch.snapshot import RunInfo
+from gradwatch.runtime.process import is_running, started_at
 
 State = Literal["running", "ended", "silent"]
 SILENT_SECONDS = 86_400.0

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from gradwatch.endpoint.listen import Address
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.reader import JournalReader
+from gradwatch.records.snapshot import RunInfo
 from gradwatch.serve.discover import Process, processes, run_folders
 from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries, Summary
-from gradwatch.sinks.listen import Address
-from gradwatch.sinks.targets import MOURNING_SECONDS
-from gradwatch.snapshot import RunInfo
+from gradwatch.sinks.prometheus.targets import MOURNING_SECONDS
 
 _QUIET_SECONDS = 60.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
+from gradwatch.endpoint.protocol import Content
+from gradwatch.runtime.printable import printable
 from gradwatch.serve.fleet import STATES, Fleet, Member
-from gradwatch.sinks.http import Content
-from gradwatch.sinks.printable import printable
 
 MOST_ROWS = 500
 _STYLE = """

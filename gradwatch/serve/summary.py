@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.replay import join_records
+from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.files import write_whole
 from gradwatch.serve.discover import Process
-from gradwatch.sinks.families import OptimizerView, RunEnd, View, optimizer_labels
-from gradwatch.sinks.tally import Histogram, Tally
-from gradwatch.snapshot import RunInfo
+from gradwatch.sinks.prometheus.families import OptimizerView, RunEnd, View, optimizer_labels
+from gradwatch.sinks.prometheus.run_totals import Histogram, Tally
 
 _NEWEST = 5
 _FORMAT = 2
@@ -70,7 +70,7 @@ class Summary:
         return sum(sum(tally.firings.values()) for tally in self.tallies.values())
 
     def view(self) -> View:
-        """For the families that outlive a process (`gradwatch.sinks.lasting`)."""
+        """For the families that outlive a process (`gradwatch.sinks.prometheus.final_metrics`)."""
         labels = optimizer_labels(self.tallies)
         optimizers = [OptimizerView(labels[index], tally) for index, tally in self.tallies.items()]
         return View(

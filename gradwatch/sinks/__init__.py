@@ -15,11 +15,11 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.errors import AttachError, MissingDependencyError
-from gradwatch.health import Health
-from gradwatch.imports import filters_kept
-from gradwatch.rules import SINK_KINDS
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.rules.model import SINK_KINDS
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.spelling import did_you_mean
-from gradwatch.snapshot import Record, RunInfo
 
 __all__ = ["Sink", "find_sink", "make_sink", "register_sink", "sink_names"]
 
@@ -55,13 +55,13 @@ _REGISTERED: dict[str, SinkFactory | str] = {
     "alertmanager": "gradwatch.sinks.alertmanager:AlertmanagerSink",
     "journal": "gradwatch.sinks.journal:JournalSink",
     "log": "gradwatch.sinks.log:LogSink",
-    "mlflow": "gradwatch.sinks.mlflow:MLflowSink",
+    "mlflow": "gradwatch.sinks.trackers.mlflow:MLflowSink",
     "otlp": "gradwatch.sinks.otlp:OTLPSink",
-    "prometheus": "gradwatch.sinks.prometheus:PrometheusSink",
-    "pushgateway": "gradwatch.sinks.pushgateway:PushgatewaySink",
-    "tensorboard": "gradwatch.sinks.tensorboard:TensorBoardSink",
-    "textfile": "gradwatch.sinks.textfile:TextfileSink",
-    "wandb": "gradwatch.sinks.wandb:WandbSink",
+    "prometheus": "gradwatch.sinks.prometheus.sink:PrometheusSink",
+    "pushgateway": "gradwatch.sinks.prometheus.pushgateway:PushgatewaySink",
+    "tensorboard": "gradwatch.sinks.trackers.tensorboard:TensorBoardSink",
+    "textfile": "gradwatch.sinks.prometheus.textfile:TextfileSink",
+    "wandb": "gradwatch.sinks.trackers.wandb:WandbSink",
 }
 
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Event, Record, RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.printable import one_line, printable
+from gradwatch.runtime.worker import Round, courier
 from gradwatch.sinks.alert_names import alert_name
-from gradwatch.sinks.courier import Round, courier
-from gradwatch.sinks.families import NO_OPTIMIZER
 from gradwatch.sinks.post import checked_url, post_json
-from gradwatch.sinks.printable import one_line, printable
-from gradwatch.sinks.targets import target_labels
-from gradwatch.snapshot import Event, Record, RunInfo
+from gradwatch.sinks.prometheus.families import NO_OPTIMIZER
+from gradwatch.sinks.prometheus.targets import target_labels
 
 _CLOSE_SECONDS = 2.0
 _MOST_ALERTS = 512

@@ -9,10 +9,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
-from gradwatch.health import Health
-from gradwatch.interruption import not_ours
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.sinks import Sink
-from gradwatch.snapshot import Record, RunInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")

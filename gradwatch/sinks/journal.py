@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 from weakref import WeakSet
 
 from gradwatch.account import Account
-from gradwatch.health import Health
 from gradwatch.journal.cadence import record_bytes
 from gradwatch.journal.entries import EndEntry, LostEntry
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.retention import Retention
-from gradwatch.snapshot import Event, Record, RunInfo
+from gradwatch.records.snapshot import Event, Record, RunInfo
+from gradwatch.runtime.health import Health
 
 MAX_QUEUE = 1024
 _FOR_EVENTS = 256

@@ -13,16 +13,17 @@ from typing import Any, Literal, NamedTuple, TextIO, get_args
 
 import structlog
 
-from gradwatch import explanation, stderr
 from gradwatch.account import Account, gaps
 from gradwatch.account.text import fields
 from gradwatch.errors import GradwatchError
-from gradwatch.finding import Finding
-from gradwatch.health import Health
+from gradwatch.incidents import explanation
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Event, Order, Record, RunInfo
+from gradwatch.runtime import stderr
+from gradwatch.runtime.health import Health
 from gradwatch.runtime.numbers import json_number
-from gradwatch.sinks.families import NO_OPTIMIZER
-from gradwatch.sinks.printable import one_line, printable
-from gradwatch.snapshot import Event, Order, Record, RunInfo
+from gradwatch.runtime.printable import one_line, printable
+from gradwatch.sinks.prometheus.families import NO_OPTIMIZER
 
 LogFormat = Literal["console", "json"]
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)

@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.dependencies import require
+from gradwatch.runtime.health import Health
 from gradwatch.sinks import undisturbed
-from gradwatch.sinks.exposition import Family, Labels
-from gradwatch.sinks.extras import require
 from gradwatch.sinks.post import checked_url, post
-from gradwatch.sinks.shipment import Shipment
-from gradwatch.sinks.targets import target_labels
-from gradwatch.snapshot import Record, RunInfo
+from gradwatch.sinks.prometheus.exposition import Family, Labels
+from gradwatch.sinks.prometheus.periodic_export import Shipment
+from gradwatch.sinks.prometheus.targets import target_labels
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import HistogramDataPoint, Metric, MetricsData, NumberDataPoint

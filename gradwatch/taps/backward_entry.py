@@ -17,7 +17,8 @@ import torch
 from torch._C import _ImperativeEngine as ImperativeEngine
 from torch.autograd import Variable
 
-from gradwatch.taps import guard, modes
+from gradwatch.runtime import guard
+from gradwatch.taps import modes
 from gradwatch.taps.dynamo import untraced
 
 _ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__

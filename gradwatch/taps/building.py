@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from gradwatch.taps import guard
+from gradwatch.runtime import guard
 from gradwatch.taps.dynamo import untraced
 
 Listener = Callable[[], None]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gradwatch.taps import guard
+from gradwatch.runtime import guard
 from gradwatch.taps.dynamo import untraced, untraced_itself
 
 Closure = Callable[..., Any]

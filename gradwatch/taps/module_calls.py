@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwatch.taps import guard, modes
+from gradwatch.runtime import guard
+from gradwatch.taps import modes
 from gradwatch.taps.dynamo import untraced
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]

@@ -2,7 +2,8 @@
 
 Beside these totals stands what was watched (`gradwatch.account`): where the two differ, something was not seen. Each
 number is written by the one tap that notices it, while that tap is installed: backwards and calls of
-`torch.autograd.grad` by `gradwatch.taps.backward_entry` (`count_backwards`), the others by `gradwatch.hooks`.
+`torch.autograd.grad` by `gradwatch.taps.backward_entry` (`count_backwards`), the others by `gradwatch.taps.step_hooks`
+and `gradwatch.capture.user_clip`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from gradwatch.account import Taken
+from gradwatch.runtime.distinct import Distinct
 from gradwatch.taps import backward_entry
-from gradwatch.taps.distinct import Distinct
 
 
 @dataclass(slots=True)

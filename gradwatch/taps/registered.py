@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from gradwatch.taps import guard
+from gradwatch.runtime import guard
 from gradwatch.taps.dynamo import untraced
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -21,8 +21,8 @@ from gradwatch.journal.parts import Recorded
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import step_row
 from gradwatch.launch import family, refusal
-from gradwatch.settings import ROOT, TELLER, told_by
-from gradwatch.snapshot import RunInfo
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.session.settings import ROOT, TELLER, told_by
 from tests.sink_records import make_event, make_record, make_sites, skip
 from tests.test_launch_training import run
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import gradwatch
 from gradwatch.account.unfed import Unfed
-from gradwatch.courses import reads_of
 from gradwatch.engine import Engine
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.binding.bindings import reads_of
 from tests.engine_cases import everywhere, make_sites, make_snapshot
 from tests.kept import Kept
 

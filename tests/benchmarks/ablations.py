@@ -46,38 +46,38 @@ def _nothing(*_: object) -> None:
 
 
 def _keep_all_hooks() -> None:
-    from gradwatch.hooks.capture import Capture
+    from gradwatch.capture.parameters import Capture
 
     _replace(Capture, "thin", _nothing)
 
 
 def _judge_at_once() -> None:
-    from gradwatch import judging
+    from gradwatch.session import step
 
-    _replace(judging, "CALM", sys.maxsize)
+    _replace(step, "CALM", sys.maxsize)
 
 
 def _judge_in_full() -> None:
-    from gradwatch.engine.quiet import Quiet
+    from gradwatch.engine.fast_path import Quiet
 
     _replace(Quiet, "learn", _nothing)
 
 
 def _read_clipped_again() -> None:
-    from gradwatch.hooks import lane
+    from gradwatch.capture import optimizer
 
-    _replace(lane, "factor_since", _nothing)
+    _replace(optimizer, "factor_since", _nothing)
 
 
 def _read_with_torch() -> None:
-    from gradwatch.hooks import norms, rows
+    from gradwatch.reading import batched, rows
 
-    _replace(norms, "fastest", lambda: rows.NormRows)
-    _replace(norms.CpuReader.__init__, "__defaults__", (norms.fastest,))
+    _replace(batched, "fastest", lambda: rows.NormRows)
+    _replace(batched.CpuReader.__init__, "__defaults__", (batched.fastest,))
 
 
 def _probe_nothing() -> None:
-    from gradwatch.hooks.sentinels import Sentinels
+    from gradwatch.capture.probes import Sentinels
 
     for name in ("hold", "let_go"):
         _replace(Sentinels, name, _nothing)
@@ -85,14 +85,14 @@ def _probe_nothing() -> None:
 
 
 def _observe_no_loss() -> None:
-    from gradwatch.hooks.losses import Losses
+    from gradwatch.capture.columns.loss import Losses
 
     for name in ("_begins", "reached"):
         _replace(Losses, name, _nothing)
 
 
 def _look_at_no_weights() -> None:
-    from gradwatch.judging import Judging
+    from gradwatch.session.step import Judging
 
     _replace(Judging, "_glance", _nothing)
 

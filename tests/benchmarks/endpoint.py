@@ -55,9 +55,9 @@ with (folder / "count").open("r+b") as file, mmap.mmap(file.fileno(), 24) as cou
 """
 DECOY = """
 import sys, urllib.request
-from gradwatch.sinks.http import Content
-from gradwatch.sinks.listen import Address, listening_socket
-from gradwatch.sinks.server import Endpoint
+from gradwatch.endpoint.protocol import Content
+from gradwatch.endpoint.listen import Address, listening_socket
+from gradwatch.endpoint.server import Endpoint
 with urllib.request.urlopen(sys.argv[1], timeout=30) as response:
     body = Content(response.headers["Content-Type"], response.read())
 served = Endpoint(listening_socket(Address("127.0.0.1", 0)), {"/metrics": lambda hurried: body}, print)

@@ -14,8 +14,8 @@ import numpy as np
 
 from gradwatch.detectors import Above, Below, Detector, Drift, Drop, NonFinite, NormOverflow, Spike, Stale
 from gradwatch.engine import Engine
-from gradwatch.rulefile import load_rules
-from gradwatch.rules import Rule, RuleSet
+from gradwatch.rules.files import load_rules
+from gradwatch.rules.model import Rule, RuleSet
 from tests.engine_cases import GROUPS, Course, default_like, make_sites, make_snapshot, rule
 
 WARM = 200

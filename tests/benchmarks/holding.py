@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.benchmarks.interleave import Comparison, Sample, Turns, compare, interleave, timed
 from tests.benchmarks.loops import in_turn, training_step
 from tests.benchmarks.peers import Gradwatch

@@ -364,7 +364,7 @@ class Nobody:
 
 def step_listeners() -> list[Any]:
     """The watches that hear of every optimizer's step; gradwatch has one such list per process."""
-    listeners: list[Any] = importlib.import_module("gradwatch.hooks.step_hooks")._listeners
+    listeners: list[Any] = importlib.import_module("gradwatch.taps.step_hooks")._listeners
     return listeners
 
 
@@ -394,7 +394,7 @@ class GradwatchClip(Gradwatch):
     max_norm: ClassVar[float] = NEVER_CLIPS
 
     def attach(self, task: Task) -> None:
-        from gradwatch.rulefile import parse_rules
+        from gradwatch.rules.files import parse_rules
 
         clip = f"{{total: {{method: norm, max_norm: {self.max_norm}}}}}"
         self.rules = parse_rules(f"version: 1\nextends: [{Gradwatch.rules}]\nclip: {clip}\n")
@@ -416,7 +416,7 @@ class GradwatchLocal(Gradwatch):
     title = "gradwatch observes by tensor hooks too (norm_local)"
 
     def attach(self, task: Task) -> None:
-        from gradwatch.rulefile import parse_rules
+        from gradwatch.rules.files import parse_rules
 
         rule = f"{{detect: {{kind: above, of: norm_local, threshold: {NEVER_CLIPS}}}}}"
         self.rules = parse_rules(f"version: 1\nextends: [{Gradwatch.rules}]\nrules: {{local: {rule}}}\n")
@@ -430,7 +430,7 @@ class GradwatchBackward(Gradwatch):
     title = "gradwatch clips every parameter `at: backward`, bound not reached"
 
     def attach(self, task: Task) -> None:
-        from gradwatch.rulefile import parse_rules
+        from gradwatch.rules.files import parse_rules
 
         clip = f"{{total: {{method: norm, max_norm: {NEVER_CLIPS}, scope: param}}, at: backward}}"
         self.rules = parse_rules(f"version: 1\nextends: [{Gradwatch.rules}]\nclip: {clip}\n")

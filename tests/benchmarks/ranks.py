@@ -29,9 +29,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
-from gradwatch.hooks import group
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import RuleSet
+from gradwatch.distributed import group
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.model import RuleSet
 from tests.benchmarks import tables
 
 WORLD = 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gradwatch.health import Health
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.runtime.health import Health
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.sink_records import make_record, make_run, make_sites
 
 STEPS = 20

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.bundle.document import Document
-from gradwatch.bundle.reading import read_document, read_tensors
-from gradwatch.finding import Finding
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import RuleSet
+from gradwatch.incidents.bundle.document import Document
+from gradwatch.incidents.bundle.reading import read_document, read_tensors
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.model import RuleSet
 
 BAD = 77.0
 RULES = """

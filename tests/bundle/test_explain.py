@@ -11,7 +11,7 @@ import pytest
 from gradwatch.cli import main
 from gradwatch.journal import read_journal
 from gradwatch.journal.incidents import incidents
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.journal import JournalSink
 from tests.bundle.cases import RULES, Run, rules
 

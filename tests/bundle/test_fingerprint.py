@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import gradwatch
-from gradwatch import explanation
-from gradwatch.finding import Batch, Finding
+from gradwatch.incidents import explanation
 from gradwatch.journal import read_journal
-from gradwatch.localise import fingerprint
+from gradwatch.localise.hold import fingerprint
+from gradwatch.records.finding import Batch, Finding
 from gradwatch.sinks.journal import JournalSink
 from tests.bundle.cases import BAD, Fragile, Run, batch, rules
 from tests.kept import Kept
@@ -180,7 +180,7 @@ def test_the_same_batch_in_a_bundle_has_the_same_hash(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closed", [True, False])
 def test_without_a_rule_that_asks_nothing_is_remembered(closed: bool, tmp_path: Path) -> None:
     """`Watch.batch` on a watch that localises nothing, or is closed, does nothing."""
-    from gradwatch.rulefile import parse_rules
+    from gradwatch.rules.files import parse_rules
 
     plain = parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}}}\n")
     gw = gradwatch.watch(Fragile(), rules=plain, sinks=[], run_dir=tmp_path, strict=True)

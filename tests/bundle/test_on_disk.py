@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch import bundles
-from gradwatch.bundle import writing
-from gradwatch.bundle.background import Background
-from gradwatch.bundle.reading import read_document
 from gradwatch.errors import TrainingStopped
-from gradwatch.localise import evidence
-from gradwatch.rulefile import parse_rules
+from gradwatch.incidents.bundle import writing
+from gradwatch.incidents.bundle.background import Background
+from gradwatch.incidents.bundle.reading import read_document
+from gradwatch.localise.replay import evidence
+from gradwatch.rules.files import parse_rules
+from gradwatch.session import bundles
 from tests.bundle.cases import Fragile, Run, batch, rules
 
 
@@ -183,12 +183,12 @@ def test_a_bundle_is_written_before_a_stop_ends_training(tmp_path: Path) -> None
 
 def test_an_action_that_failed_is_told_in_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle is written after the deed: it tells what became of it."""
-    from gradwatch.hooks import skipping
+    from gradwatch.actions.skip import skip
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("broken")
 
-    monkeypatch.setattr(skipping.Skips, "skip", fail)
+    monkeypatch.setattr(skip.Skips, "skip", fail)
     told = Run(tmp_path, rules(), strict=False).document
     assert not told.incident.around[-1].skipped
 
@@ -230,7 +230,7 @@ def test_a_link_in_the_way_is_not_followed(name: str, tmp_path: Path) -> None:
 )
 def test_any_incident_is_one_folder_inside_the_run(incident: str, tmp_path: Path) -> None:
     """Rules made in code may be called anything; two names stay two folders."""
-    from gradwatch.bundle.folders import bundles_of, folder_name
+    from gradwatch.incidents.bundle.folders import bundles_of, folder_name
 
     name = folder_name(incident)
     found = writing.write_bundle(tmp_path, name, {}, lambda path: None)

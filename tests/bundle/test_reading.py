@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gradwatch.bundle.document import Document
-from gradwatch.bundle.reading import BundleError, load_tensors, read_document, read_tensors
 from gradwatch.cli import main
 from gradwatch.errors import MissingDependencyError
+from gradwatch.incidents.bundle.document import Document
+from gradwatch.incidents.bundle.reading import BundleError, load_tensors, read_document, read_tensors
 from tests.bundle.cases import Run, build, rules, seeded
 
 FILES = ("incident.json", "tensors.safetensors")
@@ -205,7 +205,7 @@ def test_a_document_of_any_size_is_not_read(copy: Path, monkeypatch: pytest.Monk
 
 def test_a_file_that_does_not_fit_into_memory_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No MemoryError reaches anybody."""
-    from gradwatch.bundle import reading
+    from gradwatch.incidents.bundle import reading
 
     class Full:
         def __init__(self, file: Any) -> None:
@@ -233,7 +233,7 @@ def test_without_safetensors_the_page_is_still_there(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only running it again needs the library, and says which."""
-    monkeypatch.setattr("gradwatch.sinks.extras._installed", lambda module: False)
+    monkeypatch.setattr("gradwatch.runtime.dependencies._installed", lambda module: False)
     assert main(["replay", str(copy)]) == 0
     assert main(["replay", str(copy), "--script", "tests.bundle.cases:build"]) == 2
     assert "pip install 'gradwatch[bundle]'" in capsys.readouterr().err

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradwatch.bundle.reading import BundleError, read_document, read_tensors
 from gradwatch.cli import main
 from gradwatch.errors import GradwatchError
-from gradwatch.finding import Finding
-from gradwatch.localise.evidence import NO_GRADIENT
-from gradwatch.localise.held import inner
-from gradwatch.localise.rerun import Rerun, load_weights
-from gradwatch.rulefile import parse_rules
+from gradwatch.incidents.bundle.reading import BundleError, read_document, read_tensors
+from gradwatch.localise.hold.held import inner
+from gradwatch.localise.replay.evidence import NO_GRADIENT
+from gradwatch.localise.replay.rerun import Rerun, load_weights
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
 from tests.bundle.cases import BAD, Fragile, Run, batch, build, build_with_loss, compared, rules, seeded
 from tests.launch_cases import GRADWATCH
 

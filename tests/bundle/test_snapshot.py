@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gradwatch
-from gradwatch import bundles
-from gradwatch.bundle.background import Background
-from gradwatch.bundle.reading import read_document
 from gradwatch.errors import AttachError
-from gradwatch.localise import evidence
-from gradwatch.rulefile import parse_rules
+from gradwatch.incidents.bundle.background import Background
+from gradwatch.incidents.bundle.reading import read_document
+from gradwatch.localise.replay import evidence
+from gradwatch.rules.files import parse_rules
+from gradwatch.session import bundles
 from gradwatch.taps import module_calls
 from tests.bare_torch import by_bare_torch
 from tests.bundle.cases import RULES, Fragile, Run, batch, rules
@@ -303,7 +303,7 @@ def test_every_dtype_goes_to_the_disk_and_back_bit_for_bit(dtype: torch.dtype, t
 
 def test_without_safetensors_it_is_refused_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rule's name and what to install; a rule in shadow mode needs nothing."""
-    monkeypatch.setattr("gradwatch.sinks.extras._installed", lambda module: False)
+    monkeypatch.setattr("gradwatch.runtime.dependencies._installed", lambda module: False)
     with pytest.raises(AttachError, match=r"'non-finite'.*pip install 'gradwatch\[bundle\]'"):
         gradwatch.watch(nn.Linear(2, 2), rules=rules(), sinks=[])
     shadow = rules("", RULES + "    mode: shadow\n")

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwatch.localise.rerun import strided
-from gradwatch.localise.trees import DEPTH, TreeError, decode, encode, missing
+from gradwatch.localise.replay.rerun import strided
+from gradwatch.localise.replay.trees import DEPTH, TreeError, decode, encode, missing
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text())
 keys = st.one_of(st.text(), st.integers())

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Decision, Record, RunInfo
+from gradwatch.runtime.health import Health
 from gradwatch.serve.fleet import Fleet, Scanner
 from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.journal import JournalSink
-from gradwatch.snapshot import Decision, Record, RunInfo
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)

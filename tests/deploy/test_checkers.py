@@ -13,11 +13,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from gradwatch.cli import main
-from gradwatch.rulefile.files import pack_names
+from gradwatch.monitoring.alerts import health_alerts, run_alerts
+from gradwatch.monitoring.pace import Pace
+from gradwatch.rules.files.files import pack_names
 from gradwatch.sinks.alert_names import RULE_ALERTS
-from gradwatch.sinks.metrics import BY_NAME
-from gradwatch.stack.alerts import health_alerts, run_alerts
-from gradwatch.stack.pace import Pace
+from gradwatch.sinks.prometheus.metrics import BY_NAME
 from tests.binaries import require
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.health import Health
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.runtime.health import Health
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import Stack, running, stack, wait_until
 from tests.sink_records import make_event, make_record, make_run, make_sites, skip

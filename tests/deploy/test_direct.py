@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.health import Health
+from gradwatch.records.snapshot import Decision, Record
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.worker import THREAD_NAME, courier
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.alertmanager import AlertmanagerSink
-from gradwatch.sinks.courier import THREAD_NAME, courier
-from gradwatch.sinks.pushgateway import PushgatewaySink
-from gradwatch.sinks.textfile import TextfileSink
-from gradwatch.snapshot import Decision, Record
+from gradwatch.sinks.prometheus.pushgateway import PushgatewaySink
+from gradwatch.sinks.prometheus.textfile import TextfileSink
 from tests.binaries import require
 from tests.deploy.jobs import job
 from tests.deploy.servers import Inbox, alertmanager, running, wait_until, webhook

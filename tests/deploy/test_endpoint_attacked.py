@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradwatch.health import Health
-from gradwatch.sinks.prometheus import PrometheusSink
+from gradwatch.runtime.health import Health
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.benchmarks.endpoint import KINDS, measure
 from tests.sink_records import make_record, make_run, make_sites
 

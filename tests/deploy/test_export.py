@@ -14,14 +14,14 @@ from ruamel.yaml import YAML
 
 from gradwatch.cli import main
 from gradwatch.detectors import DETECTORS
-from gradwatch.rulefile import load_rules, parse_rules
-from gradwatch.rulefile.files import pack_names
+from gradwatch.monitoring import Options, files
+from gradwatch.monitoring.alerts import alerts, health_alerts, rule_alerts, run_alerts
+from gradwatch.monitoring.export import stack_directory
+from gradwatch.monitoring.pace import Pace, duration
+from gradwatch.rules.files import load_rules, parse_rules
+from gradwatch.rules.files.files import pack_names
 from gradwatch.sinks.alert_names import FALLBACK, RULE_ALERTS, alert_name
-from gradwatch.sinks.metrics import BY_NAME, METRICS, SERVE_METRICS
-from gradwatch.stack import Options, files
-from gradwatch.stack.alerts import alerts, health_alerts, rule_alerts, run_alerts
-from gradwatch.stack.export import stack_directory
-from gradwatch.stack.pace import Pace, duration
+from gradwatch.sinks.prometheus.metrics import BY_NAME, METRICS, SERVE_METRICS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

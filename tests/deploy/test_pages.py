@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.binaries import require
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import wait_until

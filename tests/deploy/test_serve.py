@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from gradwatch.cli import main
+from gradwatch.endpoint.listen import Address
+from gradwatch.endpoint.protocol import RequestError
 from gradwatch.serve import Server
 from gradwatch.serve.fleet import Scanner
 from gradwatch.serve.summary import Summaries
-from gradwatch.sinks.http import RequestError
-from gradwatch.sinks.listen import Address
-from gradwatch.sinks.targets import write_target
+from gradwatch.sinks.prometheus.targets import write_target
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import wait_until
 from tests.sink_records import make_run

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from gradwatch.records.snapshot import RunInfo
 from gradwatch.serve.answers import metrics
 from gradwatch.serve.discover import processes, read_endpoint
 from gradwatch.serve.fleet import Scanner
 from gradwatch.serve.page import fleet_page
 from gradwatch.serve.summary import Summaries
-from gradwatch.snapshot import RunInfo
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 
 GOOD = {"host": "127.0.0.1", "port": 1, "pid": 1, "run_id": "r", "rank": 0, "attempt": 0, "node": "n"}

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.health import Health
 from gradwatch.journal.entries import LostEntry
+from gradwatch.records.snapshot import Decision
+from gradwatch.runtime.health import Health
 from gradwatch.serve.answers import metrics, sd
 from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.page import fleet_page
 from gradwatch.serve.reach import Reach
-from gradwatch.sinks.exposition import render
-from gradwatch.sinks.families import families
 from gradwatch.sinks.journal import JournalSink
-from gradwatch.sinks.lasting import lasting
-from gradwatch.sinks.metrics import METRICS
-from gradwatch.sinks.prometheus import PrometheusSink
-from gradwatch.snapshot import Decision
+from gradwatch.sinks.prometheus.exposition import render
+from gradwatch.sinks.prometheus.families import families
+from gradwatch.sinks.prometheus.final_metrics import lasting
+from gradwatch.sinks.prometheus.metrics import METRICS
+from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.binaries import require
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 

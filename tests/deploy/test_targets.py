@@ -15,12 +15,18 @@ from typing import Any
 
 import pytest
 
+from gradwatch.endpoint.listen import Address
 from gradwatch.errors import AttachError
-from gradwatch.health import Health
-from gradwatch.process import is_running, start_ticks
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.process import is_running, start_ticks
 from gradwatch.sinks import make_sink
-from gradwatch.sinks.listen import Address
-from gradwatch.sinks.targets import MOURNING_SECONDS, remove_target, sweep, target_address, write_target
+from gradwatch.sinks.prometheus.targets import (
+    MOURNING_SECONDS,
+    remove_target,
+    sweep,
+    target_address,
+    write_target,
+)
 from tests.sink_records import make_run, serving
 
 HERE = Address("127.0.0.1", 29440)

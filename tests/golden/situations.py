@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.golden.kept import FOLDER, kept, write
 from tests.kept import Kept
 from tests.matrix.measure import Loop

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.finding import Finding
-from gradwatch.rulefile import parse_rules
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 SKIP = "version: 1\nrules:\n  nf:\n    detect: {kind: nonfinite, of: norm}\n    do: [skip_step: {}%s]\n"
@@ -123,7 +123,7 @@ def test_attributes_beyond_max_bytes_are_not_run_again() -> None:
 
 def test_a_tensor_that_was_put_back_can_still_be_differentiated() -> None:
     """The version of an attribute that a graph of the user's has saved is as before."""
-    from gradwatch.localise.attributes import attributes
+    from gradwatch.localise.hold.attributes import attributes
 
     model = Stateful("attribute")
     weight = torch.ones(8, requires_grad=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.errors import AttachError
-from gradwatch.finding import Finding
+from gradwatch.records.finding import Finding
 from tests.kept import Kept
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules

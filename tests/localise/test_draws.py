@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradwatch.localise import randomness
-from gradwatch.localise.randomness import CPU, FIRST, NUMPY, PYTHON, RECHECK, Draws, Held, Source
+from gradwatch.localise.hold import randomness
+from gradwatch.localise.hold.randomness import CPU, FIRST, NUMPY, PYTHON, RECHECK, Draws, Held, Source
 
 
 def held_of(held: Held, model: nn.Module) -> list[Source]:

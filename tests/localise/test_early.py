@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gradwatch
-from gradwatch.finding import Finding
-from gradwatch.localise.early import Early
-from gradwatch.localise.held import Holding
-from gradwatch.rulefile import parse_rules
+from gradwatch.localise.hold.held import Holding
+from gradwatch.localise.hold.pre_attach import Early
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import Watch
 from gradwatch.taps import module_calls
-from gradwatch.watching import Watch
 from tests.kept import Kept
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules

@@ -8,7 +8,7 @@ import weakref
 
 from torch import nn
 
-from gradwatch.localise.frames import locals_of
+from gradwatch.localise.diagnosis.frames import locals_of
 
 
 def test_what_was_looked_at_can_still_go() -> None:

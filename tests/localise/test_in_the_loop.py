@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.finding import Finding
 from gradwatch.journal import read_journal
-from gradwatch.localise import localiser, replay
-from gradwatch.rulefile import parse_rules
+from gradwatch.localise import localiser
+from gradwatch.localise.replay import replay
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import Watch
 from gradwatch.sinks.log import LogSink
-from gradwatch.watching import Watch
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 from tests.localise.models import BAD, SqrtAtZero
@@ -289,7 +290,7 @@ def test_a_step_that_the_scaler_rejected_is_not_part_of_the_next() -> None:
             scaler.scale(model(broken(x) if step in (2, 3) else x).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-            held = gradwatch.watching.live_watches()[-1]._causes._localiser._holdings
+            held = gradwatch.session.watch.live_watches()[-1]._causes._localiser._holdings
             assert not held.calls()
     assert not [one for record in kept.records for one in record.findings]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.finding import Finding
-from gradwatch.localise import loss_side
+from gradwatch.localise.diagnosis import loss_side
+from gradwatch.records.finding import Finding
 from tests.kept import Kept
 
 Loss = Callable[[Tensor, bool], tuple[Tensor, ...]]
@@ -124,7 +124,7 @@ def test_losses_that_differ_from_step_to_step_tell_nothing() -> None:
 @pytest.mark.parametrize("broken", [ValueError, RecursionError])
 def test_a_fault_of_ours_leaves_the_answer(broken: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails in looking at the loop costs the detail, not the finding, nor the training."""
-    from gradwatch.localise import loss_side
+    from gradwatch.localise.diagnosis import loss_side
 
     def fail(*args: object) -> Any:
         raise broken("ours")

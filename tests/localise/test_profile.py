@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.finding import Finding
-from gradwatch.localise.held import Holding
-from gradwatch.localise.profile import Profile
-from gradwatch.localise.replay import replay
-from gradwatch.rulefile import parse_rules
+from gradwatch.localise.diagnosis.profile import Profile
+from gradwatch.localise.hold.held import Holding
+from gradwatch.localise.replay.replay import replay
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
 

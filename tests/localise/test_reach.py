@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.finding import Finding
+from gradwatch.records.finding import Finding
 from gradwatch.taps import module_calls
 from tests.kept import Kept
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwatch.finding import Finding
-from gradwatch.localise.diagnose import diagnose
-from gradwatch.localise.held import Holding
-from gradwatch.localise.replay import replay
-from gradwatch.remedies import REMEDIES, remedy_for
+from gradwatch.incidents.suggestions import REMEDIES, remedy_for
+from gradwatch.localise.diagnosis.diagnose import diagnose
+from gradwatch.localise.hold.held import Holding
+from gradwatch.localise.replay.replay import replay
+from gradwatch.records.finding import Finding
 
 INF = math.inf
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.attributes import Refused
-from gradwatch.localise.diagnose import diagnose
-from gradwatch.localise.held import Holding
-from gradwatch.localise.replay import Trace, replay
+from gradwatch.localise.diagnosis.diagnose import diagnose
+from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.hold.held import Holding
+from gradwatch.localise.replay.replay import Trace, replay
 from gradwatch.taps import module_calls
 from tests.localise.jobs import KINDS, Job, train
 from tests.localise.models import BAD, Faulty, SqrtAtZero

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gradwatch.finding import Finding
-from gradwatch.localise.diagnose import diagnose
-from gradwatch.localise.held import Holding
-from gradwatch.localise.replay import replay
+from gradwatch.localise.diagnosis.diagnose import diagnose
+from gradwatch.localise.hold.held import Holding
+from gradwatch.localise.replay.replay import replay
+from gradwatch.records.finding import Finding
 from tests.localise.models import BAD, Faulty
 
 STEPS = 3

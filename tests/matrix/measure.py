@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.snapshot import Record, Snapshot
+from gradwatch.records.snapshot import Record, Snapshot
+from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.matrix.probe import Expected, Probe
 

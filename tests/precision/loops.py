@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.snapshot import Event, Record
+from gradwatch.records.snapshot import Event, Record
 from tests.kept import Kept
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(11))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor, nn
 
-from gradwatch.hooks.assemble import Extras, assemble
-from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.norms import FLOAT32_MAX
-from gradwatch.snapshot import Sites, Snapshot
+from gradwatch.capture.assemble import Extras, assemble
+from gradwatch.capture.optimizer import Lane
+from gradwatch.reading.batched import FLOAT32_MAX
+from gradwatch.records.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched
 
 DTYPES = (

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch.hooks import boundary, device, pinned
-from gradwatch.hooks import names as site_names
-from gradwatch.hooks.deferred import DEPTH
-from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.pinned import Ring, Sending
+from gradwatch.capture import names as site_names
+from gradwatch.capture.optimizer import Lane
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.rulefile import parse_rules
+from gradwatch.reading import device, pinned
+from gradwatch.reading.pinned import Ring, Sending
+from gradwatch.rules.files import parse_rules
+from gradwatch.session import boundary
+from gradwatch.session.deferred import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.test_device_path import WAITING, Operations
 

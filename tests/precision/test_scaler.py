@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwatch
+from gradwatch.capture import optimizer as lane
 from gradwatch.errors import TrainingStopped
-from gradwatch.hooks import boundary, lane, precision
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
+from gradwatch.session import boundary
+from gradwatch.taps import grad_scaler
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -344,7 +346,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "unscaled": (lane.Lane, "unscaled", "precision"),
     "kept": (boundary, "kept", "precision"),
     "rejected": (boundary.Boundary, "_at_rejected", "boundary"),
-    "abandoned": (precision, "_unscaled_only", "precision"),
+    "abandoned": (grad_scaler, "_unscaled_only", "precision"),
     "settle": (boundary.Boundary, "_settle", "boundary"),
 }
 ERRORS: tuple[Exception, ...] = (
@@ -404,7 +406,7 @@ def test_ctrl_c_inside_the_step_of_a_scaler_passes() -> None:
         for step, want in loop.run(2):
             if step:
                 assert norms_in(sink.records[-1]) == pytest.approx(want, rel=1e-5)
-    assert not precision._inside
+    assert not grad_scaler._inside
 
 
 def _interrupt(*args: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradwatch.journal import read_journal
 from gradwatch.journal.reader import JournalReader
-from gradwatch.snapshot import Event, Record
+from gradwatch.records.snapshot import Event, Record
 from tests.launch_cases import GRADWATCH, ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"

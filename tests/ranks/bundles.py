@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
-from gradwatch.bundle.reading import read_document, read_tensors
-from gradwatch.localise.rerun import Rerun
-from gradwatch.rulefile import parse_rules
+from gradwatch.incidents.bundle.reading import read_document, read_tensors
+from gradwatch.localise.replay.rerun import Rerun
+from gradwatch.rules.files import parse_rules
 from tests.ranks.situations import Net, batch, fsdp2, loss_of
 from tests.ranks.trials import made, weights
 

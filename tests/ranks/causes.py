@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.localise import gathered, localiser
+from gradwatch.localise import localiser
+from gradwatch.localise.replay import all_gathered
 from tests.ranks.launch import fingerprint
 from tests.ranks.trials import watched, weights
 
@@ -146,7 +147,7 @@ def fails_on_one(rank: int) -> None:
 
 def has_no_room(rank: int) -> None:
     """One rank cannot hold the whole parameters."""
-    gathered.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
+    all_gathered.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
 
 
 def line() -> int:

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch import judging, loop
+from gradwatch.capture.columns import local
+from gradwatch.capture.columns.sampled import Sampler
+from gradwatch.capture.optimizer import Lane
+from gradwatch.distributed import group, rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.hooks import group, local, ranks, reduce
-from gradwatch.hooks.lane import Lane
-from gradwatch.hooks.sampling import Sampler
+from gradwatch.session import session
+from gradwatch.session import step as judging
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Net, batch, fsdp2, loss_of
 from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
@@ -116,7 +118,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "read": (Lane, "read"),
     "sample": (Sampler, "collect"),
     "local": (local.LocalNorms, "collect"),
-    "encode": (reduce, "encode"),
+    "encode": (rank_facts, "encode"),
     "hear": (ranks, "_seen_by_all"),
     "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
@@ -174,7 +176,7 @@ def without(rank: int, how: str) -> dict[str, Any]:
         stack.enter_context(mock.patch.object(group, "WAIT_SECONDS", 1.0))
         gw = collector = None
         if how == "missing" and rank == 1:
-            next(loop._ordinal)  # its attach failed
+            next(session._ordinal)  # its attach failed
         else:
             gw, collector = stack.enter_context(watched(model, optimizer, text, strict=False))
         for step in range(8):
@@ -210,7 +212,7 @@ def paused(rank: int) -> dict[str, Any]:
         return original(*args)
 
     with (
-        mock.patch.object(loop, "PAUSE_SECONDS", 0.2),
+        mock.patch.object(session, "PAUSE_SECONDS", 0.2),
         mock.patch.object(Lane, "settle", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.ranks.situations import (
     STEPS,
     Net,

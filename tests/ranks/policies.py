@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch import judging
+from gradwatch.actions import clip
+from gradwatch.capture.optimizer import Lane
+from gradwatch.distributed import rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.hooks import ranks, reduce, standing
-from gradwatch.hooks.lane import Lane
+from gradwatch.session import step as judging
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import made, take_step, watched, weights
@@ -128,7 +129,7 @@ def raising(owner: Any, name: str) -> Callable[[], Any]:
 
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp2": fsdp2}
 AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "_seen_by_all")}
-BEFORE_THE_EXCHANGE = {"settle": (Lane, "settle"), "encode": (reduce, "encode")}
+BEFORE_THE_EXCHANGE = {"settle": (Lane, "settle"), "encode": (rank_facts, "encode")}
 
 SITUATIONS: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: trained(rank, DistributedDataParallel, EVERYWHERE),
@@ -156,5 +157,5 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
         for where, site in BEFORE_THE_EXCHANGE.items()
         for how, wrap in WRAPS.items()
     },
-    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(standing.StandingClips, "_norms")),
+    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(clip.StandingClips, "_norms")),
 }

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.rules import RuleSet
-from gradwatch.snapshot import Record
+from gradwatch.records.snapshot import Record
+from gradwatch.rules.model import RuleSet
 
 WORLD = 2
 STEPS = 7

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
 from gradwatch.errors import AttachError
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Net, batch, fsdp2, loss_of
 from tests.ranks.trials import watched

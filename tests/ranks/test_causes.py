@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradwatch.finding import Finding
-from gradwatch.localise.together import chosen
+from gradwatch.localise.replay.rank_agreement import chosen
+from gradwatch.records.finding import Finding
 from tests.ranks import causes
 from tests.ranks.launch import launch
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwatch.capture.assemble import appended
 from gradwatch.detectors import RankOutlier, Sample
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.unfit import refuse
 from gradwatch.errors import AttachError, RuleFileError
-from gradwatch.hooks.assemble import appended
-from gradwatch.rank_rules import refused_on_ranks, refused_on_shards, wants
-from gradwatch.rulefile import load_rules, parse_rules
-from gradwatch.snapshot import Column, Snapshot
+from gradwatch.records.snapshot import Column, Snapshot
+from gradwatch.rules.files import load_rules, parse_rules
+from gradwatch.session.binding.rank_rules import refused_on_ranks, refused_on_shards, wants
 from tests.engine_cases import make_sites, make_snapshot
 
 SIZE, WORLD = 6, 4

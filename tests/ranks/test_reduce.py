@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.hooks import reduce
-from gradwatch.hooks.host import HostReading
-from gradwatch.hooks.norms import FLOAT32_MAX, Detail
-from gradwatch.hooks.reduce import Layout, Told, Usual
-from gradwatch.hooks.shards import Holding
-from gradwatch.hooks.window import Window
-from gradwatch.snapshot import Column
+from gradwatch.capture.shards import Holding
+from gradwatch.capture.window import Window
+from gradwatch.distributed import rank_facts
+from gradwatch.distributed.rank_facts import Layout, Told, Usual
+from gradwatch.reading.batched import FLOAT32_MAX, Detail
+from gradwatch.reading.host import HostReading
+from gradwatch.records.snapshot import Column
 from tests.engine_cases import make_sites
 
 K = 4
@@ -33,7 +33,7 @@ def layout(
         rank=rank,
         world=world,
         pooled=pooled,
-        sampled=tuple(name + suffix for name in reduce.REDUCED_SAMPLES) if pooled else (),
+        sampled=tuple(name + suffix for name in rank_facts.REDUCED_SAMPLES) if pooled else (),
     )
 
 
@@ -47,7 +47,7 @@ def window(norms: np.ndarray, step: int = 3, details: dict[int, Detail] | None =
 def spoken(layouts: list[Layout], windows: list[Window], **more: object) -> Told:
     """What everybody hears."""
     vectors = [
-        reduce.encode(one, w, w.resolve(), {}, {}, None, Usual(np.full(K, np.nan)))
+        rank_facts.encode(one, w, w.resolve(), {}, {}, None, Usual(np.full(K, np.nan)))
         for one, w in zip(layouts, windows, strict=True)
     ]
     return Told(layouts[0], np.sum(vectors, axis=0))
@@ -63,7 +63,7 @@ def test_shards_add_up_to_the_whole(world: int, seed: int) -> None:
     windows = [window(np.linalg.norm(piece, axis=1)) for piece in pieces]
     told = spoken(layouts, windows)
     assert told.complete
-    found = reduce.pooled_window(told, windows[0])
+    found = rank_facts.pooled_window(told, windows[0])
     whole = np.linalg.norm(np.concatenate(pieces, axis=1), axis=1)
     np.testing.assert_allclose(found.raw.norms(), whole, rtol=1e-12)
     assert found.after is found.raw
@@ -74,7 +74,7 @@ def test_a_replica_is_not_counted_twice() -> None:
     """Parts that stand for another rank's are left out."""
     layouts = [layout(0, 2, True, [1, 1, 1, 1]), layout(1, 2, True, [0, 1, 0, 1])]
     norms = np.array([3.0, 3.0, 4.0, 4.0])
-    found = reduce.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
+    found = rank_facts.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
     np.testing.assert_allclose(found.raw.norms(), [3, 3 * math.sqrt(2), 4, 4 * math.sqrt(2)])
 
 
@@ -85,7 +85,7 @@ def test_counts_of_nan_and_inf_are_those_of_all_shards() -> None:
     details = [{0: Detail(math.nan, 3, 1), 2: Detail(math.inf, 0, 2)}, {1: Detail(math.inf, 0, 5)}]
     layouts = [layout(rank, 2, True) for rank in range(2)]
     windows = [window(norms, details=known) for norms, known in zip((first, second), details, strict=True)]
-    found = reduce.pooled_window(spoken(layouts, windows), windows[0]).details
+    found = rank_facts.pooled_window(spoken(layouts, windows), windows[0]).details
     assert [(found[k].nan, found[k].inf) for k in range(4)] == [(3, 1), (0, 5), (0, 3), (0, 0)]
     assert found[3].overflow
 
@@ -104,8 +104,8 @@ def test_sampled_columns_add_up(suffix: str) -> None:
             f"size{suffix}": Column(np.full(K, size), here),
         }
         w = window(np.ones(K))
-        vectors.append(reduce.encode(one, w, w.resolve(), {}, columns, None, Usual(np.full(K, np.nan))))
-    found = reduce.pooled_columns(Told(layouts[0], np.sum(vectors, axis=0)))
+        vectors.append(rank_facts.encode(one, w, w.resolve(), {}, columns, None, Usual(np.full(K, np.nan))))
+    found = rank_facts.pooled_columns(Told(layouts[0], np.sum(vectors, axis=0)))
     np.testing.assert_allclose(found["zero_fraction" + suffix].values, 0.4, rtol=1e-6)
     np.testing.assert_allclose(found["weight_norm" + suffix].values, 5.0, rtol=1e-6)
     np.testing.assert_allclose(found["update_ratio" + suffix].values, 0.5 / 5.0, rtol=1e-6)
@@ -120,29 +120,29 @@ def test_one_bit_on_one_rank_is_found(world: int, seed: int) -> None:
     norms[0] = rng.choice([norms[0], math.nan])
     layouts = [layout(rank, world, pooled=False) for rank in range(world)]
     same = spoken(layouts, [window(norms)] * world)
-    assert not reduce.deviating(same).any()
-    assert len(reduce.differing_sites(same)) == 0
+    assert not rank_facts.deviating(same).any()
+    assert len(rank_facts.differing_sites(same)) == 0
     odd, site = int(rng.integers(world)), int(rng.integers(1, K))
     other = norms.copy()
     other[site] = np.nextafter(other[site], 9.0)
     told = spoken(layouts, [window(other if rank == odd else norms) for rank in range(world)])
-    assert reduce.differing_sites(told).tolist() == [site]
+    assert rank_facts.differing_sites(told).tolist() == [site]
     expected = [rank == odd for rank in range(world)] if world > 2 else [True, True]
-    assert reduce.deviating(told).tolist() == expected
+    assert rank_facts.deviating(told).tolist() == expected
 
 
 def test_a_blind_rank_makes_the_facts_incomplete() -> None:
     """All hear that somebody had nothing to tell, and who; steps that do not match are incomplete too."""
     layouts = [layout(rank, 3, True) for rank in range(3)]
     w = window(np.ones(K))
-    vector = reduce.encode(layouts[0], w, w.resolve(), {}, {}, None, Usual(np.full(K, np.nan)))
-    late = reduce.encode(
+    vector = rank_facts.encode(layouts[0], w, w.resolve(), {}, {}, None, Usual(np.full(K, np.nan)))
+    late = rank_facts.encode(
         layouts[2], window(np.ones(K), step=4), w.resolve(), {}, {}, None, Usual(np.zeros(K))
     )
-    told = Told(layouts[0], vector + reduce.blind(layouts[1]) + late)
+    told = Told(layouts[0], vector + rank_facts.blind(layouts[1]) + late)
     assert not told.complete
     assert told.blind == [1]
-    third = reduce.encode(layouts[1], w, w.resolve(), {}, {}, None, Usual(np.zeros(K)))
+    third = rank_facts.encode(layouts[1], w, w.resolve(), {}, {}, None, Usual(np.zeros(K)))
     assert not Told(layouts[0], vector + late + third).complete
 
 
@@ -154,7 +154,7 @@ def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
         total = np.zeros(1)
         for one, loss in zip(layouts, losses, strict=True):
             values = {} if loss is None else {"loss": loss}
-            total = total + reduce.encode(one, w, w.resolve(), values, {}, None, Usual(np.zeros(K)))
+            total = total + rank_facts.encode(one, w, w.resolve(), values, {}, None, Usual(np.zeros(K)))
         return Told(layouts[0], total).loss
 
     assert heard(1.0, None, 4.0) == 2.5

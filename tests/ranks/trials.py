@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
-from gradwatch.rules import RuleSet
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.model import RuleSet
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Collector, Net, batch, loss_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.hooks import group
+from gradwatch.distributed import group
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Net, batch, loss_of
 from tests.ranks.trials import watched

@@ -18,15 +18,15 @@ from torch import nn
 
 import gradwatch
 from gradwatch.cli import main
-from gradwatch.codes import CODES
 from gradwatch.errors import RuleFileError
-from gradwatch.rulefile import load_rules, pack_directory, pack_names, parse_rules
-from gradwatch.rulefile.nodes import Mark, Source
-from gradwatch.rules import RuleSet
-from gradwatch.ruletests import Case, compared, load_tests, simulate
-from gradwatch.ruletests.document import sites_of
-from gradwatch.ruletests.notation import MOST_STEPS, NotationError, expand
-from gradwatch.snapshot import Order, Record
+from gradwatch.records.snapshot import Order, Record
+from gradwatch.rule_tests import Case, compared, load_tests, simulate
+from gradwatch.rule_tests.document import sites_of
+from gradwatch.rule_tests.notation import MOST_STEPS, NotationError, expand
+from gradwatch.rules.codes import CODES
+from gradwatch.rules.files import load_rules, pack_directory, pack_names, parse_rules
+from gradwatch.rules.model import RuleSet
+from gradwatch.rules.yaml.nodes import Mark, Source
 from tests.kept import Kept
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.rulefile import parse_rules
+from gradwatch.rules.files import parse_rules
 from gradwatch.taps import closure_calls
 from tests.kept import Kept
 

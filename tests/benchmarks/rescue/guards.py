@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.health import Health
-from gradwatch.rulefile import load_rules
-from gradwatch.rules import NOT_BUILT, RuleSet
-from gradwatch.snapshot import Record, RunInfo
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.rules.files import load_rules
+from gradwatch.rules.model import NOT_BUILT, RuleSet
+from gradwatch.runtime.health import Health
 from tests.benchmarks.rescue.faults import Fault
 
 HERE = Path(__file__).parent

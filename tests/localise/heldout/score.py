@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 import gradwatch
-from gradwatch.finding import Finding
-from gradwatch.rulefile import parse_rules
-from gradwatch.watching import Watch
+from gradwatch.records.finding import Finding
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import Watch
 from tests.kept import Kept
 from tests.localise.heldout.case import CASES, DATA, LOSS, Case
 

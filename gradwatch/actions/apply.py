@@ -1,0 +1,392 @@
+"""What is done to the gradients of one step at its boundary, and how it is undone after it.
+
+Order where several things are asked for: stop over skip over zero over clip; a skipped step is not clipped. All
+factors come from the gradients as found at the boundary and are applied once; a bound on the total holds for what
+zeroing leaves too, unless the gradients are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradwatch.actions.clip import Found, carried_scale, put
+from gradwatch.actions.closures import Evaluations
+from gradwatch.actions.skip.skip import Skips
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.versions import versions_of
+from gradwatch.engine.outcome import factors_of, uniform_factor
+from gradwatch.errors import TrainingStopped
+from gradwatch.policies.norm import clip_coefficient
+from gradwatch.reading import device
+from gradwatch.reading.device import arrived, clip_factor, kept
+from gradwatch.reading.layouts import dense
+from gradwatch.reading.single import exact_norm
+from gradwatch.records.snapshot import PARTLY, STANDING_CLIP, Decision, Order
+from gradwatch.taps.grad_scaler import supports_scaling
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Factors below this have no reciprocal in float32, or not all their digits."""
+
+Done = Callable[[Lane, Decision, Exception | None], None]
+"""Told once a Decision was carried out: what really was, and the fault that kept it from being as decided."""
+
+
+class Acting:
+    """Carries out Decisions on the gradients of lanes.
+
+    `failed(component, error)` counts a fault of ours; `done` is told how each Decision went, and publishes it.
+    """
+
+    def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
+        self._failed = failed
+        self._done = done
+        self._skips = Skips()
+        self._gates: dict[int, list[Gate]] = {}
+        # Lanes for whose step something may be set aside, or set on their optimizer.
+        self.held: set[int] = set()
+
+    def close(self) -> None:
+        """Give back any gradient set aside, and `found_inf` as it was."""
+        for index in list(self._gates):
+            self.open_gate(index)
+        for index in list(self.held):
+            self.let_go(index, finished=True)
+
+    def carry_out(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        max_norm: float | None = None,
+    ) -> None:
+        """Do what was decided of a step on the host; `turn` is its closure's, None without one.
+
+        `max_norm` is the file's own bound on the total, which holds where the action of a rule fails.
+
+        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged, or
+        what the rule's `on_error` says is done instead.
+        """
+        error: Exception | None = None
+        passing: Exception | None = None
+        if not decision.stop:
+            decision, error, passing = self._attempt(optimizer, lane, decision, turn, max_norm)
+        self._done(lane, decision, error)
+        if (fault := error or passing) is not None:
+            self._failed("action", fault)
+        if decision.stop:
+            if turn is not None and turn.memory is not None:
+                turn.memory.restore()
+            raise TrainingStopped(why_stopped(decision, lane))
+
+    def _attempt(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        max_norm: float | None,
+    ) -> tuple[Decision, Exception | None, Exception | None]:
+        """Carry it out; what was done in the end, the fault that made it differ from what was decided, and one that
+        did not.
+
+        What fails is tried once more, if nothing was changed or all of it could be put back: a passing fault on one
+        rank must not part it from the others, who have none and act.
+        """
+        found = versions_of(lane.grads()) if decision.touches and not decision.skip else None
+        aside = put_aside(lane) if found is not None and lane.on_cpu and by_rule(decision) else {}
+        passing: Exception | None = None
+        for last in (False, True):
+            try:
+                self._carry_out(optimizer, lane, decision, turn)
+            except Exception as error:
+                self.give_back(lane.index)  # the gradient passes unchanged
+                self.open_gate(lane.index)
+                changed = found is not None and versions_of(lane.grads()) != found
+                if changed and put_back(lane, aside):
+                    changed, found = False, versions_of(lane.grads())
+                if changed or last:
+                    return (
+                        self._instead(optimizer, lane, decision, turn, max_norm, error, changed),
+                        error,
+                        None,
+                    )
+                passing = error
+            else:
+                break
+        return decision, None, passing
+
+    def _instead(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        max_norm: float | None,
+        error: Exception,
+        changed: bool,
+    ) -> Decision:
+        """Do what is to be done where a Decision failed; `changed`: after it had changed some gradients."""
+        if changed:
+            error.__dict__.setdefault("__notes__", []).append(PARTLY)
+        instead = in_place_of(decision, max_norm)
+        try:
+            self._carry_out(optimizer, lane, instead, turn)
+        except Exception:  # not even that can be done: it is told as a failure all the same
+            self.give_back(lane.index)
+            instead = replace(instead, skip=False, max_norm=None)
+        return instead
+
+    def clip_again(self, lane: Lane, decision: Decision, total: float) -> None:
+        """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
+        if decision.max_norm is not None and only_total(decision):
+            lane.multiply(clip_coefficient(total, decision.max_norm))
+        elif decision.touches:
+            _reshape(lane, decision, total)
+
+    def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
+        """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
+
+        The verdict finds the same total later, and tells the same coefficient. False where it failed, and the host is
+        to decide; not where some gradients were multiplied before that, for they must not be multiplied twice.
+        """
+        try:
+            if not lane.surely_within(max_norm):
+                self._multiply(optimizer, lane, clip_coefficient(lane.total_applied(), max_norm))
+        except Exception as error:
+            self._failed("action", error)
+            return lane.written()
+        return True
+
+    def _carry_out(
+        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+    ) -> None:
+        if turn is not None:
+            turn.skipped, turn.max_norm = decision.skip, decision.max_norm
+        if decision.skip:
+            if turn is None or not turn.must_finish:
+                self.held.add(lane.index)
+                self._skips.skip(lane.index, optimizer, at_once=turn is not None)
+        elif decision.max_norm is not None and only_total(decision):
+            coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
+            self._multiply(optimizer if turn is None else None, lane, coefficient)
+        elif decision.touches:
+            _reshape(lane, decision, lane.total_applied() if decision.max_norm is not None else 0.0)
+
+    def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
+        """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
+        # The divisor of a fused optimizer is a float32 too.
+        if coefficient == 1 or coefficient < SMALLEST or optimizer is None or not divides(optimizer, lane):
+            lane.multiply(coefficient)
+        else:
+            self._divide(optimizer, lane, torch.tensor(1.0 / float(coefficient), device=where(lane)))
+
+    def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
+        """What the host would do if it knew the numbers, with a verdict that never leaves the device.
+
+        `max_norm` bounds the total norm; `skips`: a step whose gradients are not finite is skipped.
+        """
+        standing, reading = lane.standing, lane.on_device
+        if reading is None or not (skips or max_norm is not None or standing is not None):
+            return
+        total = reading.device_total()  # loss scale included
+        if total is None:
+            return
+        scale = carried_scale(optimizer)
+        carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
+        if standing is not None:
+            standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
+        elif max_norm is not None and divides(optimizer, lane):
+            self._divide(optimizer, lane, torch.reciprocal(clip_factor(total / carried, max_norm)))
+        elif max_norm is not None:
+            device.clip(lane.grads(), total / carried, max_norm)
+        if skips:
+            self._gate(optimizer, lane, total)
+
+    def _gate(self, optimizer: Optimizer, lane: Lane, total: Tensor) -> None:
+        """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
+
+        The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
+        """
+        bad = (~torch.isfinite(total)).to(torch.float32)
+        before = getattr(optimizer, "found_inf", None)
+        if before is not None:
+            bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
+        self._set(optimizer, lane, "found_inf", bad)
+
+    def _divide(self, optimizer: Optimizer, lane: Lane, divisor: Tensor) -> None:
+        """Have a fused optimizer divide its gradients by a 0-dim factor on its way: no pass over them of our own."""
+        before = getattr(optimizer, "grad_scale", None)
+        if isinstance(before, Tensor):
+            divisor = before * divisor.to(before.device, non_blocking=True)
+        self._set(optimizer, lane, "grad_scale", divisor)
+
+    def _set(self, optimizer: Optimizer, lane: Lane, name: str, value: Tensor) -> None:
+        gate = Gate(optimizer, name, value, getattr(optimizer, name, None))
+        self.held.add(lane.index)
+        self._gates.setdefault(lane.index, []).append(gate)
+        setattr(optimizer, name, value)
+
+    def open_gate(self, index: int) -> None:
+        """Restore `found_inf` and `grad_scale` as they were; not where they are no longer ours."""
+        for gate in self._gates.pop(index, ()):
+            gate.restore()
+
+    def let_go(self, index: int, finished: bool) -> None:
+        """Restore everything as it was before a lane's step, which has `finished` or raised."""
+        self.held.discard(index)
+        try:
+            self.give_back(index, finished)
+        finally:
+            self.open_gate(index)
+
+    def emptied(self, index: int) -> bool:
+        """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
+        return self._skips.unfinished(index)
+
+    def give_back(self, index: int, finished: bool = True) -> None:
+        """Restore what a skip set aside; `finished` False: the step raised, so its gradients are let go."""
+        self._skips.give_back(index, finished)
+
+
+class Gate(NamedTuple):
+    """What was set on a fused optimizer for the length of one step: `value` in place of `before` (None = nothing)."""
+
+    optimizer: Optimizer
+    name: str
+    value: Tensor
+    before: Any
+
+    def restore(self) -> None:
+        """Put it back, not deleted where a GradScaler will do that; not if it is no longer ours."""
+        if getattr(self.optimizer, self.name, None) is not self.value:
+            return
+        if self.before is None:
+            delattr(self.optimizer, self.name)
+        else:
+            setattr(self.optimizer, self.name, self.before)
+
+
+def only_total(decision: Decision) -> bool:
+    """Whether all that is to be done to the gradients is to bound their total norm."""
+    return decision.coef is None and decision.zero is None and not decision.elementwise
+
+
+def divides(optimizer: Optimizer, lane: Lane) -> bool:
+    """Whether the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
+
+    Not asked of sharded parameters, whose kernels want the divisor on a mesh.
+    """
+    return supports_scaling(optimizer) and not lane.distributed
+
+
+def where(lane: Lane) -> torch.device:
+    """Where the divisor of a lane's gradients is to lie."""
+    return lane.params[0].device
+
+
+def _reshape(lane: Lane, decision: Decision, total: float) -> None:
+    """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
+    grads = lane.grads()
+    zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
+    if decision.max_norm is not None and zero.any():
+        total = lane.total_applied(left_by_zeroing(grads, zero))
+    coef = np.where(zero, uniform_factor(decision, total), factors_of(decision, total, len(grads)))
+    for k in map(int, np.flatnonzero(zero)):
+        if (grad := grads[k]) is not None:
+            _zero_nonfinite(grad)
+    ahead: dict[int, Tensor] = {}
+    if decision.elementwise and lane.standing is not None:
+        optimizer = None if lane.optimizer is None else lane.optimizer()
+        scale = arrived(kept(carried_scale(optimizer)))
+        ahead = lane.standing.take(Found(grads, lane.params, scale), coef)
+        put({k: made for k, made in ahead.items() if not zero[k]}, grads)
+    factors = torch.from_numpy(coef.copy()).unbind()
+    clipped = [
+        (grad, factors[k])
+        for k, (grad, c) in enumerate(zip(grads, coef, strict=True))
+        if grad is not None and c != 1 and (zero[k] or k not in ahead)
+    ]
+    if clipped:
+        grads_, factors_ = map(list, zip(*clipped, strict=True))
+        if lane.on_cpu:
+            torch._foreach_mul_(
+                grads_, factors_
+            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+        else:
+            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
+
+
+def _zero_nonfinite(grad: Tensor) -> None:
+    """NaN and Inf elements become 0, in place."""
+    values = grad._values() if grad.is_sparse else grad
+    values.copy_(torch.where(torch.isfinite(values), values, torch.zeros_like(values)))
+
+
+def left_by_zeroing(grads: Sequence[Tensor | None], zero: NDArray[np.bool_]) -> dict[int, float]:
+    """The L2 norms of the finite elements of those gradients that are to lose the others, by position."""
+    left = {}
+    for k in map(int, np.flatnonzero(zero)):
+        if (grad := grads[k]) is not None:
+            values = dense(grad).detach()
+            finite = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+            left[k] = exact_norm(finite)[0]
+    return left
+
+
+def by_rule(decision: Decision) -> bool:
+    """Whether a rule has a part in this, and not only the file's own clip."""
+    return any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
+
+
+def put_aside(lane: Lane) -> dict[int, Tensor]:
+    """Copies of the gradients, by position, for `put_back`; none where there is no memory for them.
+
+    To divide again would not give back the same bits. Only on the CPU, where what touches many gradients may stop
+    halfway: a device is handed all of them in one launch.
+    """
+    try:
+        return {k: grad.detach().clone() for k, grad in enumerate(lane.grads()) if grad is not None}
+    except Exception:
+        return {}
+
+
+def put_back(lane: Lane, aside: dict[int, Tensor]) -> bool:
+    """Give the gradients their bits again; whether all of them have."""
+    grads = lane.grads()
+    if len(aside) != sum(grad is not None for grad in grads):
+        return False
+    try:
+        for k, before in aside.items():
+            grads[k].copy_(before)  # type: ignore[union-attr]  # there are no fewer than before
+    except Exception:
+        return False
+    return True
+
+
+def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
+    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask.
+
+    The file's own bound on the total, `max_norm`, holds all the same, unless it was that which failed.
+    """
+    instead = decision.on_error
+    if instead == "pass":
+        return Decision(max_norm=max_norm if by_rule(decision) else None)
+    rules = {order.rule for order in decision.orders if not order.shadow}
+    orders = frozenset(Order(rule, instead) for rule in rules)
+    return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)
+
+
+def why_stopped(decision: Decision, lane: Lane) -> str:
+    """What `TrainingStopped` says of a Decision to stop."""
+    rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
+    said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"
+    return f"gradwatch stopped training at step {lane.step}: {said}"

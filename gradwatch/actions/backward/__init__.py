@@ -1,0 +1,1 @@
+"""Clipping inside the backward: hooks, the bounds in force, and the norms before them."""

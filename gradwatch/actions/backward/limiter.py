@@ -1,0 +1,226 @@
+"""Acting inside the backward: a tensor hook on each parameter that returns its gradient clipped or rescaled.
+
+On the host a hook reads the norm, and returns nothing unless the norm is out of bounds: an unconditional multiply
+costs a third of a small model's step. On a device it multiplies by a 0-dim factor made of the norm, so that nobody
+waits; there the bounds are those of the latest step whose numbers have arrived.
+
+A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
+accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
+switches itself off and says so, unless it was told to act all the same (`local`). Whoever made it sees that it is
+`off`, and has the same clip carried out at the step.
+
+One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
+no Limiter: parameter -> hook -> object -> parameter would never be collected.
+
+Axes: K parameters of a lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from gradwatch.actions.backward.bounds_in_force import Turn
+from gradwatch.actions.backward.norms_before import before_acting
+from gradwatch.actions.elementwise import Elementwise
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.window import Window
+from gradwatch.policies.norm_bound import Bound
+from gradwatch.reading.plan import SMALL
+from gradwatch.reading.rows import ROW
+from gradwatch.reading.single import exact_norm
+from gradwatch.taps import grad_ready, modes
+from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.swapped import contents, revive
+
+Hook = Callable[[Tensor], Tensor | None]
+NOT_PLAIN = np.zeros(0, np.float64)
+
+
+class Limiter:
+    """Tensor hooks on the parameters of one lane; `covered[K]` says which of them may ever be multiplied.
+
+    `taps[K]` are the tensors that autograd accumulates into (None: nobody hears of that gradient). `local`: act
+    whatever the gradients go through afterwards. `refused(reason)` is told once, when the Limiter switches itself
+    off; `failed` counts a fault of ours, at which the gradient passes unchanged.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        taps: Sequence[Tensor | None],
+        covered: Sequence[bool],
+        elementwise: Elementwise | None,
+        local: bool,
+        failed: Callable[[str, BaseException], None],
+        refused: Callable[[str], None],
+        before: Limiter | None = None,
+    ) -> None:
+        """`before` is one that acted on some of these parameters until now; it hands over what it has done."""
+        self._turn = Turn(lane, elementwise, local, refused)
+        if before is not None:
+            self._turn.take_over(before._turn, lane.param_ids)
+            before.close()
+        self._hooks: list[tuple[Tensor, int, int, RemovableHandle]] = []
+        shapes = () if elementwise is None else elementwise.at
+        for k, tap in enumerate(taps):
+            if tap is not None and (covered[k] or k in shapes):
+                handle = tap.register_hook(_hook(k, tap, self._turn, failed))
+                self._hooks.append((tap, k, contents(tap), handle))
+
+    @property
+    def off(self) -> str:
+        """Why it does nothing any more; "" while it acts."""
+        return self._turn.off
+
+    def publish(self, bounds: tuple[Bound, ...]) -> None:
+        """What the next backward has to keep to, over K parameters."""
+        self._turn.publish(bounds)
+
+    def scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss by the 0-dim `scale`, which it goes on changing in place."""
+        self._turn.scaled(scale)
+
+    def backward_ended(self) -> None:
+        """The running backward has come to its end: what was done in it counts."""
+        self._turn.ended()
+
+    def settle(self, window: Window) -> None:
+        """Give a window the norms found before the hooks multiplied; its batched read is what they left."""
+        acted = self._turn.collect()
+        if acted:
+            window.calm = False
+            window.raw = before_acting(window, acted)
+        if self._turn.off:
+            self.close()
+
+    def heard(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
+        """Norms that need not be read again: the hook saw them, returned nothing, and `grads[K]` are what it saw.
+
+        Loss scale included. Only of the first backward since a step, and of parameters on which nobody else has a
+        tensor hook or a post-accumulate hook, which may put another gradient in its place.
+        """
+        found = self._turn.heard()
+        for tap, k in self._alone() if found else ():
+            grad = grads[k]
+            if k in found and (grad is None or grad._version not in (0, self._turn.versions[k])):
+                del found[k]
+            elif len(tap._backward_hooks or ()) != 1 or not _ours(tap._post_accumulate_grad_hooks):
+                found.pop(k, None)
+        return found
+
+    def _alone(self) -> list[tuple[Tensor, int]]:
+        return [(tap, k) for tap, k, _, _ in self._hooks]
+
+    def forget(self) -> None:
+        """What was done since the last step belongs to none."""
+        self._turn.collect()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for tap, _, stood_for, handle in self._hooks:
+            handle.remove()
+            if contents(tap) != stood_for:
+                revive(tap, "_backward_hooks", handle.id)
+        self._hooks.clear()
+
+
+def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+    """The hook of one parameter."""
+    # A square tells whether a closer look is due, where float32 adds it up well enough. What float32 cannot hold of it
+    # is out of every bound, or is 0.
+    quick = turn.on_cpu and tap.dtype is torch.float32 and tap.numel() <= ROW
+    turn.squared[k] = quick
+    # Sending a parameter with a tensor hook to another process would otherwise warn.
+    hook: Hook = unserializable_hook((_at_a_glance if quick else _closely)(k, tap, turn, failed))
+    return hook
+
+
+def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+    """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
+    tracing, current = torch.compiler.is_dynamo_compiling, torch._C._current_graph_task_id
+    dispatching, functions = modes.dispatching, modes.functions
+    task, low, high, seen, versions = turn.task, turn.low, turn.high, turn.seen, turn.versions
+    large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
+
+    @untraced
+    def limit(grad: Tensor | None, shown: bool = True) -> Tensor | None:
+        try:
+            # A custom Function may return None for it; compiled autograd: what this does would break its graph.
+            if grad is None or tracing():
+                return None
+            if shown and (dispatching() or functions()):  # modes of the script's
+                return modes.unseen(limit, grad, False)
+            if task[0] != current():
+                turn.begin(k)
+            try:
+                values: Any = grad.numpy()  # sync: CPU tensor
+            except (TypeError, RuntimeError):  # sparse, on another device, or it wants a gradient itself
+                if not grad.is_cpu:
+                    return checked(grad, turn.on_device(k, grad))
+                values = NOT_PLAIN
+            plain = values.dtype is float32
+            square = float(vdot(values, values)) if plain else _square(exact_norm(grad)[0])
+            if low[k] <= square <= high[k]:
+                if large:
+                    seen[k], versions[k] = math.sqrt(square), grad._version
+                return None
+            return checked(grad, turn.on_host(k, grad))
+        except Exception as error:
+            failed("action", error)
+            return None
+
+    return limit
+
+
+def _closely(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+    """The hook of any other parameter."""
+    tracing, current = torch.compiler.is_dynamo_compiling, torch._C._current_graph_task_id
+    dispatching, functions = modes.dispatching, modes.functions
+    task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
+    seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
+
+    @untraced
+    def limit(grad: Tensor | None, shown: bool = True) -> Tensor | None:
+        try:
+            if grad is None or tracing():
+                return None
+            if shown and (dispatching() or functions()):
+                return modes.unseen(limit, grad, False)
+            if task[0] != current():
+                turn.begin(k)
+            if not on_cpu or not grad.is_cpu:
+                return checked(grad, turn.on_device(k, grad))
+            norm = exact_norm(grad)[0]
+            if low[k] <= norm <= high[k]:
+                if large:
+                    seen[k], versions[k] = norm, grad._version
+                return None
+            return checked(grad, turn.on_host(k, grad))
+        except Exception as error:
+            failed("action", error)
+            return None
+
+    return limit
+
+
+def _ours(hooks: Mapping[int, Callable[..., object]] | None) -> bool:
+    """Whether all hooks on a parameter are marks of this package, which leave its gradient as it is."""
+    return all(getattr(hook, "__module__", "") == grad_ready.__name__ for hook in (hooks or {}).values())
+
+
+def checked(grad: Tensor, made: Tensor | None) -> Tensor | None:
+    """What a hook may return: nothing, or a gradient of the same kind. Raises `TypeError` for anything else."""
+    if made is None or (made.shape, made.dtype, made.layout) == (grad.shape, grad.dtype, grad.layout):
+        return made
+    raise TypeError(f"a gradient {grad.shape} {grad.dtype} would have become {made.shape} {made.dtype}")
+
+
+def _square(norm: float) -> float:
+    return norm * norm  # `**` raises where it overflows

@@ -1,0 +1,247 @@
+"""Dropping one poisoned micro-batch of a step, and keeping the others: `drop_micro`.
+
+The gradients accumulated so far are moved aside at the first tensor hook of a backward, so that what this backward
+leaves can be looked at by itself when it has ended, and added to them or not: the addition that autograd would have
+done. A step of k micro-batches of which d were dropped is multiplied by k / (k - d), once: with micro-batches of
+equal weight it is then the mean over those that are left. Nothing of the kind exists once gradients have been
+reduced over ranks or sharded, and under a GradScaler it would hide overflow from the scaler; there it is refused.
+
+On a device the host waits once per micro-batch, to know whether it is finite.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from gradwatch.capture import user_clip
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.window import Window
+from gradwatch.reading.batched import CpuReader, Detail, inspect
+from gradwatch.reading.host import HostReading
+from gradwatch.reading.layouts import dense
+from gradwatch.runtime import guard
+from gradwatch.taps import backward, modes
+from gradwatch.taps.dynamo import untraced
+
+SCALED = (
+    "dropping micro-batches is switched off: a GradScaler would never hear of the overflow, and never lower its scale; "
+    "use `skip_step`"
+)
+
+
+class MicroDrop:
+    """Tensor hooks on all parameters of one lane that tell its micro-batches apart.
+
+    `failed` counts a fault of ours; `refused(reason)` is told once, when it switches itself off; `cleared(lane)`
+    where the gradients of earlier backwards are found to be gone.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        failed: Callable[[str, BaseException], None],
+        refused: Callable[[str], None],
+        cleared: Callable[[Lane], None],
+    ) -> None:
+        self._cleared = cleared
+        self._lane = weakref.ref(lane)
+        self._failed = failed
+        self._refused = refused
+        self._reader = CpuReader()
+        self._ends = backward.Ends(self._guard(self._ended), self._guard(self._recover))
+        self._aside: list[Tensor | None] | None = None
+        self._open = False  # a backward is running whose gradients stand apart
+        self._kept = self._dropped = 0
+        self._factor = 1.0  # what the gradients have been multiplied by for those that were dropped
+        self._poison: dict[int, Detail] = {}
+        self.off = ""
+        self._handles = [_listen(k, param, self) for k, param in enumerate(lane.params)]
+        before_clip = self._guard(self.correct)
+        self._unlisten = user_clip.listen(lambda _: before_clip())
+
+    def close(self) -> None:
+        """Remove the hooks, with every gradient where it belongs."""
+        self._guard(self._recover)()
+        self._unlisten()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def scaled(self) -> None:
+        """A GradScaler has multiplied a loss."""
+        if not self.off:
+            self.off = SCALED
+            self._refused(SCALED)
+
+    def is_of(self, lane: Lane) -> bool:
+        """Whether this is that lane's."""
+        return self._lane() is lane
+
+    def _guard(self, call: Callable[[], None]) -> Callable[..., None]:
+        owner = weakref.ref(self), call.__func__  # type: ignore[attr-defined]  # a bound method would be a cycle
+
+        def guarded(_: object = None) -> None:
+            try:
+                drop = owner[0]()
+                if drop is not None:
+                    with torch.no_grad():
+                        owner[1](drop)
+            except Exception as error:
+                guard.fault("action", error)
+
+        return guarded
+
+    def _forget(self) -> None:
+        """Nothing has been kept or dropped since."""
+        self._kept, self._dropped, self._factor, self._poison = 0, 0, 1.0, {}
+
+    # -- one backward ------------------------------------------------------------------------------------
+
+    def begins(self, k: int, task: int) -> None:
+        """The first hook of a graph task speaks, that of parameter k."""
+        lane = self._lane()
+        if lane is None or self.off or backward.nested() or not backward.reaches(lane.params[k]):
+            return
+        self._ends.arm()  # a backward before this one that raised is settled first
+        if self._open:  # back from a nested one
+            return
+        if lane.begins():
+            self._forget()
+            self._cleared(lane)
+        lane.apart()
+        if self._factor != 1.0:  # corrected too early: another micro-batch comes
+            _multiply(lane.grads(), 1.0 / self._factor)
+            self._factor = 1.0
+        self._open, self._aside = True, [param.grad for param in lane.params]
+        for param in lane.params:
+            param.grad = None
+
+    def _ended(self) -> None:
+        """The backward has ended: add what it left to what stood aside, or drop it."""
+        lane = self._lane()
+        if lane is None or not self._open or backward.nested():
+            return
+        fresh = [param.grad for param in lane.params]
+        poison = {} if self._finite(fresh, lane) else poisoned(fresh)
+        if poison:
+            self._poison |= poison
+            self._dropped += 1
+            _put(lane, self._aside or fresh)
+        else:
+            self._kept += 1
+            _put(lane, _added(self._aside or [None] * len(fresh), fresh))
+        self._open, self._aside = False, None
+
+    def _finite(self, grads: Sequence[Tensor | None], lane: Lane) -> bool:
+        """Whether a glance says that all of them are."""
+        if lane.on_cpu:
+            return math.isfinite(self._reader.read(grads).total())
+        norms = [
+            torch.linalg.vector_norm(dense(grad), dtype=torch.float64) for grad in grads if grad is not None
+        ]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        return math.isfinite(float(total))  # sync: kept or dropped before the next micro-batch arrives
+
+    def _recover(self) -> None:
+        """A backward raised: its callbacks never ran. Leave what autograd would have left.
+
+        Where nothing of it is there the loop has cleared its gradients since, and with them those that stood aside.
+        """
+        lane = self._lane()
+        aside, self._aside = self._aside, None
+        was_open, self._open = self._open, False
+        if lane is None or not was_open or aside is None:
+            return
+        fresh = [param.grad for param in lane.params]
+        if any(
+            grad is not None and bool((dense(grad) != 0).any()) for grad in fresh
+        ):  # sync: after an exception
+            _put(lane, _added(aside, fresh))
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def correct(self) -> None:
+        """Before anybody clips, or the optimizer steps: weigh the micro-batches that are left."""
+        lane = self._lane()
+        self._recover()
+        if lane is None or not self._dropped or not self._kept or self._factor != 1.0:
+            return
+        self._factor = (self._kept + self._dropped) / self._kept
+        _multiply(lane.grads(), self._factor)
+        lane.read()
+
+    def at_boundary(self) -> None:
+        """The step is about to be judged."""
+        self._guard(self.correct)()
+
+    def settle(self, window: Window) -> None:
+        """Tell of what was dropped, and whether anything is left.
+
+        `norm` is not finite where that of a micro-batch was not; `norm_applied` is of what is left.
+        """
+        poison = self._poison
+        window.empty = self._dropped > 0 and self._kept == 0
+        if self._dropped:
+            window.loss = None  # that of the backwards which are left is not known
+        self._forget()
+        if poison and isinstance(window.raw, HostReading):
+            window.calm = False
+            raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})
+            raw.details = {**window.raw.details, **poison}
+            window.raw = raw
+
+
+def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
+    owner, failed, seen = weakref.ref(drop), drop._failed, drop._ends.task
+    current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
+
+    @untraced
+    def first(grad: Tensor | None) -> None:
+        try:
+            found = None if tracing() or seen[0] == current() else owner()
+            if found is not None:
+                with torch.no_grad():
+                    modes.unseen(found.begins, k, current())
+        except Exception as error:
+            failed("action", error)
+
+    handle: RemovableHandle = param.register_hook(unserializable_hook(first))
+    return handle
+
+
+def poisoned(grads: Sequence[Tensor | None]) -> dict[int, Detail]:
+    """The second look at each gradient with a NaN or Inf element, by position."""
+    looked = {k: inspect(grad) for k, grad in enumerate(grads) if grad is not None}
+    return {k: detail for k, detail in looked.items() if detail.nonfinite}
+
+
+def _put(lane: Lane, grads: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(lane.params, grads, strict=True):
+        param.grad = grad
+
+
+def _added(aside: Sequence[Tensor | None], fresh: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What autograd makes of an accumulated gradient and a new one: in place where it would be."""
+    return [
+        old if new is None else new if old is None else _sum(old, new)
+        for old, new in zip(aside, fresh, strict=True)
+    ]
+
+
+def _sum(old: Tensor, new: Tensor) -> Tensor:
+    if old.requires_grad or new.requires_grad or (old.is_sparse and not new.is_sparse):
+        with torch.enable_grad():
+            return new + old
+    return old.add_(new)
+
+
+def _multiply(grads: Sequence[Tensor | None], factor: float) -> None:
+    present = [grad for grad in grads if grad is not None]
+    if present:
+        torch._foreach_mul_(present, factor)

@@ -1,0 +1,1 @@
+"""Skipping a step exactly: parameters and optimizer state stay bit-identical."""

@@ -1,0 +1,208 @@
+"""From what one window found to the Snapshot the engine judges. S = K parameters, M tapped modules, W ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.capture.window import Window
+from gradwatch.reading.batched import FLOAT32_MAX, Detail
+from gradwatch.reading.device import arrived
+from gradwatch.records.snapshot import Column, Sites, Snapshot
+
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+
+
+def with_modules(sites: Sites, modules: tuple[str, ...]) -> Sites:
+    """The sites of a lane followed by tapped modules."""
+    return appended(sites, modules, "module")
+
+
+def appended(sites: Sites, names: tuple[str, ...], kind: str) -> Sites:
+    """The sites followed by others that are no parameters."""
+    if not names:
+        return sites
+    zeros = np.zeros(len(names), np.int64)
+    return Sites(
+        names=sites.names + names,
+        kinds=sites.kinds + (kind,) * len(names),
+        numels=np.concatenate([sites.numels, zeros]),
+        ndims=np.concatenate([sites.ndims, zeros]),
+        depths=np.concatenate([sites.depths, np.arange(len(names))]),
+    )
+
+
+class Measured(Protocol):
+    """Columns of one step, possibly still on their way."""
+
+    def ready(self) -> bool:
+        """Whether `columns()` would return at once."""
+
+    def columns(self) -> dict[str, Column]:
+        """The columns; waits for what has not arrived."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """Columns read beside the norms: of the K parameters, of the M modules, and of the ranks."""
+
+    params: tuple[Measured, ...] = ()
+    modules: tuple[Measured, ...] = ()
+    ranks: tuple[Measured, ...] = ()
+
+    def ready(self) -> bool:
+        """Whether all columns are on the host."""
+        return all(sampled.ready() for sampled in (*self.params, *self.modules))
+
+
+def assemble(
+    optimizer: int,
+    sites: Sites,
+    window: Window,
+    extras: Extras,
+    scalars: Mapping[str, float],
+    coverage: float,
+) -> Snapshot:
+    """The Snapshot of one step; waits for numbers still on their way from a device."""
+    raw, after = window.resolve()
+    count = len(window.sites)
+    missing = len(sites) - count
+    total = _total(raw, window)
+    # A total that float32 holds says that no norm is NaN, infinite or beyond float32.
+    norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not window.details else as_float32(raw)
+    columns = {} if total < FLOAT32_MAX else _suspicions(window, window.details, raw, norms, missing)
+    applied = total if after is raw else _total(after, window)
+    if not columns and not applied < FLOAT32_MAX:
+        # Finite at the end of backward and not any longer: the optimizer is about to get it all the same.
+        wide = as_float32(after)
+        columns = _suspicions(window, window.after.details, after, wide, missing)
+        if columns and not columns["nonfinite"].values.any():  # no clip, then, and no NaN: judge what it gets
+            raw, norms, total = after, wide, applied
+    _sampled(columns, extras, count, missing)
+    coef = _pad(_coefficients(raw, after), missing, 1)
+    if not window.applied_known:
+        coef, applied = np.full_like(coef, np.nan), math.nan
+    bounded = columns.pop("coef", None)  # of modules; that of a parameter needs no column
+    if bounded is not None:
+        made = bounded.values.astype(np.float32)
+        coef = np.where(bounded.present & np.isfinite(made), made, coef)
+    return Snapshot(
+        optimizer=optimizer,
+        step=window.step,
+        sites=sites,
+        norm=_pad(norms, missing),
+        calls=_pad(window.calls, missing),
+        coef=coef,
+        total_norm=total,
+        total_norm_applied=applied,
+        loss_scale=None if window.loss_scale is None else arrived(window.loss_scale),
+        columns=columns,
+        scalars=scalars,
+        micro=window.micro,
+        provisional=window.provisional,
+        coverage=coverage,
+    )
+
+
+def of_norms(optimizer: int, sites: Sites, window: Window, scalars: Mapping[str, float]) -> Snapshot:
+    """The Snapshot of a step of which only the norms and scalars could be had, bit for bit those of `assemble`.
+
+    Its coverage is 1: nothing else is claimed of it.
+    """
+    return assemble(optimizer, sites, window, Extras(), scalars, 1.0)
+
+
+def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Norms as float32: Inf where they exceed it, and never 0 where they are not."""
+    with np.errstate(over="ignore"):
+        narrow = norms.astype(np.float32)
+    if not narrow.all():
+        narrow[(narrow == 0) & (norms > 0)] = TINY
+    return narrow
+
+
+def _total(norms: NDArray[np.float64], window: Window) -> float:
+    calls = window.calls
+    kept = norms if not len(calls) or np.minimum.reduce(calls) > 0 else norms[calls > 0]
+    return _safe_root(kept) if window.details else math.sqrt(np.dot(kept, kept))
+
+
+def _safe_root(norms: NDArray[np.float64]) -> float:
+    """Root sum of squares, also of float64 norms whose squares exceed float64 or vanish in it."""
+    largest = float(np.maximum.reduce(norms, initial=0.0))
+    if not 0 < largest < math.inf:
+        return largest
+    scaled = norms / largest
+    return largest * math.sqrt(np.dot(scaled, scaled))
+
+
+@functools.lru_cache(maxsize=64)
+def _untouched(count: int) -> NDArray[np.float32]:
+    """Coefficients of 1; shared, so nobody may write to them."""
+    ones = np.ones(count, np.float32)
+    ones.flags.writeable = False
+    return ones
+
+
+def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
+    if after is raw:
+        return _untouched(len(raw))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = (after / raw).astype(np.float32)
+    return np.where(np.isfinite(ratio), ratio, np.float32(1))
+
+
+def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: int) -> None:
+    for sampled in extras.params:
+        for name, column in sampled.columns().items():
+            columns[name] = Column(_pad(column.values, missing), _pad(column.present, missing))
+    for sampled in extras.modules:
+        for name, column in sampled.columns().items():
+            values, present = _lead(column.values, count), _lead(column.present, count)
+            ranks = count + missing - len(values)
+            columns[name] = Column(_pad(values, ranks), _pad(present, ranks))
+    for measured in extras.ranks:
+        for name, column in measured.columns().items():
+            before = count + missing - len(column.values)
+            columns[name] = Column(_lead(column.values, before), _lead(column.present, before))
+
+
+def _suspicions(
+    window: Window,
+    details: Mapping[int, Detail],
+    raw: NDArray[np.float64],
+    norms: NDArray[np.float32],
+    missing: int,
+) -> dict[str, Column]:
+    """`nonfinite`, `nan_count`, `inf_count`, `norm_overflow`; none of them while every norm is finite."""
+    bad = ~np.isfinite(norms)
+    if not bad.any():
+        return {}
+    names = ("nonfinite", "nan_count", "inf_count", "norm_overflow")
+    found = {name: np.zeros(len(norms), np.float32) for name in names}
+    for k in np.flatnonzero(bad):
+        detail = details.get(int(k))
+        if detail is not None and detail.nonfinite:
+            found["nonfinite"][k], found["nan_count"][k] = detail.nonfinite, detail.nan
+            found["inf_count"][k] = detail.inf
+        elif detail is not None or np.isfinite(raw[k]):
+            found["norm_overflow"][k] = 1
+        else:  # read on a device, where elements are not counted: at least one
+            found["nonfinite"][k] = 1
+            found["nan_count" if np.isnan(raw[k]) else "inf_count"][k] = 1
+    present = _pad(window.calls > 0, missing)
+    return {name: Column(_pad(values, missing), present) for name, values in found.items()}
+
+
+def _pad(values: NDArray, missing: int, fill: float = 0) -> NDArray:  # type: ignore[type-arg]
+    return np.concatenate([values, np.full(missing, fill, values.dtype)]) if missing else values
+
+
+def _lead(values: NDArray, missing: int) -> NDArray:  # type: ignore[type-arg]
+    return np.concatenate([np.zeros(missing, values.dtype), values])

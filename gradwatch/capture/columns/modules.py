@@ -1,0 +1,289 @@
+"""Module taps, opt-in: gradients between layers and statistics of activations.
+
+`output` (the default tap): every output leaf gets a tensor hook; 4-6 us a call, safe with in-place operations, and it
+sees tuples, dicts and ModelOutputs. `full_backward`: what `register_full_backward_hook` does, 38 us a call, which also
+sees `grad_input`, but turns a module's inputs and outputs into views and so breaks models that modify them in place;
+`preflight` refuses those.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
+
+from gradwatch.actions.backward.modules import ModuleBounds
+from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.names import named_modules
+from gradwatch.engine.needs import BURSTS, Needs
+from gradwatch.errors import AttachError
+from gradwatch.reading.device import Arriving, Number, capturing
+from gradwatch.reading.layouts import alias, dense
+from gradwatch.records.snapshot import Sites
+from gradwatch.taps import modes, module_calls
+from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.mute import is_silent
+
+TapKind = Literal["output", "full_backward"]
+GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
+ACTIVATION_COLUMNS = frozenset({"activation_mean", "activation_std", "activation_near_zero"})
+COLUMNS = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
+NEAR_ZERO = 1e-6
+
+
+def taps_on(
+    models: list[nn.Module],
+    globs: Sequence[str],
+    tap: TapKind,
+    needs: Needs,
+    failed: Callable[[str, BaseException], None],
+) -> ModuleTaps:
+    """Taps on the modules whose name matches one of the globs (see `Sites.select`); on none where none matches.
+
+    Raises `AttachError` where `preflight` refuses the tap.
+    """
+    named = list(named_modules(models))
+    zeros = np.zeros(len(named), np.int64)
+    names = tuple(name for name, _ in named)
+    sites = Sites(names, ("module",) * len(names), zeros, zeros, np.arange(len(names)))
+    chosen = np.logical_or.reduce([sites.select(glob) for glob in globs])
+    pairs = [pair for pair, keep in zip(named, chosen, strict=True) if keep]
+    return ModuleTaps(pairs, tap, needs, failed)
+
+
+class ModuleTaps:
+    """Taps on M named modules; `collect` gives their columns for the step that ends."""
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        tap: TapKind,
+        needs: Needs,
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        if tap == "full_backward":
+            preflight(modules)
+        self.names = tuple(name for name, _ in modules)
+        self._needs = needs
+        wanted = self._wanted = frozenset(name.removesuffix(BURSTS) for name in needs.columns)
+        self._failed = failed
+        self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
+        self._ignore: list[Callable[[], None]] = []
+        self.bounds: ModuleBounds | None = None  # on what the modules pass on, where a rule acts on it
+        self._step = 0
+        for m, (_, module) in enumerate(modules):
+            if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):
+                self._ignore.append(module_calls.listen(module, after=self._forward(m, tap)))
+            if tap == "full_backward":
+                around = _FullBackward(self._backward(m), failed)
+                self._ignore.append(module_calls.listen(module, around.before, around.after))
+
+    def collect(self, step: int, scale: Number) -> Sampled:
+        """What the taps heard since the last step boundary; the loss scale is divided out of gradients."""
+        self._step = step + 1
+        sampled = Sampled(len(self.names))
+        for column, heard in self._heard.items():
+            if not heard:
+                continue
+            positions = np.array(sorted(heard), np.intp)
+            present = np.zeros(len(self.names), bool)
+            present[positions] = True
+            stack = torch.stack([heard[int(m)] for m in positions])
+            if column in GRADIENT_COLUMNS:
+                arriving = Arriving([stack.sqrt()], positions, len(self.names), scale=scale)
+            else:
+                arriving = Arriving([stack], positions, len(self.names))
+            sampled.parts[column] = arriving
+            sampled.present[column] = present
+            heard.clear()
+        for column in ACTIVATION_COLUMNS & sampled.parts.keys():
+            self._named_by_cadence(column, step, sampled)
+        if self.bounds is not None:
+            self._bounded(self.bounds.taken(), sampled)
+        return sampled
+
+    def _named_by_cadence(self, column: str, step: int, sampled: Sampled) -> None:
+        """Put what was heard of a column where the rules that are due at this step look for it."""
+        part, present = sampled.parts.pop(column), sampled.present.pop(column)
+        for name in (column, column + BURSTS):
+            if self._needs.due(name, step):
+                sampled.parts[name], sampled.present[name] = part, present
+
+    def _bounded(self, factors: Mapping[int, float | Tensor], sampled: Sampled) -> None:
+        """Tell by which factors hooks have multiplied what modules pass on."""
+        if factors:
+            positions = np.array(sorted(factors), np.intp)
+            present = np.zeros(len(self.names), bool)
+            present[positions] = True
+            stack = torch.stack([torch.as_tensor(factors[int(m)]) for m in positions])
+            sampled.parts["coef"] = Arriving([stack], positions, len(self.names))
+            sampled.present["coef"] = present
+
+    def close(self) -> None:
+        """Notice no further call of the modules."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
+
+    def _forward(self, m: int, tap: TapKind) -> Callable[..., None]:
+        needs = self._needs.only(ACTIVATION_COLUMNS)
+        gradients = tap == "output" and "grad_output_norm" in self._wanted
+
+        def observe(module: nn.Module, args: Any, output: Any) -> None:
+            try:
+                if is_silent() or capturing():
+                    return
+                leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
+                    self._activation(m, leaves[0])
+                if gradients and torch.is_grad_enabled():
+                    for leaf in leaves:
+                        if leaf.requires_grad:
+                            leaf.register_hook(self._adder("grad_output_norm", m))
+            except Exception as error:
+                self._failed("modules", error)
+
+        return observe
+
+    def _backward(self, m: int) -> Callable[..., Any]:
+        inputs, outputs = self._adder("grad_input_norm", m), self._adder("grad_output_norm", m)
+
+        def heard(grad_input: Any, grad_output: Any) -> Any:
+            for grads, add in ((grad_input, inputs), (grad_output, outputs)):
+                for grad in grads if isinstance(grads, tuple) else (grads,):
+                    add(grad)
+            return None if self.bounds is None else self.bounds.bounded(m, grad_input)
+
+        def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+            try:
+                return modes.unseen(heard, grad_input, grad_output)
+            except Exception as error:
+                self._failed("modules", error)
+                return None
+
+        return observe
+
+    def _adder(self, column: str, m: int) -> Callable[[Tensor | None], None]:
+        heard, failed = self._heard[column], self._failed
+        tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what follows would break its graph
+
+        def add_square(grad: Tensor) -> None:
+            kept = alias(grad)
+            if kept is not None:
+                square = torch.linalg.vector_norm(dense(kept).float()).square()
+                heard[m] = square if m not in heard else heard[m] + square
+
+        @untraced
+        def add(grad: Tensor | None) -> None:
+            try:
+                if not tracing() and isinstance(grad, Tensor) and not capturing():
+                    modes.unseen(add_square, grad)
+            except Exception as error:
+                failed("modules", error)
+
+        return add
+
+    def _activation(self, m: int, output: Tensor) -> None:
+        with torch.no_grad():
+            values = dense(output.detach()).float()
+            for column in ACTIVATION_COLUMNS & self._wanted:
+                if column == "activation_mean":
+                    statistic = values.mean()
+                elif column == "activation_std":
+                    statistic = values.std(correction=0)
+                else:
+                    statistic = (values.abs() < NEAR_ZERO).float().mean()
+                self._heard[column][m] = statistic
+
+
+class _FullBackward:
+    """`register_full_backward_hook` for one module, as torch does it, without anything standing on the module."""
+
+    def __init__(self, hook: Callable[..., Any], failed: Callable[[str, BaseException], None]) -> None:
+        self._hook = hook
+        self._failed = failed
+        self._open: list[tuple[int, BackwardHook]] = []  # of calls under way, each by the id of torch's frame
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...] | None:
+        """The module's arguments, by way of torch's node that sees their gradients."""
+        try:
+            if is_silent():
+                return None
+            around = BackwardHook(module, [self._hook], [])
+            given: tuple[Any, ...] = around.setup_input_hook(args)
+            self._open.append((_call_number(), around))
+            return given
+        except Exception as error:
+            self._failed("modules", error)
+            return None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module's output, by way of the node that sees its gradient."""
+        try:
+            number = _call_number()
+            while self._open:  # a forward that raised has left its own
+                opened, around = self._open.pop()
+                if opened == number:
+                    return around.setup_output_hook(output)
+        except Exception as error:
+            self._failed("modules", error)
+        return None
+
+
+def _call_number() -> int:
+    """Which call of torch's a listener is called from: listener, tap, torch."""
+    return id(sys._getframe(3))
+
+
+def preflight(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse models that `register_full_backward_hook` would break.
+
+    It turns inputs and outputs into views of a custom Function; modifying one in place then raises inside the
+    user's forward. Looked for: `inplace=True` modules, and in-place statements in the source of `forward`.
+
+    Raises:
+        AttachError: naming every offending module and line.
+    """
+    found = []
+    for name, module in modules:
+        for child_name, child in module.named_modules():
+            where = f"{name}.{child_name}" if child_name else name
+            if getattr(child, "inplace", False):
+                found.append(f"{where}: {type(child).__name__}(inplace=True)")
+            found += [f"{where}: {line}" for line in _in_place(type(child))]
+    if found:
+        listed = "\n  ".join(dict.fromkeys(found))
+        raise AttachError(
+            "`modules: {tap: full_backward}` would break this model: full-backward hooks turn outputs "
+            f"into views that must not be modified in place:\n  {listed}\nUse `tap: output` (it is safe with "
+            "in-place operations), or exclude these modules from `modules.names`."
+        )
+
+
+def _in_place(kind: type[nn.Module]) -> list[str]:
+    """`file:line code` of in-place statements in the forward of a user's module class."""
+    if kind.__module__.startswith("torch."):
+        return []
+    try:
+        lines, start = inspect.getsourcelines(kind.forward)
+        path = inspect.getsourcefile(kind.forward)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    hits = []
+    for node in ast.walk(tree):
+        augmented = isinstance(node, ast.AugAssign) and not isinstance(node.value, ast.Constant)
+        method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if augmented or (method.endswith("_") and not method.endswith("__")):
+            line = node.lineno  # type: ignore[attr-defined]
+            hits.append(f"{path}:{start + line - 1} {lines[line - 1].strip()}")
+    return hits

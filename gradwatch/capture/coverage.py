@@ -1,0 +1,208 @@
+"""How much of the models is measured, counted again only when something may have changed.
+
+Walking a model costs a microsecond per parameter, too much for every step. Two signs of change are nearly
+free: torch's registration hooks (a parameter or module was put into a watched module: assignment,
+`load_state_dict(assign=True)`, adapters, parametrizations), and a parameter that had a gradient in the last
+step and has none in this one while its place in its module is taken by another (`.to()` that overwrites).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+from gradwatch.capture import names
+from gradwatch.capture.names import named_parameters
+from gradwatch.capture.optimizer import Lane
+from gradwatch.runtime import guard
+from gradwatch.taps import tree
+from gradwatch.taps.dynamo import untraced
+
+RECOUNT = 1000  # steps between counts that nothing asked for
+BLIND = 16  # the same while something is not measured
+
+
+class Registrations:
+    """Counts what is put into the watched modules, wherever it happens; `close` removes the hooks."""
+
+    def __init__(self) -> None:
+        self._owners: set[int] = set()
+        self.counted = [0]  # how many there were so far; a list, so that it is looked at without a call
+        owners, count = self._owners, self.counted  # torch's global dicts must not reach this object
+
+        @untraced
+        def noticed(module: nn.Module, name: str, value: Any) -> None:
+            try:
+                if id(module) in owners:
+                    count[0] += 1
+            except Exception as error:
+                guard.fault("capture", error)
+
+        self._handles = [
+            register_module_parameter_registration_hook(noticed),
+            register_module_module_registration_hook(noticed),
+        ]
+
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
+        self._owners.clear()
+        self._owners.update(id(module) for model in models for module in tree.modules(model))
+
+    def close(self) -> None:
+        """Remove torch's two global hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class Places:
+    """Where each slot's parameter stands: a module (held weakly) and the attribute name in it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+
+    def note(self, models: Iterable[nn.Module], slot_of: dict[int, int]) -> None:
+        """Remember the first place of every parameter that has a slot."""
+        for model in models:
+            for module in tree.modules(model):
+                for name, param in module._parameters.items():
+                    slot = None if param is None else slot_of.get(id(param))
+                    if slot is not None and slot not in self._of:
+                        self._of[slot] = weakref.ref(module), name
+
+    def forget(self, slot: int) -> None:
+        """The slot's parameter was let go."""
+        self._of.pop(slot, None)
+
+    def lost(self, slot: int, param: nn.Parameter) -> bool:
+        """Whether something else stands there now."""
+        if slot not in self._of:  # only an optimizer knows it: no model can have lost it
+            return False
+        module, name = self._of[slot]
+        owner = module()
+        return owner is None or owner._parameters.get(name) is not param
+
+
+class Coverage:
+    """The share of parameters that is measured, 0..1, as last counted, and the names of the others.
+
+    Wanted are parameters of the models that want a gradient. Measured are those of an optimizer that has
+    stepped, and those that were there at attach (an optimizer may leave some out on purpose); what joined
+    later must have reached an optimizer.
+    """
+
+    def __init__(self, slot_of: dict[int, int]) -> None:
+        self.ratio = 1.0
+        self.missing: tuple[str, ...] = ()
+        self._slot_of = slot_of
+        self._at_attach: set[int] = set()
+        self._registrations = Registrations()
+        self._places = Places()
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._counted = 0  # registrations at the last count
+        self._left = RECOUNT  # steps until the next one
+        self._last: dict[int, NDArray[np.int32]] = {}  # the arrivals of each lane's last step
+
+    def attached(self, models: Iterable[nn.Module]) -> None:
+        """These models are watched from now on, with the parameters they have."""
+        slots = (self._slot_of.get(id(param)) for model in models for param in tree.parameters(model))
+        self._at_attach.update(slot for slot in slots if slot is not None)
+
+    def scanned(self, models: list[nn.Module]) -> None:
+        """Slots were given to all parameters of the models."""
+        self._places.note(models, self._slot_of)
+        self._registrations.watch(models)
+
+    def forget(self, slot: int) -> None:
+        """The slot's parameter was let go."""
+        self._at_attach.discard(slot)
+        self._places.forget(slot)
+
+    def count(self, models: list[nn.Module], lanes: Iterable[Lane]) -> float:
+        """Walk the models; the ratio, which stays until the next count."""
+        alive = [lane for lane in lanes if lane.optimizer is None or lane.optimizer() is not None]
+        stepped = {identity for lane in alive for identity in lane.param_ids}
+        if self._whole(models, stepped):
+            self.missing, self.ratio, self._left = (), 1.0, RECOUNT
+            return self.ratio
+        wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
+        self.missing = tuple(
+            name if names.has_values(param) else f"{name} (on the meta device, so it has no values)"
+            for name, param in wanted
+            if not (names.has_values(param) and self._measured(param, stepped))
+        )
+        self.ratio = 1 - len(self.missing) / len(wanted) if wanted else 1.0
+        self._left = BLIND if self.missing else RECOUNT
+        return self.ratio
+
+    def _whole(self, models: list[nn.Module], stepped: set[int]) -> bool:
+        """Whether nothing is missing, found out without names; False also where a model lists its parameters itself."""
+        return not any(map(tree.lists_itself, models)) and all(
+            not param.requires_grad or (names.has_values(param) and self._measured(param, stepped))
+            for model in models
+            for param in tree.parameters(model)
+        )
+
+    def _measured(self, param: nn.Parameter, stepped: set[int]) -> bool:
+        return id(param) in stepped or self._slot_of.get(id(param)) in self._at_attach
+
+    def due(self, lane: Lane, calls: NDArray[np.int32]) -> bool:
+        """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
+        self._left -= 1
+        gone = () if self._last.get(lane.index) is calls else self._gone(lane.index, calls)
+        replaced = gone and any(self._replaced(lane.params[k]) for k in gone)
+        if not replaced and self._left > 0 and self._counted == self._registrations.counted[0]:
+            return False
+        self._counted = self._registrations.counted[0]
+        return True
+
+    def outdated(self) -> None:
+        """What is measured has changed: count at the next step."""
+        self._left = 0
+
+    def silenced(self, share: float) -> None:
+        """A share of a lane was measured at this boundary, but nothing was heard during its backward."""
+        self.ratio *= 1 - share
+        self._left = 0
+
+    @property
+    def registrations(self) -> list[int]:
+        """In one place: how often something was put into the models."""
+        return self._registrations.counted
+
+    def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
+        """Whether parameters without a slot are the models' all the same; a stranger is asked about once."""
+        state = len(params), self._registrations.counted[0]
+        if self._strangers.get(optimizer) == state:
+            return False
+        present = {id(param) for model in models for param in tree.parameters(model)}
+        if any(id(param) in present for param in params):
+            return True
+        self._strangers[optimizer] = state
+        return False
+
+    def close(self) -> None:
+        """Remove torch's registration hooks."""
+        self._registrations.close()
+
+    def _replaced(self, param: nn.Parameter) -> bool:
+        """Whether something else stands where this parameter stood in its model."""
+        return self._places.lost(self._slot_of.get(id(param), -1), param)
+
+    def _gone(self, lane: int, calls: NDArray[np.int32]) -> list[int]:
+        """Positions with a gradient in the lane's last step and none in this one."""
+        before, self._last[lane] = self._last.get(lane), calls
+        if before is None or len(before) != len(calls):
+            return []
+        gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
+        return gone

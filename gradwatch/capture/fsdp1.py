@@ -1,0 +1,80 @@
+"""FSDP1, and FSDP2 that offloads: where the end of backward is heard although no parameter is.
+
+FSDP1 accumulates into flat parameters of its own, so a mark on an original (`use_orig_params`) stays silent,
+and one on a parameter that FSDP2 offloads would make it wait for every copy to the host. The gradients would
+be read only at the step, after the user's clipping. A tensor hook on what the wrapped module returns runs when
+its backward begins and queues the same nested callback that a mark does; that one runs after FSDP's own has
+put the sharded gradients in their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gradwatch.capture.shards import offloaded
+from gradwatch.taps import modes, module_calls
+from gradwatch.taps.mute import is_silent
+
+
+class FlatTaps:
+    """Notices the calls of the outermost modules of those; `heard` is called as their backward begins."""
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        heard: Callable[[list[nn.Parameter]], None],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._failed = failed
+        self._heard = heard
+        self._ignore = [
+            module_calls.listen(module, after=self._observe)
+            for model in models
+            for module in outermost(model)
+        ]
+
+    def _observe(self, module: nn.Module, args: Any, output: Any) -> None:
+        try:
+            if is_silent() or not torch.is_grad_enabled():
+                return
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(self._begin, module))
+        except Exception as error:
+            self._failed("capture", error)
+
+    def _begin(self, module: nn.Module, _: Tensor) -> None:
+        try:
+            modes.unseen(self._heard, [*flattened(module), *offloaded([module]).values()])
+        except Exception as error:
+            self._failed("capture", error)
+
+    def close(self) -> None:
+        """Notice no further call."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
+
+
+def flattened(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters an optimizer has of FSDP1's modules in here; during backward the modules hide them."""
+    for one in module.modules():
+        flat: Any = getattr(getattr(one, "_handle", None), "flat_param", None)
+        if flat is not None:
+            yield from flat._params or (flat,)
+
+
+def outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """The FSDP1 modules, and FSDP2 modules that offload, that are not inside another one."""
+    first = getattr(model, "_handle", None) is not None and hasattr(model, "_fsdp_wrapped_module")
+    if first or (hasattr(model, "_get_fsdp_state") and offloaded([model])):
+        yield model
+        return
+    for child in model.children():
+        yield from outermost(child)

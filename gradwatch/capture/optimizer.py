@@ -1,0 +1,476 @@
+"""One optimizer's gradients between two of its steps: what arrived, what was read, what changed since.
+
+K parameters of one optimizer. A lane learns how many backwards make a step (`Habit`), so that later steps are
+read once, at the end of the last backward.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwatch.actions.clip import StandingClips
+from gradwatch.capture.accumulation import Habit
+from gradwatch.capture.arrivals import Arrivals
+from gradwatch.capture.columns.loss import Root, WindowLoss
+from gradwatch.capture.known_scaling import Announced, factor_since
+from gradwatch.capture.probes import Sentinels
+from gradwatch.capture.unmarked import Unmarked
+from gradwatch.capture.versions import grown_alike, replaced, versions_of
+from gradwatch.capture.window import Reading, Repeats, State, Window, as_usual, repeated, without
+from gradwatch.reading import device
+from gradwatch.reading.batched import CpuReader
+from gradwatch.reading.device import DeviceReading, Number, arrived
+from gradwatch.reading.host import HostReading
+from gradwatch.reading.layouts import parts, unsummed
+from gradwatch.reading.rows import UNDERFLOW
+from gradwatch.reading.single import norm_of
+from gradwatch.records.snapshot import Sites
+
+UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
+Grads = Sequence[Tensor | None]
+GONE = -2  # in place of an id
+NOTHING: Mapping[int, float] = {}
+KEPT = 1 << 24  # elements of a lane whose gradients may be held until the step, on the host
+# Python calls cost microseconds in the cold caches that a backward leaves; this is none.
+_grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+
+
+class Lane:
+    """The parameters of one optimizer and everything read of them since its last step."""
+
+    def __init__(
+        self, index: int, optimizer: Optimizer | None, params: list[nn.Parameter], sites: Sites
+    ) -> None:
+        self.index = index
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.params = params
+        self.param_ids = list(map(id, params))
+        self.sites = sites
+        self.slots: NDArray[np.intp] = np.zeros(0, np.intp)
+        self.position: dict[int, int] = {}
+        self.step = 0
+        self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
+        self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
+        self.compared = -1  # registrations in the models when these were last compared with the optimizer's
+        self.distributed = any(hasattr(param, "to_local") for param in params)
+        self.by_hand = False  # other code than torch's may average over ranks: read again at the step
+        self.on_cpu = all(param.device.type == "cpu" for param in params)
+        self.thinned = False
+        self.tainted = False  # this window cannot be one step's alone
+        self.silent = False  # a gradient arrived that no mark announced, though there should be one
+        self.late = False  # the end of its last backward was not heard: read at the step boundary
+        self.inside_backward = False  # its optimizers step inside backward: observed only
+        self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
+        self.solitary = (
+            False  # known to need nobody at its boundaries: no other rank, no micro-batches to weigh
+        )
+        self.settled = -1  # backwards when the window was closed; -1 while it is open
+        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.announced: list[Announced] = []  # clips since the read, by the one who clips
+        self.standing: StandingClips | None = None
+        self._reader = CpuReader()
+        self._sentinels = Sentinels(sites.numels)
+        self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
+        self._norms: Reading | None = None
+        self._after: Reading | None = None
+        self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
+        self._assumed = False  # the versions at the read were taken to be those of the pattern
+        self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
+        self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
+        self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
+        # Norms that hooks of ours have taken on the way, and that need not be read again.
+        self.heard: Callable[[Grads], Mapping[int, float]] | None = None
+        self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
+        self._read_at = 0
+        self.losses = WindowLoss()
+        self._unmarked = Unmarked()
+        self._arrivals = Arrivals(params)
+        self._habit = Habit()
+        self._ids: list[int] = []
+        self._versions: list[int] = []
+        self._last: State | None = None
+        self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
+        self.born = True  # made in the middle of a window, until a window has been closed
+
+    def follows(self, before: Lane) -> None:
+        """This stands in the place of another lane; where the sizes are the same its plan of reading is used."""
+        self.step = before.step
+        if np.array_equal(self.sites.numels, before.sites.numels):
+            self._reader = before._reader
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @property
+    def backwards(self) -> int:
+        """Backwards heard since the last step, whatever became of their gradients."""
+        return self._arrivals.count
+
+    @property
+    def unread(self) -> bool:
+        """Whether a backward was heard whose gradients have not been read."""
+        return self._read_at != self.backwards
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
+        if self.unread or self._norms is None:
+            by_hand = self._habit.expected == 0 and bool(self.params)  # set by hand, without a backward
+            return self.backwards > 0 or by_hand
+        return not (self.announced or self.distributed) and replaced(self._kept or self._held, self.params)
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients as they are now; holds no reference afterwards."""
+        return parts(self.params) if self.distributed else list(map(_grad, self.params))
+
+    def partial(self) -> list[int]:
+        """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
+        return unsummed(self.params) if self.distributed else []
+
+    # -- during backward ---------------------------------------------------------------------------------
+
+    def arrived(self, counts: NDArray[np.int32], last: int | None = None, root: Root | None = None) -> None:
+        """One backward from `root` has ended that touched this lane: `counts[K]` marks heard, the last at `last`."""
+        self._arrivals.add(counts, last)
+        self.losses.add(root)
+
+    def hear(self, touched: list[int], root: Root | None = None) -> bool:
+        """As `arrived`, from the slots of a handful of marks; whether any of them is here."""
+        if not self._arrivals.hear(touched, self.position):
+            return False
+        self.losses.add(root)
+        return True
+
+    def begins(self) -> bool:
+        """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
+        self._kept = None
+        self._sentinels.let_go()
+        cleared = self._arrivals.begins()
+        if cleared:
+            self.losses.clear()
+        return cleared
+
+    def apart(self) -> None:
+        """Our own doing moves the gradients aside for the length of a backward."""
+        self._arrivals.apart()
+
+    def due(self) -> bool:
+        """Whether the backward that just ended may have been the last of this step."""
+        backwards = self._arrivals.count
+        return backwards > 0 and self._habit.may_end(self.step, backwards)
+
+    def read(self) -> None:
+        """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
+        grads = self.grads()
+        # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
+        self._assumed = self.thinned and self._left_alone
+        self._ids = list(map(id, grads))
+        current = self._arrivals.count - self._arrivals.cleared
+        self._versions = self._habit.versions(current) if self._assumed else versions_of(grads)
+        self._kept = grads if self._keeps else None
+        self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
+        if self.on_cpu and not self.distributed:
+            self._sentinels.hold(grads)
+        self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
+        self._read_at = self._arrivals.count
+        self.announced.clear()
+
+    def unscaled(self, scale: Number) -> None:
+        """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        if self._norms is not None:  # what is read later no longer carries it
+            self._norms = without(self._norms, scale)
+
+    # -- at the step boundary ----------------------------------------------------------------------------
+
+    def settle(self, scale: Number = 1.0) -> Window:
+        """Close the window just before `optimizer.step()`: read what is unread, notice what changed.
+
+        `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
+        """
+        grads = self.grads()
+        ids, versions = list(map(id, grads)), versions_of(grads)
+        for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)) if self._held else ():
+            if held is not None and grad is not None and held() is not grad:
+                self._ids[k] = GONE  # another gradient, which may have the id of the one that is gone
+        backwards = self._arrivals.count
+        current = backwards - self._arrivals.cleared
+        unread = self._norms is None or self._read_at != backwards
+        if unread:
+            self._ids, self._versions, self._assumed = ids, versions, False
+            self._norms = self._take(grads, scale)
+        elif type(scale) is not float or scale != 1.0:
+            self.unscaled(scale)
+        raw = self._norms
+        assert raw is not None
+        after = raw
+        moved = ids != self._ids or versions != self._versions
+        if moved or not (unread or self._untouched(grads, raw, scale)):
+            clipped = self._clipped(grads, versions, raw, scale)
+            after = clipped or self._changed(grads, ids, versions, raw, scale)
+        calm = not (unread or self.tainted) and as_usual(raw, after)
+        repeats, last = None, self._last
+        # What tells whether some gradient is the last step's: its mark could, had it one.
+        if self.thinned and last is not None and isinstance(last[2], HostReading):
+            repeats = ids, last[0], last[2]
+        state = ids, versions, raw
+        self._unmarked.step()
+        calls, trusted = self._presence(grads, state, current, None if calm else repeats)
+        doubtful = unread or self.late or self.tainted or self.distributed or not trusted
+        window = Window(
+            self.sites,
+            self.step,
+            raw,
+            after,
+            calls,
+            current,
+            doubtful and self._provisional(unread, trusted, versions),
+            trusted,
+            scale,
+            calm and trusted,
+            repeats if calm else None,
+            loss=self.losses.total(),
+        )
+        self._learn(calls, backwards)
+        self._last = state
+        self._after = after
+        self._kept = None
+        self._left_alone = after is raw and not self.announced
+        self.settled = backwards
+        return window
+
+    def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
+        """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
+        # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
+        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
+        late = self.late and max(versions, default=0) > UNTOUCHED
+        partial = self.distributed and bool(self.partial())
+        return early or late or self.tainted or not trusted or partial
+
+    def advance(self) -> None:
+        """Start the next window; called once per `optimizer.step()`."""
+        self.step += 1
+        self.settled = -1
+        self.tainted = self.late = False
+        self.reduced_total = None
+        self._arrivals.restart()
+        self.losses.clear()
+        self._read_at = 0
+        self._norms = self._kept = None
+        self._held = []
+        self.announced.clear()
+
+    def resume(self) -> None:
+        """The step whose window was closed last has raised: what came after it is another step.
+
+        Where its gradients were not cleared the next window holds those of both, and nothing is learned from it.
+        """
+        self.step += 1
+        over, self.settled = max(self.settled, 0), -1
+        if self._arrivals.cleared < over:
+            self.tainted = True
+        else:
+            self._arrivals.shift(over)
+            if over:  # the weights have not moved: equal norms are no sign of an old gradient
+                self._last = None
+            self._read_at -= over
+
+    def discard(self) -> None:
+        """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
+        self.advance()
+        self.step -= 1
+
+    def observed(self) -> Window:
+        """The window of a loop without an optimizer: what its last backward left, and what was made of that since.
+
+        Nothing announces the move of the weights, so what they were moved by is known only where the gradients are
+        still there when the window closes; else its `after` is None.
+        """
+        raw = self._norms
+        assert raw is not None
+        left: Grads = self._kept or [None if ref is None else ref() for ref in self._held]
+        self._after = after = self._left(left, raw)
+        calls, current = self._arrivals.counted().copy(), self._arrivals.current
+        calls[np.array(self._versions) < 0] = 0
+        return Window(
+            self.sites,
+            self.step,
+            raw,
+            raw if after is None else after,
+            calls,
+            current,
+            self.late,
+            True,
+            applied_known=after is not None,
+            loss=self.losses.total(),
+        )
+
+    def _left(self, grads: Grads, raw: Reading) -> Reading | None:
+        """What is left of gradients that were read, None where they are gone: taken out of `.grad`, or zeroed."""
+        here = [version >= 0 for version in self._versions]
+        if [grad is not None for grad in grads] != here or (self.distributed and self._kept is None):
+            return None
+        if versions_of(grads) == self._versions and self._untouched(grads, raw, 1.0):
+            return raw
+        if not self.on_cpu:  # whether they are zeros cannot be told without waiting
+            return None
+        now = HostReading(self._reader.read(grads), self._floor, 1.0)
+        now.look(grads)
+        return None if ((now.norms() == 0) & (raw.norms() > 0)).any() else now
+
+    def divide_applied(self, window: Window, divisor: Number) -> None:
+        """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
+        window.calm = False
+        window.after = self._after = without(window.after, divisor)
+
+    def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
+        """Root sum of squares of the gradients at the boundary, after the user's clipping; norms `instead` of some."""
+        if self.reduced_total is not None:
+            return self.reduced_total
+        assert self._after is not None
+        norms = self._after.norms()
+        if instead:
+            norms = norms.copy()
+            norms[list(instead)] = list(instead.values())
+        return float(np.sqrt(np.dot(norms, norms)))
+
+    def surely_within(self, max_norm: float) -> bool:
+        """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
+        return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
+
+    def norms_read(self) -> NDArray[np.float64]:
+        """float64[K] what this window's last backward left, read now where it is unread."""
+        if self._norms is None or self.unread:
+            self.read()
+        assert self._norms is not None
+        return self._norms.norms()
+
+    def written(self) -> bool:
+        """Whether somebody has written to the gradients since the window was closed."""
+        return self._last is not None and versions_of(self.grads()) != self._last[1]
+
+    def multiply(self, coefficient: np.float32) -> None:
+        """Multiply every gradient in place; a coefficient of 1 touches nothing."""
+        present = [grad for grad in self.grads() if grad is not None]
+        if coefficient != 1.0 and present:
+            # As a tensor, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
+            torch._foreach_mul_(present, torch.tensor(coefficient, device="cpu"))
+
+    @property
+    def on_device(self) -> DeviceReading | None:
+        """The norms of the gradients as they stand at the boundary, where they were read on a device."""
+        return self._after if isinstance(self._after, DeviceReading) else None
+
+    # -- thinning the marks ------------------------------------------------------------------------------
+
+    def thinnable(self) -> bool:
+        """Whether a few sentinels would tell the same as a mark on every parameter."""
+        return not self.thinned and self._habit.steady(self.step)
+
+    def sentinels(self, count: int = 4) -> list[int]:
+        """Positions of a few parameters, spread over the lane, that received a gradient in the last step."""
+        return self._habit.spread(count)
+
+    def block(self) -> None:
+        """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
+        self.thinned = False
+        self._habit.block(self.step, self.ambiguous)
+
+    def release(self) -> None:
+        """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
+        self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
+        self._norms = self._after = self._last = self._kept = None
+        self.frozen, self._held, self._arrivals = [], [], Arrivals([])
+        self._sentinels.let_go()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _take(self, grads: Grads, scale: Number, known: Mapping[int, float] = NOTHING) -> Reading:
+        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
+        if not self.on_cpu:
+            return device.read(grads, scale)
+        rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
+        left = scale if type(scale) is float else arrived(scale)
+        reading = HostReading(self._reader.read(rest), self._floor, left)
+        if known or self.usual is None or not reading.as_usual(self.usual, rest):
+            reading.look(rest)
+        return reading.completed(known) if known else reading
+
+    def _untouched(
+        self, grads: Grads, raw: Reading, scale: Number, factor: float = 1.0, but: Container[int] = ()
+    ) -> bool:
+        """Whether gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
+        if self.distributed or self.by_hand:  # a clip of DTensors bumps no version
+            return False
+        if not isinstance(raw, HostReading):
+            return True
+        left = scale if type(scale) is float else arrived(scale)
+        return self._sentinels.agree(grads, raw, factor * left, but)
+
+    def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
+        """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
+        if not self.announced or not isinstance(raw, HostReading) or raw.details:
+            return None
+        now = list(map(id, grads)), versions
+        factor = factor_since(self.announced, now, (self._ids, self._versions))
+        if factor is None or not self._untouched(grads, raw, scale, factor):
+            return None
+        return raw if factor == 1.0 else raw.divided(1.0 / factor)
+
+    def _changed(
+        self, grads: Grads, ids: list[int], versions: list[int], raw: Reading, scale: Number
+    ) -> Reading:
+        if isinstance(raw, DeviceReading):
+            return device.read(grads, scale)
+        pairs = zip(ids, self._ids, versions, self._versions, strict=True)
+        changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
+        left = arrived(scale)
+        most = not changed or len(changed) * 2 > len(grads)
+        if most or not self._untouched(grads, raw, scale, but=changed):
+            after = HostReading(self._reader.read(grads), self._floor, left)
+            if raw.looked or not after.finite():  # is it an element, or only the sum of squares?
+                after.look(grads)
+            return after
+        return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
+
+    def _presence(
+        self, grads: Grads, state: State, current: int, repeats: Repeats | None
+    ) -> tuple[NDArray[np.int32], bool]:
+        """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
+        _, versions, raw = state
+        if self.thinned:
+            usual = self._versions if self._assumed else self._habit.versions(current)
+            told = versions if self._assumed else self._versions
+            trusted = current > 0 and (told == usual or grown_alike(usual, told, self._assumed))
+            if trusted and repeats is not None:
+                self.ambiguous = repeated(repeats, raw.norms())
+                trusted = not self.ambiguous
+            return self._arrivals.by_versions(self._habit.pattern if trusted else told), trusted
+        heard = self._arrivals.heard()
+        if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
+            heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
+        if 0 in heard:
+            for k, (count, grad) in enumerate(zip(heard, grads, strict=True)):
+                if (
+                    not count
+                    and grad is not None
+                    and self._unmarked.is_new(k, grad, state, self._last, current)
+                ):
+                    heard[k], self.silent = 1, True
+        return self._arrivals.counted(), True
+
+    def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
+        if self.born or self.tainted:  # what was heard is not the whole of one step, or that of two
+            self.born = False
+            return
+        self._habit.count(self.step, backwards)
+        if not self.thinned:
+            self._habit.note(self._versions, calls, self._arrivals.current)

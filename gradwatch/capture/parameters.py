@@ -1,0 +1,565 @@
+"""Marks and the end-of-backward read: which gradients arrived, and their norms before anybody touches them.
+
+`register_post_accumulate_grad_hook` only marks a parameter. The first mark of a graph task queues a callback
+that queues another: the nested one runs after DDP and FSDP have finished their reduction, on the caller's
+streams, and reads every marked gradient in one batch. Neither hook keeps a gradient alive (that would defeat
+autograd's buffer stealing), and none holds a weak reference to a parameter (`swap_tensors` would raise).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.capture import names
+from gradwatch.capture.columns.loss import Losses, Root
+from gradwatch.capture.coverage import Coverage
+from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.shards import is_shard, offloaded
+from gradwatch.capture.window import Window
+from gradwatch.reading.device import Number
+from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.spent import Spent
+from gradwatch.taps import backward, modes, tree
+from gradwatch.taps.grad_ready import Marks
+
+# By name: to walk torch's module from cold caches costs microseconds.
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
+THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
+REMARK = 16  # steps between looks for parameters that want a gradient again
+
+
+class Capture:
+    """The slots of one Watch: every watched parameter, its mark, and the lanes (optimizers) they belong to.
+
+    `ended` is called at the end of every backward that touched a watched parameter, before anything is read, with the
+    lanes that it reached; it runs inside autograd and must not raise. `waiting` names optimizers that are known but
+    have no lane yet: they get one at the end of the first backward, when the order in which gradients arrive is known.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        ended: Callable[[list[Lane]], None],
+        failed: Callable[[str, BaseException], None],
+        waiting: Callable[[], list[Optimizer]] = list,
+    ) -> None:
+        self._waiting = waiting
+        self._models = [weakref.ref(model) for model in models]
+        self._ended = ended
+        self._failed = failed
+        self.lanes: list[Lane] = []
+        self.params: list[nn.Parameter] = []
+        self.names: list[str] = []
+        self._since: list[
+            int
+        ] = []  # which parameter to come each slot's was: the order, whatever slot was free
+        self._came = 0
+        self._free: list[int] = []
+        self._slot_of: dict[int, int] = {}
+        self._silent: set[int] = set()
+        self._ends = backward.Ends(self._backward_end, self._abandon)
+        # A strong reference would tie parameter -> mark -> Capture -> parameter.
+        self._itself = weakref.ref(self)
+        self.ready = self._ends.ready  # by graph task of the backwards that have not ended
+        self._marks = Marks(self.ready, functools.partial(_arm, self._itself))
+        self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
+        self.spent = Spent()
+        self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
+        self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
+        self.unowned_unscaled: Callable[[Optimizer, Number], None] = _nothing
+        self.unowned: Callable[[list[int], Root | None], None] = (
+            _nothing  # reached parameters of no optimizer
+        )
+        self.before_drop: Callable[[], None] = _nothing  # parameters are about to be let go
+        self._unowned_slots: frozenset[int] | None = None  # as of now; None = to be found anew
+        self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.losses = Losses(failed)
+        self.coverage = Coverage(self._slot_of)
+        self.unmarked_backwards = 0  # that the few marks left did not announce, known by their gradients
+        self.replaced = False  # a lane was replaced: some of its parameters may be nobody's now
+        self._scanned = -1  # registrations in the models when these were last walked
+        self.scan()
+        self.coverage.attached(self.models())
+
+    # -- parameters --------------------------------------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def childless(self) -> bool:
+        """Whether no watched model is alive."""
+        refs = self._models
+        if refs and refs[0]() is not None:  # almost every backward: no generator
+            return False
+        return all(ref() is None for ref in refs)
+
+    def add_models(self, models: Iterable[nn.Module]) -> None:
+        """Watch further models."""
+        known = {id(model) for model in self.models()}
+        added = [model for model in models if id(model) not in known]
+        self._models = [weakref.ref(model) for model in (*self.models(), *added)]
+        self.scan()
+        self.coverage.attached(added)
+
+    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch parameters that no module holds."""
+        for name, param in named:
+            if param.numel() or is_shard(param):
+                self.slot(param, name)
+
+    def join(self, optimizers: Iterable[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Have the next backward announce the parameters of these optimizers."""
+        self.drop_dead()
+        self.add_loose(loose)
+        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        if not all(id(param) in self._slot_of for param in params):
+            self.scan()
+
+    def scan(self) -> None:
+        """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
+        models = self.models()
+        self._marks.spared = set(offloaded(models))
+        for name, param in named_parameters(models):
+            if not is_lazy(param):
+                slot = self.slot(param, name)
+                # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
+                if not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
+                    self.names[slot] = name
+        self.coverage.scanned(models)
+        self._scanned = self.coverage.registrations[0]
+
+    def slot(self, param: nn.Parameter, name: str) -> int:
+        """The slot of a parameter, made (and marked) where it is new."""
+        slot = self._slot_of.get(id(param))
+        if slot is None:
+            slot = self._take_slot(param, name)
+        self._marks.put(slot, param)
+        return slot
+
+    def _take_slot(self, param: nn.Parameter, name: str) -> int:
+        """A slot of a parameter that was let go, so that what comes and goes takes no more room; else a new one."""
+        if not self._free:
+            self.params.append(param)
+            self.names.append(name)
+            self._since.append(0)
+        slot = self._free.pop() if self._free else len(self.params) - 1
+        self._unowned_slots = None
+        if self.names[slot] != name:  # as deep as its predecessor only in a model of the same kind
+            self._arrival.pop(slot, None)
+        self._slot_of[id(param)] = slot
+        self.params[slot], self.names[slot], self._since[slot] = param, name, self._came
+        self._came += 1
+        return slot
+
+    def knows(self, param: nn.Parameter) -> bool:
+        """Whether a parameter belongs to the watched models."""
+        return id(param) in self._slot_of
+
+    def unmoved(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those of the models that are not trained here: frozen, or put in since the last scan."""
+        for name, param in named_parameters(self.models()):
+            if not (param.requires_grad and id(param) in self._slot_of):
+                yield name, param
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer owns a parameter of the watched models, also one that joined them unseen."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(id(param) in self._slot_of for param in params):
+            return True
+        return self.coverage.joined(optimizer, params, self.models())
+
+    def covers_id(self, identity: int) -> bool:
+        """Whether the parameter with this `id()` has a slot."""
+        return identity in self._slot_of
+
+    def all_sites(self) -> Sites:
+        """Every parameter that wants a gradient, whatever optimizer it has or will have."""
+        slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
+        sites = self._sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
+        lazy = self.lazy_names()  # a rule may name them already; their shape is not known
+        return Sites(
+            names=sites.names + lazy,
+            kinds=sites.kinds + ("param",) * len(lazy),
+            numels=np.append(sites.numels, [0] * len(lazy)).astype(np.int64),
+            ndims=np.append(sites.ndims, [2] * len(lazy)).astype(np.int64),
+            depths=np.append(sites.depths, np.arange(len(lazy)) + len(sites)).astype(np.int64),
+        )
+
+    def lazy_names(self) -> tuple[str, ...]:
+        """Parameters of lazy modules that have no shape before their first forward."""
+        return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
+
+    def remark(self, lane: Lane) -> None:
+        """Mark the parameters of an unthinned lane that have come to want a gradient again."""
+        if not lane.thinned:
+            for slot in map(int, lane.slots):
+                self._marks.put(slot, self.params[slot])
+
+    # -- coverage ----------------------------------------------------------------------------------------
+
+    def count_coverage(self) -> float:
+        """The share of the models' parameters that is measured, counted now."""
+        return self.coverage.count(self.models(), self.lanes)
+
+    def look_after(self, lane: Lane, window: Window) -> bool:
+        """At a step boundary: let go of what is gone, count coverage where it may have changed, renew lost marks.
+
+        True if marks of this lane were silenced (`swap_tensors`): other hooks on its parameters are, too.
+        """
+        self.let_go_of_dead()
+        if lane.step % REMARK == 0:
+            self.remark(lane)
+        silenced = self._heal(lane) if lane.silent or not window.trusted else 0
+        lane.silent = False
+        if self.coverage.due(lane, window.calls):
+            self.count_coverage()
+        if silenced:
+            self.coverage.silenced(silenced / len(lane))
+        return silenced > 0
+
+    def _heal(self, lane: Lane) -> int:
+        """Mark those parameters again whose contents were swapped; how many there were."""
+        return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, lane.slots))
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards have reached a watched parameter, parts of one (reentrant checkpointing) included."""
+        return self._ends.begun + self.unmarked_backwards
+
+    @property
+    def marked(self) -> int:
+        """How many parameters carry a mark at present."""
+        return len(self._marks)
+
+    @property
+    def hears(self) -> bool:
+        """Whether any backward can be heard."""
+        return len(self._marks) > 0 or bool(self._marks.spared)
+
+    def close(self) -> None:
+        """Remove every mark and let go of every parameter."""
+        self._marks.close()
+        self.losses.close()
+        self._slot_of.clear()
+        self.params.clear()
+        self.lanes.clear()
+        self._ends.close()
+        self.coverage.close()
+        self.after_backward = self.before_drop = _nothing
+
+    # -- lanes -------------------------------------------------------------------------------------------
+
+    def lane_of(self, optimizer: Optimizer) -> Lane | None:
+        """The lane of an optimizer seen before."""
+        for lane in self.lanes:
+            if lane.optimizer is not None and lane.optimizer() is optimizer:
+                return lane
+        return None
+
+    def adopt(self, optimizer: Optimizer, lane: Lane | None = None) -> Lane:
+        """Build the lane of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
+        fresh = [param for group in optimizer.param_groups for param in group["params"]]
+        params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
+        lane = (
+            self._predecessor(set(map(id, params))) if lane is None else lane
+        )  # one without parameters is falsy
+        index = len(self.lanes) if lane is None else lane.index
+        self._unowned_slots = None
+        built = Lane(index, optimizer, params, self._sites(kept, params))
+        built.slots = kept
+        built.position = {int(slot): k for k, slot in enumerate(kept)}
+        if lane is None:
+            self.lanes.append(built)
+        else:
+            built.follows(lane)
+            self.restore(lane)
+            self.replaced = self.replaced or bool(lane.params)
+            self.lanes[self.lanes.index(lane)] = built
+        built.watched_ids = list(map(id, fresh))
+        built.frozen = [param for param in fresh if not param.requires_grad]
+        self.coverage.outdated()
+        return built
+
+    def adopt_inside(self, fresh: list[nn.Parameter], before: Lane | None) -> Lane:
+        """The one lane of all optimizers that step inside backward; it hears no marks and reads no `.grad`."""
+        params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
+        lane = Lane(
+            len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
+        )
+        lane.inside_backward = True
+        lane.watched_ids = list(map(id, fresh))
+        self._unowned_slots = None
+        if before is None:
+            self.lanes.append(lane)
+        else:
+            lane.step = before.step
+            self.lanes[self.lanes.index(before)] = lane
+            self.replaced = True
+        self.coverage.outdated()
+        return lane
+
+    def adopt_unowned(self, before: Lane | None, touched: list[int]) -> Lane:
+        """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there.
+
+        It has the parameters, but for those of optimizers, of every model of which some were `touched`, now or before.
+        """
+        unowned = self.unowned_slots()
+        reached = unowned.intersection({*touched, *(() if before is None else map(int, before.slots))})
+        within: set[int] = set()
+        for model in self.models():
+            slots = unowned.intersection(
+                self._slot_of[id(param)] for param in tree.parameters(model) if id(param) in self._slot_of
+            )
+            within |= set() if slots.isdisjoint(reached) else slots
+        wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
+        params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
+        lane = Lane(
+            len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
+        )
+        lane.without_optimizer, lane.born = True, False
+        lane.slots = kept
+        lane.position = {int(slot): k for k, slot in enumerate(kept)}
+        if before is not None:
+            lane.step = before.step
+            self.lanes[self.lanes.index(before)] = lane
+            self.replaced = True
+        return lane
+
+    def claim(self, lane: Lane) -> None:
+        """A lane that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
+        self.drop_dead()
+        gone = (k for k, one in enumerate(self.lanes) if one.without_optimizer and not one.params)
+        lane.index = next(gone, len(self.lanes))
+        if lane.index < len(self.lanes):
+            lane.step = self.lanes[lane.index].step
+            self.lanes[lane.index] = lane
+        else:
+            self.lanes.append(lane)
+        self.restore(lane)
+
+    def unowned_slots(self) -> frozenset[int]:
+        """The slots of parameters that no living optimizer has, as far as one has been watched here."""
+        if self._unowned_slots is None:
+            owned = {
+                identity
+                for lane in self.lanes
+                if lane.inside_backward or (lane.optimizer is not None and lane.optimizer() is not None)
+                for identity in (*lane.param_ids, *lane.watched_ids)
+            }
+            self._unowned_slots = frozenset(
+                slot for identity, slot in self._slot_of.items() if identity not in owned
+            )
+        return self._unowned_slots
+
+    def _in_model_order(
+        self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
+    ) -> tuple[list[nn.Parameter], np.ndarray]:
+        """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
+        disturbed = self._scanned != self.coverage.registrations[0]
+        if disturbed or not all(id(param) in self._slot_of for param in fresh):
+            self.scan()  # where a parameter was replaced, added or moved, its name is in the model
+        wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
+        wanting = [param for param in wanting if names.has_values(param)]  # the others lower the coverage
+        # A shard may be empty here and hold something on other ranks, which must see the same parameters.
+        named = [param for param in wanting if param.numel() or is_shard(param)]
+        known = self._slot_of
+        slots = [self.slot(param, "" if id(param) in known else fallback(param)) for param in named]
+        # One name, one site: an optimizer may still hold what a module of the same name replaced.
+        by_age = sorted(range(len(slots)), key=lambda k: self._since[slots[k]])
+        latest = {self.names[slots[k]]: k for k in by_age}
+        order = sorted(latest.values(), key=lambda k: self._since[slots[k]])
+        return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
+
+    def _predecessor(self, wanted: set[int]) -> Lane | None:
+        """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
+        gone = [lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None]
+        by_hand = [lane for lane in self.lanes if lane.without_optimizer]
+        same = [lane for lane in (*gone, *by_hand) if not wanted.isdisjoint(lane.param_ids)]
+        return next(iter(same or gone), None)
+
+    def let_go_of_dead(self) -> None:
+        """`drop_dead` where an optimizer, or a model trained without one, is gone whose parameters are still held."""
+        for lane in self.lanes:
+            if lane.params and lane.optimizer is not None and lane.optimizer() is None:
+                self.drop_dead()
+                return
+            if lane.params and lane.without_optimizer and None in [ref() for ref in self._models]:
+                self.drop_dead()
+                return
+
+    def release(self) -> None:
+        """Let go of every parameter that no living optimizer has."""
+        self.let_go_of_dead()
+        if len(self.params) - len(self._free) > sum(len(lane.params) for lane in self.lanes):
+            self.drop_dead()
+
+    def drop_dead(self) -> None:
+        """Let go of parameters that belong to no living optimizer and to no model any more."""
+        self.before_drop()
+        self._models = [ref for ref in self._models if ref() is not None]
+        self.replaced, self._unowned_slots = False, None
+        for lane in self.lanes:
+            if lane.optimizer is not None and lane.optimizer() is None:
+                lane.release()
+        wanted = {id(param) for model in self.models() for param in tree.parameters(model)}
+        for lane in self.lanes:
+            if lane.without_optimizer and wanted.isdisjoint(lane.param_ids):
+                lane.release()
+        wanted |= {id(param) for lane in self.lanes for param in lane.params}
+        for slot, param in enumerate(self.params):
+            if id(param) not in wanted and param is not _GONE:
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        """Let go of a parameter; its slot stays for another, so that the others keep theirs."""
+        self._marks.forget(slot)
+        self._unowned_slots = None
+        self._slot_of.pop(id(self.params[slot]), None)
+        self.coverage.forget(slot)
+        self._silent.discard(slot)
+        for slots in self.ready.values():  # of a backward that raised
+            if slot in slots:
+                slots[:] = [each for each in slots if each != slot]
+        self.params[slot] = _GONE
+        self._free.append(slot)
+
+    def _sites(self, slots: np.ndarray, params: list[nn.Parameter]) -> Sites:
+        # The first gradient to arrive is the deepest; parameters not seen yet go by registration order.
+        latest = len(self.params)
+        keys = [(-self._arrival.get(int(slot), latest), self._since[slot]) for slot in slots]
+        depths = np.empty(len(slots), np.int64)
+        depths[sorted(range(len(slots)), key=lambda k: keys[k])] = np.arange(len(slots))
+        return Sites(
+            names=tuple(self.names[slot] for slot in slots),
+            kinds=("param",) * len(slots),
+            numels=np.array([param.numel() for param in params], np.int64),
+            ndims=np.array([param.dim() for param in params], np.int64),
+            depths=depths,
+        )
+
+    # -- backwards ---------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Arm the end of the running backward, also where no mark is called in it."""
+        for lane in self.lanes:
+            if not lane.without_optimizer and lane.begins():
+                self.cleared(lane)
+        self._ends.arm(self.losses.reached())
+
+    def _abandon(self) -> None:
+        """A backward before this one raised, so its callback never ran: what it marked counts for nothing."""
+        self.after_backward()  # a step taken inside it has happened all the same
+
+    def _backward_end(self, touched: list[int]) -> None:
+        graded = _grad_enabled()  # where the backward makes a graph of its own
+        try:
+            try:
+                mark = self.spent.begin()
+                _set_grad_enabled(False)  # a tenth of `with torch.no_grad()` in cold caches
+                self._end(touched)
+                self.spent.end(mark)
+            finally:
+                _set_grad_enabled(graded)
+        except Exception as error:
+            self._failed("capture", error)
+        finally:
+            _set_grad_enabled(graded)  # once more, as in Boundary
+
+    def _end(self, touched: list[int]) -> None:
+        if self._silent:
+            touched += self._unmarked_arrivals(touched)
+        if not self._arrival:
+            self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
+        for optimizer in self._waiting():
+            if optimizer not in self.stepped_inside:
+                self.adopt(optimizer).born = False  # it hears this window from its first backward on
+        told = self._tell_lanes(touched)
+        unowned = self._unowned_slots
+        if unowned is None:
+            unowned = self.unowned_slots()
+        if unowned and touched:
+            reached = [slot for slot in touched if slot in unowned]
+            if reached:
+                self.unowned(reached, self.losses.latest())
+        self._ended(told)
+        if self.after_backward is not _nothing and not backward.nested():
+            self.after_backward()
+
+    def hear(self, params: list[nn.Parameter]) -> None:
+        """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
+        if backward.current() not in self.ready:
+            _arm(self._itself)
+        self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
+
+    def _unmarked_arrivals(self, touched: list[int]) -> list[int]:
+        """The slots that `hear` told of, and that have a gradient now; without those whose mark spoke."""
+        silent = self._silent.difference(touched)
+        self._silent.clear()
+        return sorted(slot for slot in silent if self.params[slot].grad is not None)
+
+    def _tell_lanes(self, touched: list[int]) -> list[Lane]:
+        """Tell each lane what reached it; those that anything did."""
+        root = self.losses.latest()
+        if len(touched) < THIN_FROM:
+            return [lane for lane in self.lanes if lane.hear(touched, root)]
+        told = []
+        counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
+        for lane in self.lanes:
+            mine = counts[lane.slots]
+            if mine.any():
+                known = (lane.position[slot] for slot in reversed(touched) if slot in lane.position)
+                lane.arrived(mine, next(known, None), root)
+                told.append(lane)
+        return told
+
+    def drain(self) -> None:
+        """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
+        touched = self._ends.left_over(self.losses.thread())
+        if touched:
+            self._backward_end(touched)
+            for lane in self.lanes:
+                lane.late = lane.backwards > 0
+
+    # -- thinning ----------------------------------------------------------------------------------------
+
+    def thin(self, lane: Lane) -> None:
+        """Keep a few sentinels of a lane whose loop is learned; the rest of its marks are removed."""
+        if len(lane) < THIN_FROM:
+            return
+        keep = {int(lane.slots[k]) for k in lane.sentinels()}
+        shared = {int(slot) for other in self.lanes if other is not lane for slot in other.slots}
+        for slot in map(int, lane.slots):
+            if slot not in keep and slot not in shared:
+                self._marks.remove(slot)
+        lane.thinned = True
+
+    def mute(self, lane: Lane, keep: int) -> None:
+        """Keep one mark, of the slot `keep`, of a lane that nothing seems to train; `restore` puts the others back."""
+        for slot in map(int, lane.slots):
+            if slot != keep:
+                self._marks.remove(slot)
+
+    def restore(self, lane: Lane) -> None:
+        """Put every mark of a lane back."""
+        lane.block()
+        self.remark(lane)
+
+
+def _arm(owner: weakref.ref[Capture]) -> None:
+    capture = owner()
+    if capture is not None:
+        modes.unseen(capture.arm)
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,153 @@
+"""What this rank holds of each parameter: all of it, or a shard; and whose shards together make it once.
+
+FSDP2's parameters are DTensors and say so themselves. FSDP1 keeps a flat parameter per wrapped module, whose
+handle knows the shapes of the originals; with `use_orig_params` each original is a one-dimensional slice of
+it, empty on ranks that hold nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwatch.records.snapshot import Sites
+from gradwatch.taps import tree
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """This rank's part of one parameter, `numel` and `ndim` being those of the whole.
+
+    `ranks` whose parts make the parameter once or, where it is also replicated, several times: `first` says
+    that this rank stands in the replica that counts. `ranks` None: every rank of the run holds all of it.
+    """
+
+    numel: int
+    ndim: int
+    sharded: bool = False
+    ranks: frozenset[int] | None = None
+    first: bool = True
+
+    def counts(self, rank: int, leader: int) -> bool:
+        """Whether this rank's part is to be added up; `leader` is the lowest rank with the same parameters."""
+        if self.ranks is None:
+            return rank == leader
+        return self.first and leader in self.ranks
+
+
+def is_shard(param: Tensor) -> bool:
+    """Whether this rank holds only a part of a parameter (FSDP2's DTensor, FSDP1's flat parameter)."""
+    flat = getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
+    return bool(flat) or hasattr(param, "to_local")
+
+
+def holdings(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Holding]:
+    """What this rank holds of each of K parameters."""
+    flats = dict(_flat_holdings(models)) if any(getattr(p, "_fsdp_flattened", False) for p in params) else {}
+    return [flats.get(id(param)) or _holding(param) for param in params]
+
+
+def torn(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[int]:
+    """The positions of the parameters of which this rank holds only a part."""
+    if not any(map(is_shard, params)):
+        return []
+    return [k for k, held in enumerate(holdings(params, models)) if held.sharded]
+
+
+def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Tensor | None]:
+    """The tensors whose hooks see this rank's own gradient of each of K parameters; None where nobody does.
+
+    Autograd accumulates into the parameter itself, under FSDP2 into its unsharded twin, which exists from the
+    first forward on. A slice of FSDP1 (`use_orig_params`) never hears of its gradient.
+    """
+    twins: dict[int, Tensor] = {}
+    if any(hasattr(param, "to_local") for param in params):
+        twins.update(_unsharded(models))
+    return [twins.get(id(param)) if _unheard(param) else param for param in params]
+
+
+def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Parameters, by id, whose shards FSDP2 keeps on the host (`CPUOffloadPolicy`).
+
+    A post-accumulate hook on one of them makes FSDP2 wait for its gradient to be copied.
+    """
+    return {
+        id(one.sharded_param): one.sharded_param
+        for module in (module for model in models for module in tree.modules(model))
+        for one in _fsdp_params(module)
+        if one.offload_to_cpu
+    }
+
+
+def _fsdp_params(module: Any) -> Iterable[Any]:
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    return getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ())
+
+
+def _unheard(param: Tensor) -> bool:
+    slice_of_flat = getattr(param, "_fsdp_flattened", False) and not hasattr(param, "_fqns")
+    return hasattr(param, "to_local") or slice_of_flat
+
+
+def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
+    """(id of a DTensor parameter, its unsharded twin) for all of FSDP2's that have one already."""
+    for module in (module for model in models for module in tree.modules(model)):
+        for one in _fsdp_params(module):
+            twin = getattr(one, "_unsharded_param", None)
+            if twin is not None:
+                yield id(one.sharded_param), twin
+
+
+def whole(sites: Sites, held: Sequence[Holding]) -> Sites:
+    """The sites with the sizes and dimensions of the whole parameters."""
+    return replace(
+        sites,
+        numels=np.array([one.numel for one in held], np.int64),
+        ndims=np.array([one.ndim for one in held], np.int64),
+    )
+
+
+def _holding(param: Any) -> Holding:
+    if not hasattr(param, "to_local"):
+        return Holding(param.numel(), param.dim())
+    mesh = param.device_mesh
+    spots = zip(param.placements, mesh.get_coordinate() or (), strict=False)
+    first = all(spot == 0 for placement, spot in spots if placement.is_replicate())
+    sharded = any(not placement.is_replicate() for placement in param.placements)
+    ranks = frozenset(map(int, mesh.mesh.flatten().tolist()))  # sync: the mesh lies on the host
+    return Holding(param.numel(), param.dim(), sharded, ranks, first)
+
+
+def _flat_holdings(models: Iterable[nn.Module]) -> Iterator[tuple[int, Holding]]:
+    """(id of a parameter, holding) for all that FSDP1 has flattened."""
+    for module in (module for model in models for module in tree.modules(model)):
+        handle: Any = getattr(module, "_handle", None)
+        flat: Any = getattr(handle, "flat_param", None)
+        if flat is None:
+            continue
+        ranks, first = _owners(module, handle)
+        yield id(flat), Holding(sum(flat._numels), 1, handle.uses_sharded_strategy, ranks, first)
+        for param, shape in zip(flat._params or (), flat._shapes, strict=False):
+            yield (
+                id(param),
+                Holding(shape.numel(), len(shape), handle.uses_sharded_strategy, ranks, first),
+            )
+
+
+def _owners(module: Any, handle: Any) -> tuple[frozenset[int] | None, bool]:
+    """The ranks an FSDP1 module is sharded over, and whether this one is in the first of its replicas."""
+    if not handle.uses_sharded_strategy:  # NO_SHARD: gradients are all-reduced, as under DDP
+        return None, True
+    ranks = frozenset(dist.get_process_group_ranks(handle.process_group))
+    between = getattr(module, "_inter_node_pg", None)
+    if between is None:
+        return ranks, True
+    replicas, here = sorted(dist.get_process_group_ranks(between)), dist.get_rank()
+    # Of the others' groups this rank knows none: a mesh is regular, so they are its own, moved by as many ranks.
+    everyone = frozenset(rank + replica - here for rank in ranks for replica in replicas)
+    return everyone, here == replicas[0]

@@ -1,0 +1,235 @@
+"""The weights themselves, looked at: finite, and none far larger than when they were last healthy.
+
+What this rank holds of every parameter that wants a gradient is read in one pass, as gradients are, and without a
+collective: shards of FSDP and DTensors are judged by the rank that holds them. A look costs about what the read of one
+step's gradients costs. The reference is one number per parameter, its root mean square, so that a shard of another size
+may take the place of the one it was taken of.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.capture.unmoved import Unmoved
+from gradwatch.reading import device
+from gradwatch.reading.batched import CpuReader, inspect
+from gradwatch.reading.layouts import dense
+
+FACTOR = 10.0
+"""A root mean square beyond this many times the larger of its own and the model's is no training any more."""
+SHARE = 100.0
+"""Looks that nobody asked for are this many times their own cost apart: 1 % of the time at most."""
+LEAST_SECONDS = 1.0
+BYTES_PER_SECOND = 1e9
+"""Of weights read unasked on a device, whose time the host does not see: 1 % of 100 GB/s."""
+NAMED = 3
+UNREADABLE = (
+    "nothing is known of the weights: they cannot be read now (meta device, or a CUDA graph being captured)"
+)
+
+
+Named: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Gives (name, parameter) of each, as of now."""
+Steps: TypeAlias = dict[int, int]
+"""The last step taken by each optimizer, by its index."""
+
+
+class Looked(NamedTuple):
+    """A look: root mean square of each of K parameters by `names[K]` (not finite where an element is not).
+
+    `numels[K]` are elements held here.
+    """
+
+    names: tuple[str, ...]
+    rms: NDArray[np.float64]
+    numels: NDArray[np.float64]
+
+
+class Weights:
+    """The trained parameters of one watch, by name, and what they were like when they were last healthy.
+
+    `unmoved()` gives those of its models that no optimizer of the watch moves.
+    """
+
+    def __init__(self, named: Named, unmoved: Named = tuple) -> None:
+        self._named = named
+        self._unmoved = Unmoved(unmoved)
+        self._reader = CpuReader()
+        self._lock = threading.Lock()  # a thread that saves may ask while another trains
+        self._reference: dict[str, float] = {}
+        self._level = 0.0
+        self._latest: Looked | None = None
+        self._met: list[Callable[[], Looked]] = []  # taken, and maybe still on their way from a device
+        self._known: set[str] = set()
+        self._arriving: tuple[Steps, Callable[[], bool], Callable[[], Looked]] | None = None
+        self._next = 0.0
+
+    # -- the reference -----------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Take the parameters that are new for healthy as they are: an optimizer is about to move them first.
+
+        Waits for no device.
+        """
+        named, began = self._trained(), time.perf_counter()
+        names = {name for name, _ in named}
+        if names <= self._known or not readable(named):
+            return
+        with self._lock:
+            self._known |= names
+            self._met.append(self._begin(named)[1])
+            self._rest(began)
+
+    def renew(self) -> None:
+        """The weights of the latest look are healthy: from now on they are what others are compared with."""
+        with self._lock:
+            if self._latest is not None:
+                self._arrive()
+                self._remember(self._latest, only_new=False)
+
+    def _arrive(self) -> None:
+        met, self._met = self._met, []
+        for looked in met:
+            self._remember(looked(), only_new=True)
+
+    def _remember(self, looked: Looked, only_new: bool) -> None:
+        kept = self._reference if only_new else {}
+        fresh = {name: float(rms) for name, rms in zip(looked.names, looked.rms, strict=True)}
+        self._reference = {**{name: rms for name, rms in fresh.items() if math.isfinite(rms)}, **kept}
+        finite = np.isfinite(looked.rms)
+        count = float(looked.numels[finite].sum())
+        if count and not (only_new and self._level):
+            with np.errstate(over="ignore"):
+                squares = float((np.square(looked.rms[finite]) * looked.numels[finite]).sum())
+            self._level = math.sqrt(squares / count)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The reference, JSON-safe, for a checkpoint."""
+        with self._lock:
+            self._arrive()
+            return {"rms": dict(self._reference), "level": self._level}
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from `to_dict()`; None (an earlier version wrote it): the weights are met anew."""
+        saved = saved or {"rms": {}, "level": 0.0}
+        with self._lock:
+            self._met.clear()
+            self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
+            self._known = set(self._reference)
+            self._level = float(saved["level"])
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[str, ...]:
+        """Why these weights are no healthy ones, empty where they are; waits for a device."""
+        named = self._trained()
+        if not readable(named):
+            return (UNREADABLE,)
+        with self._lock:
+            self._arriving = None
+            return self._judged(self._begin(named)[1]()) + self._unmoved.look()
+
+    def glance(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
+        """At a step boundary: what a look found that has just come to its end, with the `steps()` of its beginning.
+
+        One is begun where none is under way and it is `urgent` or due. On the host it ends at once, from a device
+        some steps later, and nothing waits for it.
+        """
+        now = time.perf_counter()
+        if self._arriving is None and not urgent and now < self._next:
+            return None
+        with self._lock:
+            if self._arriving is None:
+                named = self._trained()
+                if not readable(named):
+                    return None
+                self._arriving = steps(), *self._begin(named)
+            begun, ready, result = self._arriving
+            if not ready():
+                return None
+            self._arriving = None
+            reasons = self._judged(result())
+            if self._unmoved.broken:  # a healthy answer would be about these as well
+                reasons += self._unmoved.look()
+            self._rest(now)
+            return begun, reasons
+
+    def _rest(self, began: float) -> None:
+        now = time.perf_counter()
+        self._next = max(self._next, now + max(LEAST_SECONDS, SHARE * (now - began)))
+
+    def _begin(self, named: list[tuple[str, Tensor]]) -> tuple[Callable[[], bool], Callable[[], Looked]]:
+        with torch.no_grad():
+            held = [(name, part) for name, param in named if (part := dense(param)).numel()]
+            names, parts = tuple(name for name, _ in held), [part for _, part in held]
+            numels = np.array([part.numel() for part in parts], np.float64)
+            if all(map(device.on_host, parts)):
+                norms = self._on_host(parts) if parts else np.zeros(0)
+                return (lambda: True), lambda: _looked(names, norms, numels)
+            size = sum(part.numel() * part.element_size() for part in parts)
+            self._next = time.perf_counter() + max(LEAST_SECONDS, size / BYTES_PER_SECOND)
+            reading = device.read(parts)
+            return reading.ready, lambda: _looked(names, reading.norms(), numels)
+
+    def _on_host(self, parts: list[Tensor]) -> NDArray[np.float64]:
+        norms: NDArray[np.float64] = np.sqrt(self._reader.read(parts).squares())
+        for k in map(int, np.flatnonzero(~np.isfinite(norms))):
+            norms[k] = inspect(parts[k]).norm  # of large weights only the sum of squares is not finite
+        return norms
+
+    def _judged(self, looked: Looked) -> tuple[str, ...]:
+        self._arrive()
+        self._latest = looked
+        broken = ~np.isfinite(looked.rms)
+        if broken.any():
+            return (f"weights are not finite: {_listed(looked.names, broken)}",)
+        own = np.array([self._reference.get(name, 0.0) for name in looked.names])
+        bound = FACTOR * np.maximum(own, self._level)
+        grown = (looked.rms > bound) & (bound > 0)  # of a model of zeros nothing is known yet
+        if not grown.any():
+            return ()
+        with np.errstate(divide="ignore", over="ignore"):
+            worst = float((looked.rms[grown] / bound[grown]).max()) * FACTOR
+        return (
+            f"weights are up to {worst:.3g} times as large as when they were last healthy:"
+            f" {_listed(looked.names, grown)}",
+        )
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        return [
+            (name, param)
+            for name, param in self._named()
+            if param.requires_grad and (param.is_floating_point() or param.is_complex()) and param.numel()
+        ]
+
+
+def readable(named: list[tuple[str, Tensor]]) -> bool:
+    """Whether there are numbers behind these parameters, and reading them would disturb nothing."""
+    if any(param.device.type == "meta" or not _stored(param) for _, param in named):
+        return False
+    return all(device.on_host(param) for _, param in named) or not device.capturing()
+
+
+def _stored(param: Tensor) -> bool:
+    part = dense(param)
+    return (
+        not part.numel() or part.untyped_storage().nbytes() > 0
+    )  # FSDP frees the storage of what is gathered
+
+
+def _looked(names: tuple[str, ...], norms: NDArray[np.float64], numels: NDArray[np.float64]) -> Looked:
+    return Looked(names, norms / np.sqrt(numels), numels)
+
+
+def _listed(names: tuple[str, ...], chosen: NDArray[np.bool_]) -> str:
+    found = [names[k] for k in map(int, np.flatnonzero(chosen))]
+    return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")

@@ -1,0 +1,108 @@
+"""What one step boundary found, and what of it may be settled a few steps later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.reading.batched import Detail
+from gradwatch.reading.device import DeviceReading, Number, arrived, is_ready
+from gradwatch.reading.host import HostReading
+from gradwatch.records.snapshot import Sites
+
+Norms = NDArray[np.float64]
+Reading = HostReading | DeviceReading
+State = tuple[list[int], list[int], Reading]
+"""Of K gradients: identities, versions, norms."""
+Repeats = tuple[list[int], list[int], Reading]
+"""Of K gradients: identities now, identities at the last step and norms there."""
+
+
+@dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
+class Window:
+    """What one step boundary found; `resolve()` says how large the gradients were.
+
+    `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
+    `micro` backwards; `trusted` that thinned marks told the truth; `left` the loss scale still in the
+    gradients at the boundary (fused optimizers). `calm`: nothing looked unusual, so `resolve` may wait a few
+    steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
+    that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
+    0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
+    `empty`: every micro-batch of it was dropped, so there is nothing to step by. `loss` is the sum of what its
+    backwards started from, a loss scale still in it; None where that is not known. `applied_known` False: nothing is
+    known of what came of the gradients, and `after` stands for nothing.
+    """
+
+    sites: Sites
+    step: int
+    raw: Reading
+    after: Reading
+    calls: NDArray[np.int32]
+    micro: int
+    provisional: bool
+    trusted: bool
+    left: Number = 1.0
+    calm: bool = False
+    repeats: Repeats | None = None
+    loss_scale: Number | None = None
+    skipped: Number | None = None
+    at_hand: bool = False
+    empty: bool = False
+    loss: float | Tensor | None = None
+    applied_known: bool = True
+
+    @property
+    def details(self) -> Mapping[int, Detail]:
+        """The second looks at gradients whose norm is not finite, or so small that squares were flushed."""
+        return self.raw.details
+
+    def ready(self) -> bool:
+        """Whether `resolve()` would return without waiting."""
+        numbers = (self.left, self.loss_scale or 1.0, self.skipped or 0.0)
+        return self.raw.ready() and self.after.ready() and all(map(is_ready, numbers))
+
+    def total_applied(self) -> float:
+        """Root sum of squares of what the optimizer gets, gradients that nobody renewed included."""
+        norms = self.after.norms()
+        return float(np.sqrt(np.dot(norms, norms)))
+
+    def total(self) -> float:
+        """The total norm before clipping, of every gradient there is."""
+        raw = self.raw.norms()
+        return float(np.sqrt(np.dot(raw, raw)))
+
+    def resolve(self) -> tuple[Norms, Norms]:
+        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
+
+        Only then `provisional` and `trusted` are final, where the window was calm.
+        """
+        raw = self.raw.norms()
+        if self.repeats is not None and repeated(self.repeats, raw):
+            self.trusted, self.provisional = False, True
+        return raw, raw if self.after is self.raw else self.after.norms()
+
+
+def repeated(repeats: Repeats, raw: Norms) -> bool:
+    """Whether some gradient may be the last step's, not cleared and not renewed: same identity, same norm.
+
+    `raw[K]` are the norms of this step.
+    """
+    ids, last_ids, last = repeats
+    equal = np.flatnonzero((raw == last.norms()) & (raw > 0))
+    return any(ids[k] == last_ids[k] for k in equal)
+
+
+def as_usual(raw: Reading, after: Reading) -> bool:
+    """Whether a glance was enough for these gradients, and says that they are finite."""
+    if not isinstance(raw, HostReading) or raw.looked:
+        return False
+    return after is raw or (isinstance(after, HostReading) and after.finite() and not after.details)
+
+
+def without(reading: Reading, scale: Number) -> Reading:
+    """A reading free of a factor that is in the gradients."""
+    return reading.divided(scale) if isinstance(reading, DeviceReading) else reading.divided(arrived(scale))

@@ -1,0 +1,51 @@
+"""One lane's place among the ranks."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwatch.distributed.group import Group
+from gradwatch.distributed.rank_facts import Layout, Told, Usual
+from gradwatch.records.snapshot import Sites
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """What was agreed on with the other ranks, and the group it talks over (None = it does not)."""
+
+    lane_sites: Sites
+    sites: Sites
+    sharded: bool
+    layout: Layout | None = None
+    group: Group | None = None
+    alone: str = ""
+    ranked: bool = False
+    replicas: bool = False
+    ddp: bool = False
+    usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
+    lost: bool = False
+    told: Told | None = None
+    parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
+    reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()
+
+    @property
+    def uneven(self) -> bool:
+        """Whether DDP takes uneven inputs now (`with ddp.join()`): some ranks take steps that others do not."""
+        if not self.reducers:
+            return False
+        return any(ddp is not None and ddp._join_config.enable for ddp in (ref() for ref in self.reducers))
+
+    def lose(self, why: str, own: Sites) -> None:
+        """Go on without the others; what was laid out for all ranks is laid out anew."""
+        self.close()
+        self.alone, self.layout, self.sites, self.lost = why, None, own, True
+
+    def close(self) -> None:
+        """Leave; the others notice at once."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None

@@ -1,0 +1,1 @@
+"""The bounded HTTP server of a run, and where it listens."""

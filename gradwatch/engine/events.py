@@ -1,0 +1,151 @@
+"""Transitions of a rule as Events: who is worst, who was first, what the annotations say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.engine.series import Series
+from gradwatch.records.snapshot import (
+    RANK_COLUMNS,
+    BoolArray,
+    Event,
+    EventKind,
+    FloatArray,
+    Severity,
+    Snapshot,
+)
+from gradwatch.rules.model import Rule
+
+NAMED = 5
+"""Sites an Event names; the rest are counted."""
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class Scored(NamedTuple):
+    """What a rule made of one step: `values[K]` read, `score[K]`, `breach[K]`."""
+
+    values: FloatArray
+    score: FloatArray
+    breach: BoolArray
+
+
+class Notice(NamedTuple):
+    """What is to be told about a transition, apart from the rule and the numbers."""
+
+    kind: EventKind
+    incident: str
+    involved: BoolArray
+    severity: Severity
+    actions: tuple[str, ...] = ()
+    notify: bool = True
+
+
+def build_event(
+    rule: Rule, series: Series, scored: Scored, notice: Notice, snapshot: Snapshot, rank: int
+) -> Event:
+    """The Event of one transition: worst five by score, their number, and the deepest as first cause."""
+    order = worst_first(scored.score, series.depths, notice.involved, rule.detect.comparison)
+    worst = int(order[0]) if len(order) else 0
+    named = tuple(series.names[k] for k in order[:NAMED] if series.names[k])
+    event = Event(
+        kind=notice.kind,
+        rule=rule.id,
+        detector=rule.kind,
+        severity=notice.severity,
+        optimizer=snapshot.optimizer,
+        step=snapshot.step,
+        incident=notice.incident,
+        sites=named,
+        count=len(order) if named else 0,
+        first_cause=(_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else "",
+        value=float(scored.values[worst]) if len(scored.values) > worst else float("nan"),
+        score=float(scored.score[worst]),
+        threshold=float(rule.detect.fires_at),
+        actions=notice.actions,
+        notify=notice.notify,
+        labels=rule.labels,
+    )
+    facts = _facts(event, series, worst, snapshot, rank)
+    summary = rule.annotations.get("summary", "{kind} on {where}")
+    description = rule.annotations.get("description", "")
+    return replace(event, summary=fill(summary, facts), description=fill(description, facts))
+
+
+def worst_first(
+    score: FloatArray, depths: NDArray[np.int64], involved: BoolArray, comparison: str
+) -> NDArray[np.intp]:
+    """Indices of the series involved, worst score first; of equals the deepest first."""
+    chosen = np.flatnonzero(involved)
+    badness = score[chosen] if comparison == "below" else -score[chosen]
+    return chosen[np.lexsort((-depths[chosen], badness))]
+
+
+def _deepest(series: Series, order: NDArray[np.intp]) -> str:
+    """The series that backward reached first: the deepest; of equals the first in order."""
+    return series.names[int(order[np.argmax(series.depths[order])])]
+
+
+def fill(template: str, facts: Mapping[str, str]) -> str:
+    """The template with each `{name}` replaced; no other syntax, so no template can reach an attribute."""
+    return _PLACEHOLDER.sub(lambda match: facts.get(match.group(1), match.group(0)), template)
+
+
+def _facts(event: Event, series: Series, worst: int, snapshot: Snapshot, rank: int) -> dict[str, str]:
+    name = event.sites[0] if event.sites else ""
+    site = _site_of(series, worst, snapshot)
+    of_rank = series.column in RANK_COLUMNS
+    group = name if series.scope == "group" else _label(snapshot, site)
+    return {
+        "param": (_on_rank(series, worst, snapshot) or "no parameter") if of_rank else name,
+        "where": name or series.column,
+        "group": group,
+        "kind": event.detector,
+        "rule": event.rule,
+        "value": _number(event.value),
+        "score": _number(event.score),
+        "threshold": _number(event.threshold),
+        "step": str(event.step),
+        "rank": name.removeprefix("rank ") if of_rank else str(rank),
+        "nonfinite": str(_nonfinite(snapshot, site)),
+        "numel": str(int(snapshot.sites.numels.sum() if site is None else snapshot.sites.numels[site])),
+        "count": str(event.count),
+    }
+
+
+def _on_rank(series: Series, worst: int, snapshot: Snapshot) -> str:
+    """The parameter to look at on a rank that is out of line; "" where nobody knows, or not about ranks."""
+    found = snapshot.columns.get("rank_site") if series.column in RANK_COLUMNS else None
+    site = _site_of(series, worst, snapshot)
+    if found is None or site is None or not found.present[site]:
+        return ""
+    return snapshot.sites.names[int(found.values[site])]
+
+
+def _site_of(series: Series, k: int, snapshot: Snapshot) -> int | None:
+    if series.scope != "param":
+        return None
+    return k if series.index is None else int(series.index[k])
+
+
+def _label(snapshot: Snapshot, site: int | None) -> str:
+    groups = snapshot.sites.groups
+    return groups[site] if site is not None and site < len(groups) else ""
+
+
+def _nonfinite(snapshot: Snapshot, site: int | None) -> int:
+    """NaN and Inf elements of a site, or of all sites."""
+    counts = snapshot.columns.get("nonfinite")
+    if counts is None:
+        return 0
+    return int(counts.values[counts.present].sum() if site is None else counts.values[site])
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"

@@ -1,0 +1,248 @@
+"""The healthy step, known at a glance: a few bounds, then every baseline learns. All else goes to `judge`.
+
+Between two sweeps over all gradients the caches are cold, and a step costs as many microseconds as it touches
+functions and arrays. So what a healthy step needs is laid out when the rules are bound: the values each column
+may take without any rule asking more, and which baselines learn from one shared logarithm. `Quiet` answers
+"nothing happened, this was learned" or None, and never tells anything itself: whatever it is not certain of is
+judged by `Step` from the start, so both always agree.
+
+Axes: S sites, K series of one bank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors import Detector, State, easiest, may_breach
+from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
+from gradwatch.engine.series import COUNT_COLUMNS, Reader
+from gradwatch.engine.state import EngineState
+from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, Snapshot
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+NORMAL = float(np.finfo(np.float32).tiny)
+"""Below this a float32 has fewer digits than `ROUNDING` allows for."""
+ROUNDING = 1e-6
+"""Relative; more than float32 arithmetic on a bound can be off."""
+
+BY_RANK = RANK_COLUMNS | {"rank_site"}
+"""Columns that are there on healthy steps too, where ranks talk."""
+
+STACKED = ("norm", "total_norm")
+"""The columns whose logarithms are taken together: S norms, then the total."""
+
+
+class Guard(NamedTuple):
+    """Values of a column between `low` and `high` breach none of `rules`; beyond, each is asked."""
+
+    column: str
+    low: float
+    high: float
+    rules: tuple[RulePlan, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """How one bank gets its samples; `select` its series in the stack of logarithms, None = elsewhere.
+
+    `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
+    series is this one-per-step value, which may not be there ("" = it has others).
+    """
+
+    number: int
+    bank: Bank
+    detector: Detector
+    harshest: Detector
+    select: slice | NDArray[np.intp] | None
+    alone: bool
+    scalar: str
+
+
+class Quiet:
+    """What `plan` needs on a step on which nothing happens."""
+
+    __slots__ = (
+        "_feeds",
+        "_gathered",
+        "_guards",
+        "_of_scalars",
+        "_params",
+        "_rare",
+        "_roots",
+        "_stacked",
+        "_unbounded",
+        "plan",
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        guarded = [one for one in plan.rules if one.bank == NO_BANK and not (one.rare or _proven(one))]
+        guards = tuple(_guards(one for one in guarded if _bounded(one)))
+        self._guards = tuple(one for one in guards if one.column not in SCALAR_COLUMNS)
+        self._of_scalars = tuple(one for one in guards if one.column in SCALAR_COLUMNS)
+        self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
+        self._gathered = tuple(one for one in guarded if one.series.owners is not None)
+        self._rare = tuple({one.rule.every for one in plan.rules} - {1})
+        self._feeds = tuple(_feeds(plan))
+        self._stacked = any(feed.select is not None and not feed.alone for feed in self._feeds)
+        self._params = plan.sites.kinds.count("param")  # they come first
+        roots = plan.roots[: self._params] if self._params else np.ones(1, np.float32)
+        self._roots = float(roots.max()), float(roots.min())
+
+    def learn(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
+        """The baselines after this step; None unless it is certain to change no rule.
+
+        Presumes that `state.quiet` is known.
+        """
+        if not BY_RANK.issuperset(snapshot.columns) or any(
+            snapshot.step % every == 0 for every in self._rare
+        ):
+            return None
+        norm, total = snapshot.norm[: self._params], snapshot.total_norm
+        if not len(norm) or not np.minimum.reduce(snapshot.calls[: self._params]) > 0:
+            return None
+        low, high = float(np.minimum.reduce(norm)), float(np.maximum.reduce(norm))
+        # Negated, so that NaN is not quiet. From here on every gradient is there, positive and finite.
+        if not (low > 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
+            return None
+        if not self._calm(snapshot, low, high):
+            return None
+        return self._fed(state, snapshot)
+
+    def _calm(self, snapshot: Snapshot, low: float, high: float) -> bool:
+        """Whether no rule without a baseline breaches."""
+        asked = self._gathered
+        for guard in self._guards:
+            least, most = self._bounds(guard.column, snapshot, low, high)
+            if not (guard.low <= least and most <= guard.high):
+                asked += guard.rules
+        for guard in self._of_scalars:
+            value = snapshot.scalar(guard.column)
+            if value is not None and not guard.low <= value <= guard.high:
+                asked += guard.rules
+        for one in self._unbounded:
+            least, most = self._bounds(one.series.column, snapshot, low, high)
+            if not one.detector.calm(least, most):
+                asked += (one,)
+        if not asked:
+            return True
+        reader = Reader(snapshot, self.plan.roots)
+        return not any(_breaches(one, reader) for one in asked)
+
+    def _bounds(self, column: str, snapshot: Snapshot, low: float, high: float) -> tuple[float, float]:
+        """Bounds on a column from those on the norms; NaN where they say nothing of it."""
+        if column == "norm":
+            return low, high
+        if column == "rms":
+            least, most = low / self._roots[0], high / self._roots[1]
+            return (least * (1 - ROUNDING), most * (1 + ROUNDING)) if least > NORMAL else UNKNOWN
+        if column in SCALAR_COLUMNS:
+            value = snapshot.scalar(column)
+            return NOTHING if value is None else (float(value), float(value))
+        return UNKNOWN
+
+    def _fed(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
+        """Every baseline after it learned this step; None when a score is too close to call."""
+        after = list(state.baselines)
+        logs = _logs(snapshot, self._params) if self._stacked else None
+        reader: Reader | None = None
+        for feed in self._feeds:
+            number = feed.number
+            if state.done[number] or (feed.scalar and snapshot.scalar(feed.scalar) is None):
+                continue
+            if feed.select is None:
+                if feed.detector.indifferent(after[number], snapshot.scalar):
+                    continue
+                reader = reader or Reader(snapshot, self.plan.roots)
+                sample = feed.bank.sample(reader)
+                if sample is None:
+                    continue
+                score, after[number] = feed.detector.advance(after[number], sample)
+            else:
+                x = _log(snapshot.total_norm) if logs is None or feed.alone else logs[feed.select]
+                score, after[number] = feed.detector.advance_logs(after[number], x)
+            if score is not None and may_breach(feed.harshest, score):
+                return None
+        return tuple(after)
+
+
+NOTHING = (math.inf, -math.inf)
+UNKNOWN = (math.nan, math.nan)
+
+
+def _logs(snapshot: Snapshot, params: int) -> NDArray[np.float32]:
+    """float32[S + 1]: ln of every parameter's norm, 0 for sites that are none, and ln of the total."""
+    size = len(snapshot.norm)
+    stack = np.empty(size + 1, np.float32)
+    stack[:params] = snapshot.norm[:params]
+    if params < size:
+        stack[params:size] = 1.0
+    stack[size] = snapshot.total_norm
+    return np.log(stack, out=stack)
+
+
+def _log(value: float) -> NDArray[np.float32]:
+    return np.array([math.log(value)], np.float32)
+
+
+def _breaches(one: RulePlan, reader: Reader) -> bool:
+    """Whether a rule without a baseline may breach, asked of its own series."""
+    bounds = reader.own_bounds(one.series)
+    if bounds is None or one.detector.calm(*bounds):
+        return False
+    sample = reader.sample(one.series, one.detector.columns)
+    return sample is None or may_breach(one.detector, one.detector.score((), sample))
+
+
+def _proven(one: RulePlan) -> bool:
+    """Whether finite norms alone say that a rule on counts of NaN and Inf is idle."""
+    return one.series.column in COUNT_COLUMNS and one.detector.calm(0.0, 0.0)
+
+
+def _bounded(one: RulePlan) -> bool:
+    """Whether bounds on a column are bounds on its series: one per site, or the column's only one."""
+    return one.detector.safe is not None and one.series.owners is None
+
+
+def _guards(rules: Iterable[RulePlan]) -> Iterable[Guard]:
+    def column(one: RulePlan) -> str:
+        return one.series.column
+
+    for name, found in groupby(sorted(rules, key=column), key=column):
+        members = tuple(found)
+        safe = [one.detector.safe or UNKNOWN for one in members]
+        yield Guard(name, max(low for low, _ in safe), min(high for _, high in safe), members)
+
+
+def _feeds(plan: Plan) -> Iterable[Feed]:
+    for number, bank in enumerate(plan.banks):
+        if bank.every == 1 and any(segment.always for segment in bank.segments):
+            harshest = easiest([one.detector for one in plan.rules if one.bank == number])
+            alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
+            first = bank.segments[0]
+            scalar = first.column if len(bank.segments) == 1 and first.scope == "scalar" and not alone else ""
+            selection = _selection(bank, len(plan.sites))
+            yield Feed(number, bank, bank.detector, harshest, selection, alone, scalar)
+
+
+def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:
+    """Where the series of a bank stand in the stack of logarithms; None when not all of them do."""
+    places: list[NDArray[np.intp]] = []
+    for segment in bank.segments:
+        if segment.column not in STACKED or segment.owners is not None or not bank.detector.takes_logs:
+            return None
+        whole = np.arange(size) if segment.index is None else segment.index
+        places.append(whole if segment.column == "norm" else np.array([size]))
+    chosen = np.concatenate(places)
+    start = int(chosen[0])
+    if (chosen == np.arange(start, start + len(chosen))).all():
+        return slice(start, start + len(chosen))
+    return chosen

@@ -1,0 +1,57 @@
+"""What of a decision may be carried out on this step, and why the rest may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradwatch.errors import AttachError
+from gradwatch.records.snapshot import Decision
+
+OBSERVED = (
+    "an action was not carried out: the optimizer steps inside backward, so the weights have moved before the step is "
+    "judged"
+)
+BY_HAND = (
+    "actions are not carried out here: no torch optimizer steps these weights, the script updates them itself"
+)
+SCALED = (
+    "zero_nonfinite was not carried out under a GradScaler: it would hide the overflow by which the scaler finds its "
+    "scale, which would then stay too high for ever; the scaler skips such steps by itself"
+)
+NOT_ALONE = (
+    "an action was not carried out: the ranks did not agree on this step, and acting on one rank alone would make its "
+    "weights differ"
+)
+
+
+def permitted(
+    decision: Decision,
+    *,
+    agreed: bool,
+    empty: bool,
+    inside_backward: bool,
+    without_optimizer: bool = False,
+    scaled: bool,
+    report: Callable[[str, BaseException], None],
+) -> Decision:
+    """The part of a decision that is carried out; what is refused is reported, and told as `mode: shadow` is.
+
+    `agreed`: every rank decides the same; `empty`: the step has no gradient left to take, and is skipped;
+    `inside_backward`: the optimizer steps there; `without_optimizer`: there is none;
+    `scaled`: the gradients carry a GradScaler's scale.
+    """
+    if without_optimizer and decision.acts:  # first: the ranks of such a loop are not asked at all
+        report("action", AttachError(BY_HAND))
+        decision = decision.withheld()
+    if not agreed and (decision.skip or decision.touches):
+        report("action", AttachError(NOT_ALONE))
+        decision = decision.withheld()
+    if empty and not without_optimizer:
+        decision |= Decision(skip=True)
+    if inside_backward and decision.acts:
+        report("action", AttachError(OBSERVED))
+        decision = decision.withheld()
+    if decision.zero is not None and scaled:
+        report("action", AttachError(SCALED))
+        decision = decision.without_zero()
+    return decision

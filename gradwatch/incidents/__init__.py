@@ -1,0 +1,1 @@
+"""An incident as a whole: its cause explained, fixes suggested, its page and its bundle."""

@@ -1,0 +1,118 @@
+"""A Finding in words: one sentence, the fields of a log line, and the page that `gradwatch explain` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradwatch.incidents.suggestions import remedy_for
+from gradwatch.records.finding import Finding
+
+BEGAN = {
+    "forward": "the forward of {op}",
+    "backward": "the backward of {op}",
+    "input": "the batch, not finite when {op} read it",
+    "parameter": "a weight, not finite when {op} read it",
+    "buffer": "a buffer, not finite when {op} read it",
+    "loss": "the loss side: finite outputs, non-finite gradients",
+    "exploding": "gradients that explode",
+    "vanishing": "gradients that vanish",
+    "unknown": "not known",
+}
+WAYS = {
+    "replay": "the step was run again",
+    "record": "steps were recorded as they ran",
+    "closure": "the closure was run again",
+}
+
+
+def sentence(finding: Finding) -> str:
+    """`the backward of sqrt in encoder.norm at train.py:11`."""
+    op = finding.op or "an operation"
+    if finding.function and finding.function != finding.op:
+        op += f" (in {finding.function})"
+    said = BEGAN[finding.phase].format(op=op)
+    if finding.phase == "loss" and finding.op:
+        said += f" (most likely {op})"
+    if finding.module:
+        said += f" in {finding.module}"
+    return f"{said} at {finding.where}" if finding.where else said
+
+
+def fields(finding: Finding) -> Iterator[tuple[str, object]]:
+    """What a log line says of it; empty fields are left out."""
+    remedy = remedy_for(finding)
+    frame = finding.frame
+    said: dict[str, object] = {
+        "rule": finding.rule,
+        "step": finding.step,
+        "cause": sentence(finding),
+        "where": finding.where,
+        "source": "" if frame is None else frame.source,
+        "first_parameter": finding.first_parameter,
+        "why": "" if remedy is None else remedy.why,
+        "mend": "" if remedy is None else remedy.mend,
+        "note": finding.note,
+        "incident": finding.incident,
+    }
+    yield from ((key, value) for key, value in said.items() if value != "")
+
+
+def page(finding: Finding) -> Iterator[str]:
+    """The whole of it in Markdown, line by line."""
+    remedy = remedy_for(finding)
+    yield f"## {finding.incident or 'incident'}: {sentence(finding)}"
+    yield ""
+    yield from _where(finding)
+    yield from _evidence(finding)
+    yield from _profile(finding)
+    if remedy is not None:
+        yield "### Likely remedy"
+        yield ""
+        yield remedy.why
+        yield ""
+        yield f"    {remedy.mend}"
+        yield ""
+    said = [f"step {finding.step}, rank {finding.rank}", WAYS[finding.by]]
+    said += [f"rule `{finding.rule}`"] if finding.rule else []
+    said += (
+        [f"first parameter in backward order: `{finding.first_parameter}`"] if finding.first_parameter else []
+    )
+    said += [f"forward call {finding.call} of the step"] if finding.call else []
+    said += [f"batch {finding.batch}"] if finding.batch is not None else []
+    said += [f"{finding.others} further operations did the same"] if finding.others else []
+    said += [finding.note] if finding.note else []
+    yield from (f"- {one}" for one in said)
+
+
+def _profile(finding: Finding) -> Iterator[str]:
+    if finding.profile:
+        yield "### The gradient by depth"
+        yield ""
+        yield "| module | | at its output | at its input | gain |"
+        yield "|---|---|---|---|---|"
+        for layer in finding.profile:
+            numbers = f"{layer.at_output:.3g} | {layer.at_input:.3g} | {layer.gain:.3g}"
+            yield f"| {layer.module} | {layer.kind} | {numbers} |"
+        yield ""
+
+
+def _where(finding: Finding) -> Iterator[str]:
+    for frame in finding.frames:
+        yield f"    {frame.where} in {frame.function}" + (" (library)" if frame.is_library else "")
+        if frame.source:
+            yield f"        {frame.source}"
+    if finding.frames:
+        yield ""
+
+
+def _evidence(finding: Finding) -> Iterator[str]:
+    shown = [*finding.operands, *([finding.result] if finding.result else [])]
+    if shown:
+        yield "### Evidence"
+        yield ""
+        if finding.module:
+            yield f"- module `{finding.module}` ({finding.module_type})"
+        if finding.node:
+            yield f"- autograd node `{finding.node}`"
+        yield from (f"- {operand}" for operand in shown)
+        yield ""

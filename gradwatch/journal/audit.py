@@ -1,0 +1,231 @@
+"""What was done to a training, read from its journal: how often, by which rule, how hard.
+
+Counts are of the steps that the journal still holds: where a long run was thinned to stay within its cap they are lower
+bounds, and `thinned` says so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+from gradwatch.account import Account
+from gradwatch.account.together import Part, by_launch, together
+from gradwatch.incidents.explanation import sentence
+from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
+from gradwatch.journal.incidents import better
+from gradwatch.journal.parts import Recorded
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Event, Order
+from gradwatch.runtime.process import alive
+
+_CLIPPED = 1 - 1e-6
+_MOST_SITES = 5
+_MOST_INCIDENTS = 5
+
+
+@dataclass(slots=True)
+class Line:
+    """One rule and action: `times` it was carried out (or, in shadow mode, would have been).
+
+    `coefficients` are those of every time there was one, in order; `sites` how often each was the worst; `hardest`
+    the step of the smallest coefficient, with the norms before and after it.
+    """
+
+    rule: str
+    action: str
+    shadow: bool = False
+    times: int = 0
+    first_step: int = -1
+    last_step: int = -1
+    coefficients: list[float] = field(default_factory=list)
+    sites: dict[str, int] = field(default_factory=dict)
+    hardest: tuple[int, float | None, float | None] | None = None
+
+    def add(self, step: int, order: Order) -> None:
+        """Count one order."""
+        self.times += 1
+        self.first_step = step if self.first_step < 0 else min(self.first_step, step)
+        self.last_step = max(self.last_step, step)
+        if order.site:
+            self.sites[order.site] = self.sites.get(order.site, 0) + 1
+        if order.coefficient is not None:
+            if order.coefficient < min(self.coefficients, default=math.inf):
+                self.hardest = (step, order.before, order.after)
+            self.coefficients.append(order.coefficient)
+
+    def to_dict(self, steps: int) -> dict[str, object]:
+        """JSON-safe; `steps` is what the share is of."""
+        found = sorted(self.sites.items(), key=lambda item: (-item[1], item[0]))
+        hardest = None
+        if self.hardest is not None:
+            hardest = dict(zip(("step", "norm_before", "norm_after"), self.hardest, strict=True))
+        return {
+            "rule": self.rule,
+            "action": self.action,
+            "shadow": self.shadow,
+            "times": self.times,
+            "share_of_steps": self.times / steps if steps else 0.0,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "coefficient_min": min(self.coefficients, default=None),
+            "coefficient_median": median(self.coefficients) if self.coefficients else None,
+            "hardest": hardest,
+            "worst_sites": dict(found[:_MOST_SITES]),
+        }
+
+
+@dataclass(slots=True)
+class Fired:
+    """One rule that fired, `times` in all; `incidents` names the first few, `cause` is the first that was found."""
+
+    rule: str
+    severity: str
+    times: int = 0
+    first_step: int = -1
+    last_step: int = -1
+    incidents: list[str] = field(default_factory=list)
+    cause: str = ""
+
+    def add(self, event: Event) -> None:
+        """Count one firing."""
+        self.times += 1
+        self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
+        self.last_step = max(self.last_step, event.step)
+        if event.incident not in self.incidents and len(self.incidents) < _MOST_INCIDENTS:
+            self.incidents.append(event.incident)
+
+
+@dataclass(slots=True)
+class Audit:
+    """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
+    whose gradients got smaller though nothing of ours was due: the script's own clipping. `unfinished`: some journal
+    has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
+    by rule and action, the incidents that were acknowledged at steps which are missing. `parts` are what each journal
+    says of its process, `accounts` what they come to.
+    """
+
+    steps: int = 0
+    thinned: bool = False
+    skipped: int = 0
+    clipped_by_others: int = 0
+    lines: dict[tuple[str, str, bool], Line] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    escalated: dict[str, int] = field(default_factory=dict)
+    unfinished: bool = False
+    unrecorded: dict[tuple[str, str], int] = field(default_factory=dict)
+    rules: dict[str, Fired] = field(default_factory=dict)
+    causes: dict[str, Finding] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+
+    def fired(self) -> list[Fired]:
+        """The rules that fired, most severe first, then by their first step; each with a cause if one was found."""
+        found = sorted(
+            self.rules.values(), key=lambda one: (one.severity != "critical", one.first_step, one.rule)
+        )
+        for one in found:
+            known = (self.causes.get(incident) for incident in one.incidents)
+            one.cause = next((sentence(cause) for cause in known if cause is not None and cause.found), "")
+        return found
+
+    def accounts(self) -> list[Account]:
+        """One account for each launch, as it was printed if it was: the last one is the latest."""
+        return [together(parts, _runs) for parts in by_launch(self.parts)]
+
+    def sorted(self) -> list[Line]:
+        """The lines, most frequent first; shadow last."""
+        return sorted(
+            self.lines.values(), key=lambda line: (line.shadow, -line.times, line.rule, line.action)
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-safe."""
+        return {
+            "steps": self.steps,
+            "thinned": self.thinned,
+            "unfinished": self.unfinished,
+            "skipped_steps": self.skipped,
+            "clipped_by_others": self.clipped_by_others,
+            "actions": [line.to_dict(self.steps) for line in self.sorted()],
+            "fired": [asdict(one) for one in self.fired()],
+            "accounts": [account.to_dict() for account in self.accounts()],
+            "failed": self.failed,
+            "escalated": self.escalated,
+            "unrecorded": [
+                {"rule": rule, "action": action, "incidents": count}
+                for (rule, action), count in sorted(self.unrecorded.items())
+            ],
+        }
+
+    def take_steps(self, entry: StepsEntry) -> None:
+        """Count some steps."""
+        self.thinned |= entry.every > 1
+        for row in entry.rows:
+            self.steps += 1
+            self.skipped += row.decision.skip
+            orders = row.decision.orders
+            for order in orders:
+                self._line(order).add(row.step, order)
+            smaller = not row.decision.skip and row.total_norm_applied < row.total_norm * _CLIPPED
+            ours = any(order.coefficient is not None and not order.shadow for order in orders)
+            self.clipped_by_others += smaller and not ours
+
+    def take_events(self, events: Iterable[Event]) -> None:
+        """Count what fired, what failed and what escalated."""
+        for event in events:
+            if event.kind == "firing":
+                self.rules.setdefault(event.rule, Fired(event.rule, event.severity)).add(event)
+            elif event.kind == "failed":
+                self.failed[event.rule] = self.failed.get(event.rule, 0) + 1
+            elif event.kind == "escalated":
+                self.escalated[event.rule] = self.escalated.get(event.rule, 0) + 1
+
+    def take_findings(self, findings: Iterable[Finding]) -> None:
+        """Keep the best cause of each incident."""
+        for finding in findings:
+            if better(finding, self.causes.get(finding.incident)):
+                self.causes[finding.incident] = finding
+
+    def take_unrecorded(self, events: Iterable[Event]) -> None:
+        """Count incidents whose steps were lost; an incident is durable before its step is."""
+        for event in events:
+            for action in event.actions:
+                key = (event.rule, action)
+                self.unrecorded[key] = self.unrecorded.get(key, 0) + 1
+
+    def _line(self, order: Order) -> Line:
+        key = (order.rule, order.action, order.shadow)
+        return self.lines.setdefault(key, Line(*key))
+
+
+def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
+    """Add one journal to an audit; yields the number of steps so far, for whoever shows progress."""
+    seen: set[int] = set()
+    last: dict[int, int] = {}
+    opened: list[Event] = []
+    recorded = Recorded()
+    for entry in journal.entries():
+        recorded.take(entry)
+        if isinstance(entry, StepsEntry):
+            audit.take_steps(entry)
+            last[entry.optimizer] = max((row.step for row in entry.rows), default=-1)
+            yield audit.steps
+        elif isinstance(entry, EventsEntry) and entry.number not in seen:
+            seen.add(entry.number)
+            audit.take_events(entry.events)
+            audit.take_findings(entry.findings)
+            opened += [event for event in entry.events if event.kind == "firing" and event.actions]
+    part = recorded.part()
+    if part is not None and (part.ended or not journal.complete):  # earlier versions ended without an account
+        audit.parts.append(part)
+    if not journal.complete:
+        audit.unfinished = True
+        audit.take_unrecorded(event for event in opened if event.step > last.get(event.optimizer, -1))
+
+
+def _runs(part: Part) -> bool | None:
+    """Whether the process of a part still runs; None for one of another machine."""
+    return alive(part.pid, part.since) if part.host == os.uname().nodename else None

@@ -1,0 +1,67 @@
+"""Which function of torch the user called: `einsum`, where the operation that overflowed is the `bmm` inside it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
+
+from gradwatch.localise.diagnosis.module_attribution import LEAF
+
+
+class Calls(TorchFunctionMode):
+    """Follows the outermost torch function under way while it is entered; "" between them.
+
+    `at` tells it for the node of a sequence number, as `Whereabouts` tells the module.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = ""
+        self._numbers: list[int] = []
+        self._names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function; what it calls in turn belongs to it."""
+        outermost = not self.now
+        if outermost:
+            self._note(spelled(func))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            if outermost:
+                self._note("")
+
+    def at(self, number: int) -> str:
+        """The function under way when the node of that sequence number was made."""
+        position = bisect_right(self._numbers, number) - 1
+        return self._names[position] if position >= 0 and number < LEAF else ""
+
+    def _note(self, name: str) -> None:
+        self.now = name
+        number = _get_sequence_nr()
+        if not self._numbers or number >= self._numbers[-1]:
+            self._numbers.append(number)
+            self._names.append(name)
+
+
+def spelled(func: Any) -> str:
+    """Its public name: `normalize`, `div` for `__truediv__`, `matmul` for `@`."""
+    name = str(getattr(func, "__name__", ""))
+    return OPERATORS.get(name, name.strip("_"))
+
+
+OPERATORS = {
+    "__truediv__": "div",
+    "__rtruediv__": "div",
+    "__itruediv__": "div",
+    "__rdiv__": "div",
+    "__matmul__": "matmul",
+    "__rmatmul__": "matmul",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "__get__": "",
+    "__set__": "",
+}

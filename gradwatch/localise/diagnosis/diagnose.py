@@ -1,0 +1,111 @@
+"""From what was seen of a step to the one sentence that is wanted: the Finding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwatch.localise.replay.backward import Culprit
+from gradwatch.localise.replay.forward import Origin
+from gradwatch.localise.replay.replay import Trace
+from gradwatch.records.finding import By, Finding, Phase
+
+LOSS_SIDE = (
+    "the model's outputs are finite and the gradient that reached them is not: look at the loss function and at "
+    "what stands between it and the model"
+)
+NOT_AGAIN = (
+    "run again, the step gives finite gradients: what made them non-finite came after autograd (a hook on a "
+    "parameter, code between backward and step), or is not the same twice"
+)
+
+
+STRAY = (
+    "{stray} wrote in place into a tensor that is no parameter, buffer or attribute of the model: the step run again "
+    "wrote there once more, and the run may have been disturbed (make it a buffer, or use `by: record`)"
+)
+
+
+def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
+    """The first cause among the calls of a step."""
+    return warned(_cause(traces, by), traces)
+
+
+def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
+    """The Finding, and whether looking for it wrote where nobody puts back what was there."""
+    stray = next((trace.stray for trace in traces if trace.stray), "")
+    if not stray:
+        return finding
+    return finding.told(note="; ".join(filter(None, (finding.note, STRAY.format(stray=stray)))))
+
+
+def _cause(traces: Sequence[Trace], by: By) -> Finding:
+    """In the order of the forward, then of the backward."""
+    for number, trace in enumerate(traces):
+        if trace.origin is not None and (trace.has_nan or not trace.incoming or _same_line(trace)):
+            return from_origin(trace.origin, trace, by, number)
+    for number, trace in reversed(list(enumerate(traces))):
+        if trace.culprits:
+            return from_culprit(trace, by, number)
+    for number, trace in reversed(list(enumerate(traces))):
+        if not trace.incoming:
+            return Finding(
+                "loss",
+                by,
+                frames=trace.caller,
+                result=trace.gradient,
+                call=number,
+                note=LOSS_SIDE,
+            )
+        if trace.origin is not None:
+            return from_origin(trace.origin, trace, by, number)
+    return Finding("unknown", by, note=NOT_AGAIN)
+
+
+def _same_line(trace: Trace) -> bool:
+    """Whether an infinite output comes from the line whose backward is at fault, and not from a harmless one."""
+    origin, culprit = trace.origin, trace.culprits[0] if trace.culprits else None
+    return origin is not None and culprit is not None and origin.frames[:1] == culprit.frames[:1]
+
+
+def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:
+    """An operation of the forward, or the tensor that was not finite before it."""
+    phase: Phase = "forward"
+    note = ""
+    if origin.external:
+        kind, name = trace.sources.get(origin.source, ("forward", ""))
+        phase = kind if kind in ("parameter", "buffer", "input") else "forward"  # type: ignore[assignment]
+        what = f"{kind} {name}" if name else "a tensor made outside the model's forward"
+        note = f"{what} was not finite before this operation read it"
+    return Finding(
+        phase,
+        by,
+        module=origin.module[0],
+        module_type=origin.module[1],
+        op=origin.op,
+        function=origin.function,
+        frames=(*origin.frames, *trace.caller),
+        operands=origin.operands,
+        result=origin.result,
+        call=number,
+        note=note,
+    )
+
+
+def from_culprit(trace: Trace, by: By, number: int) -> Finding:
+    """A node of the backward; inside a custom Function, the operation of its `backward`."""
+    culprit: Culprit = trace.culprits[0]
+    within = trace.inside
+    return Finding(
+        "backward",
+        by,
+        module=culprit.module[0],
+        module_type=culprit.module[1],
+        op=culprit.op if within is None else within.op,
+        node=culprit.node,
+        function=culprit.function if within is None else within.function,
+        frames=(*(within.frames if within else ()), *culprit.frames, *trace.caller),
+        operands=culprit.operands if within is None else within.operands,
+        result=culprit.result,
+        call=number,
+        others=len(trace.culprits) - 1,
+    )

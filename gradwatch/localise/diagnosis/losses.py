@@ -1,0 +1,111 @@
+"""What the losses of a loop are made of, looked at in the backwards of a few calls: for a loss that nobody keeps.
+
+While a backward runs, torch holds the loss it began at, and the hook of an output can find it. That takes some 10 us,
+so it is done for calls that are looked at anyway; what a loop computes there is nearly always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradwatch.localise.diagnosis import loss_side
+from gradwatch.localise.diagnosis.frames import frame_of, is_of_user
+from gradwatch.localise.diagnosis.operations import of_node
+from gradwatch.records.finding import Finding
+from gradwatch.taps.backward_entry import entry_frame
+
+if TYPE_CHECKING:
+    from gradwatch.localise.hold.held import Call
+
+MOST = 32  # nodes of a loss
+
+
+def told_of_loss(finding: Finding, calls: Sequence[Call]) -> Finding:
+    """What the loop's own tensors tell of a loss computed after all of these calls, else what is known of others."""
+    since = max(call.ended for call in calls)
+    found = loss_side.told(finding, since)
+    return calls[-1].losses.told(finding, since - calls[-1].ended) if found is finding else found
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Nodes made after the outputs of a call: how long after, the name, whether something infinite can come of it, and
+    whether it has an operand that no gradient flows to.
+
+    `caller` is the line that began the backward.
+    """
+
+    nodes: tuple[tuple[int, str, bool, bool], ...]
+    caller: tuple[CodeType, int] | None = field(default=None, compare=False)
+
+
+class Losses:
+    """The loss that was seen last; `varied` once two of them differed."""
+
+    def __init__(self) -> None:
+        self.last: Loss | None = None
+        self.varied = False
+
+    def told(self, finding: Finding, since: int) -> Finding:
+        """The finding, with what the losses seen were made of; of nodes made `since` so long after the call."""
+        nodes = (
+            [] if self.last is None or self.varied else [one for one in self.last.nodes if one[0] >= since]
+        )
+        if self.last is None or not nodes:
+            return finding
+        operations = ", ".join(of_node(name) for _, name, _, _ in nodes)
+        note = f"{finding.note}; in the steps looked at, the loss was computed by {operations}"
+        suspects = [name for _, name, infinite, _ in nodes if infinite]
+        if len(set(suspects)) != 1:
+            return finding.told(note=note)
+        if any(constant for *_, constant in nodes) and (held := loss_side.nonfinite_constant()):
+            return finding.told(note=f"{note}; `{held}`, which no gradient flows to, was not finite")
+        op = of_node(suspects[-1])
+        note += f"; of these only {op} can be infinite, or have an infinite slope"
+        frames = frame_of(self.last.caller) or finding.frames
+        return finding.told(op=op, node=suspects[-1], frames=frames, note=note)
+
+    def look(self, since: int) -> None:
+        """Within a backward: look at what it began at. `since` numbers the first node after the call."""
+        frame = entry_frame()
+        if frame is None:
+            return  # on a device torch runs backwards in a thread of its own
+        roots = frame.f_locals.get(frame.f_code.co_varnames[0], ())
+        if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].grad_fn is None:
+            return
+        found = Loss(_nodes(roots[0].grad_fn, since), _caller(frame))
+        if found.nodes:
+            self.varied = self.varied or self.last not in (None, found)
+            self.last = found
+
+
+def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool, bool], ...]:
+    """Those from the root down to the call's outputs, the oldest first; () where they are many."""
+    found: dict[Node, int] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        number = node._sequence_nr()
+        if node in found or number < since or hasattr(node, "variable"):
+            continue
+        found[node] = number
+        if len(found) > MOST:
+            return ()
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    oldest_first = sorted(found, key=found.__getitem__)
+    return tuple(
+        (found[node] - since, node.name(), loss_side.singular(node), loss_side.takes_constant(node))
+        for node in oldest_first
+    )
+
+
+def _caller(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lineno)

@@ -1,0 +1,421 @@
+"""What a step was made of, held by reference until the step is taken, so that it can be run again.
+
+Per forward call of a watched model: its arguments, the generators and buffers before it, autocast, and the
+gradient that reached its outputs. Nothing is copied but buffers that forwards change (running statistics);
+what is held beyond the latest call is capped by size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from gradwatch.localise.diagnosis.frames import Callers
+from gradwatch.localise.diagnosis.losses import Losses
+from gradwatch.localise.diagnosis.values import tensors
+from gradwatch.localise.hold.buffers import Buffers
+from gradwatch.localise.hold.compiled import anything_compiled
+from gradwatch.localise.hold.kinds import Kind
+from gradwatch.localise.hold.randomness import Generators, Held
+from gradwatch.localise.replay.all_gathered import is_spread, ungatherable
+from gradwatch.reading.device import capturing
+from gradwatch.reading.layouts import alias
+from gradwatch.taps import backward, modes, module_calls, tree
+from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.mute import is_silent
+
+MAX_BYTES = 64 << 20
+"""Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
+
+MAX_CALLS = 256
+TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
+CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+_tracing = torch.compiler.is_dynamo_compiling
+ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_orders = itertools.count()  # of calls, over all models of the process
+LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
+
+    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
+    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
+    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
+    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
+    `looked` at; `indices` are the samples it was told to be of
+    (`Watch.batch`).
+    """
+
+    order: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    generators: Generators
+    buffers: dict[str, Tensor]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    training: bool
+    caller: tuple[CodeType, int] | None
+    indices: Any = None
+    nbytes: int = 0
+    seeds: int = 0
+    outputs: int = 0
+    ended: int = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    tasks: set[int] = field(default_factory=set)
+    looked: bool = False
+    losses: Losses = field(default_factory=Losses)
+    reason: str = ""
+
+    def release(self, reason: str) -> None:
+        """Let go of every tensor; the call can no longer be run again."""
+        self.args, self.kwargs, self.versions = (), {}, []
+        self.buffers, self.gradients, self.reason = {}, {}, reason
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Autocast and grad mode as they were."""
+        with contextlib.ExitStack() as stack:
+            for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:
+                enabled, dtype = self.autocast.get(device, (False, None))
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class Outermost:
+    """Which of several holdings hears a call under way: what it calls in turn is a part of it."""
+
+    def __init__(self) -> None:
+        self.now: Holding | None = None
+
+
+class Holding:
+    """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
+
+    `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
+    `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
+    `steps[0]` is how many optimizers have taken, and set by whoever owns it; `kind` is what is known of models like it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int = MAX_BYTES,
+        outermost: Outermost | None = None,
+        met: Callable[[FrameType | None], None] | None = None,
+        light: bool = False,
+        steps: list[int] | None = None,
+        kind: Kind | None = None,
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.calls: deque[Call] = deque()
+        self.dropped = 0
+        self.parts: Sequence[Holding] = ()  # held beside it until it is called itself
+        self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
+        self._failed = failed
+        self._max_bytes = max_bytes
+        self._outermost = outermost or Outermost()
+        self._met = met
+        self._light = light
+        self._steps = [0] if steps is None else steps
+        self._kind = kind or Kind()
+        self._generators = Held(self.model, self._kind.draws)
+        self._buffers = Buffers(inner(model))
+        self._losses = Losses()
+        self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._open: Call | None = None
+        self._seen = 0
+        self._before_params: dict[int, int] | None = None
+        self._callers = Callers()
+        self._ignore: list[Callable[[], None]] = []
+        self.refused = shared(model)
+        if not self.refused:
+            self._listen(model)
+
+    def _listen(self, model: nn.Module) -> None:
+        ended = self._guarded(self._ends)
+        self._ignore = [module_calls.listen(model, before=self._guarded(self._begins), after=ended)]
+
+    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the model begins that no hook of this has heard."""
+        self._guarded(self._begins)(module, args, kwargs)
+
+    def close(self) -> None:
+        """Notice no further call and let go of everything."""
+        self.unhook()
+        self.drop()
+
+    def unhook(self) -> None:
+        """Notice no further call; gradients of those that are held still are."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
+        self._open = None
+
+    def belongs_to(
+        self,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int,
+        steps: list[int],
+        met: Callable[[FrameType | None], None],
+    ) -> None:
+        """From now on this is who counts its faults, caps what is held, counts the steps and is told of callers."""
+        self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
+        if self._met is not None:
+            self._met = met
+        for call in self.calls:
+            call.step = steps[0]
+        self._make_room()
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self.calls.clear()
+        self.dropped = 0
+        self.indices = None
+        self._open = None
+
+    def cleared(self, over: Container[int] | None = None) -> set[int]:
+        """Gradients of earlier backwards were thrown away: forget the calls that only those had reached.
+
+        With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
+        """
+        now = backward.current()
+        gone = [call for call in self.calls if call.tasks and now not in call.tasks]
+        if over is not None:
+            gone = [call for call in gone if all(task in over for task in call.tasks)]
+        for call in gone:
+            self.calls.remove(call)
+        return {task for call in gone for task in call.tasks}
+
+    def taken(self, optimizer: Optimizer, before: int) -> None:
+        """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
+
+        What is left are calls of other models whose backward is still to come (a generator's, at the step of its
+        critic), unless they were made before the step numbered `before`.
+        """
+        self.indices = None
+        if not self.calls:
+            return
+        if self.moves(optimizer):
+            self.drop()
+            return
+        kept = [call for call in self.calls if not call.gradients and call.step > before]
+        self.calls.clear()
+        self.calls.extend(kept)
+
+    @property
+    def heard(self) -> bool:
+        """Whether the model has ever been called, wanting gradients."""
+        return self._seen > 0
+
+    @property
+    def deaf(self) -> bool:
+        """Whether it hears no further call, and holds none."""
+        return not (self._ignore or self.calls or self.refused)
+
+    def moves(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        known = self._movers.get(optimizer)
+        if known is None or known[0] != count:
+            model = self.model()
+            own = set() if model is None else set(map(id, tree.parameters(model)))
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            self._movers[optimizer] = known = (count, any(id(param) in own for param in params))
+        return known[1]
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*args: Any) -> None:
+            try:
+                if torch.is_grad_enabled() and not is_silent():
+                    call(*args)
+            except Exception as error:
+                self._open = None
+                self._failed("localise", error)
+
+        return guarded
+
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._outermost.now not in (None, self) or capturing():
+            return
+        self._outermost.now = self
+        held, given = _held(args, kwargs)
+        nbytes = sum(map(_nbytes, given))
+        if self._light and nbytes > self._max_bytes:
+            return
+        self._open = Call(
+            next(_orders),
+            self._steps[0],
+            *held,
+            versions=[tensor._version for tensor in given],
+            generators=self._generators.before(),
+            buffers=self._buffers.held(first=not self.calls),
+            autocast=_autocasts(),
+            training=module.training,
+            caller=self._called(),
+            indices=self.indices,
+            nbytes=nbytes,
+            looked=self._generators.looking,
+            losses=self._losses,
+        )
+        if self._seen < LOOKED_AT:
+            self._before_params = _versions(module)
+
+    def _called(self) -> tuple[CodeType, int] | None:
+        """The line that calls the model."""
+        caller, frame = self._callers.now(anew=self._generators.looking)
+        if self._met is not None and self._seen < LOOKED_AT:
+            if frame is None and caller is not None:  # known from an earlier call of this model
+                self._kind.looked_beside(caller)
+            elif self._seen == 0 or caller not in self._kind.callers:
+                self._met(frame)
+        return caller
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        call, self._open = self._open, None
+        if self._outermost.now is self:
+            self._outermost.now = None
+        if call is None:
+            return
+        self._generators.after()
+        if self._seen < LOOKED_AT:
+            self._seen += 1
+            if self._before_params is not None and _written(self._before_params, _versions(module)):
+                self.refused = "its forward writes into its own parameters"
+            self._before_params = None
+            if not anything_compiled():  # to notice its parts would cost every forward some microseconds
+                for part in self.parts:
+                    part.unhook()
+            self.parts = ()
+        outputs = [output] if isinstance(output, Tensor) else tensors(output)
+        call.outputs = len(outputs)
+        call.ended = _get_sequence_nr()
+        self._buffers.learn()
+        for position, tensor in enumerate(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(_gradient, self, call, position))
+        self.calls.append(call)
+        self._make_room()
+
+    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        if grad is None or call.reason:
+            return
+        kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
+        if kept is None:
+            return
+        if call.looked and not call.tasks:
+            self._losses.look(call.ended)
+        call.tasks.add(backward.current())
+        before = call.gradients.get(position)
+        if before is not None:
+            call.gradients[position] = before + kept
+            return
+        call.gradients[position] = kept
+        size = _nbytes(kept)
+        call.nbytes += size
+        call.seeds += size
+        if call.seeds > self._max_bytes:
+            call.release(
+                f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
+            )
+
+    def _make_room(self) -> None:
+        """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
+        while len(self.calls) > 1:
+            earlier = sum(call.nbytes for call in self.calls) - self.calls[-1].nbytes
+            if earlier <= self._max_bytes and len(self.calls) <= MAX_CALLS:
+                return
+            self.calls.popleft()
+            self.dropped += 1
+
+
+@untraced
+def _gradient(holding: Holding, call: Call, position: int, grad: Tensor) -> None:
+    """A gradient has reached an output of the call; nothing is made of it."""
+    try:
+        if _tracing():
+            return
+        if modes.dispatching() or modes.functions():
+            modes.unseen(holding._hear, call, position, grad)
+        else:
+            holding._hear(call, position, grad)
+    except Exception as error:
+        holding._failed("localise", error)
+
+
+def shared(model: nn.Module) -> str:
+    """Why the forward of a model cannot be run by one rank alone; "" where it can."""
+    for kind in dict.fromkeys(map(type, tree.modules(model))):
+        if not TALKING.isdisjoint([each.__name__ for each in kind.__mro__]):
+            return f"the forward of {kind.__name__} talks to other ranks"
+    return ungatherable(model) if is_spread(model) else ""
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The module whose forward computes, inside what DDP and torch.compile wrap around it."""
+    while True:
+        wrapped = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            wrapped = model.module
+        if not isinstance(wrapped, nn.Module):
+            return model
+        model = wrapped
+
+
+def _held(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Tensor]]:
+    """The arguments and the tensors in them; what is computed from others is held without the graph behind it."""
+    if not kwargs and all(isinstance(value, Tensor) for value in args):
+        given = [_alias(value) for value in args]  # nearly every model; a walk through containers takes 10 us
+        return (tuple(given), {}), given
+    held = pytree.tree_map_only(Tensor, _alias, (args, kwargs))
+    return held, tensors(held)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
+    """Of every device that may compute here; {} where it is off on all."""
+    if not ANY_AUTOCAST():
+        return {}
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)
+    }
+
+
+def _versions(module: nn.Module) -> dict[int, int]:
+    """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
+    return {id(param): param._version for param in tree.parameters(module)}
+
+
+def _written(before: dict[int, int], now: dict[int, int]) -> bool:
+    return any(now.get(one, version) != version for one, version in before.items())

@@ -1,0 +1,45 @@
+"""Kinds of models: what is learned of one model and presumed of the next that is built like it (a fold, a copy)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import TypeAlias
+
+from torch import nn
+
+from gradwatch.localise.hold.randomness import Draws
+from gradwatch.taps import tree
+
+MOST = 64  # kinds remembered
+MOST_CALLERS = 16  # of a kind
+
+
+@dataclass(slots=True)
+class Kind:
+    """Models of the same classes of modules: `whole` where one was called itself and not by its parts.
+
+    `callers` are the lines that called one often enough for what stands beside them to be known.
+    """
+
+    whole: bool = False
+    draws: Draws = field(default_factory=Draws)
+    callers: set[tuple[CodeType, int]] = field(default_factory=set)
+
+    def looked_beside(self, caller: tuple[CodeType, int]) -> None:
+        """What stands beside this line is known."""
+        if len(self.callers) >= MOST_CALLERS:
+            self.callers.clear()
+        self.callers.add(caller)
+
+
+Kinds: TypeAlias = dict[tuple[str, ...], Kind]
+"""What is known of kinds of models, by the names of the classes of their modules."""
+
+
+def kind_of(model: nn.Module, kinds: Kinds) -> Kind:
+    """What is known of models like this one; a kind that was not met before is remembered."""
+    names = tuple([type(module).__qualname__ for module in tree.modules(model)])
+    if names not in kinds and len(kinds) >= MOST:
+        kinds.clear()
+    return kinds.setdefault(names, Kind())

@@ -1,0 +1,147 @@
+"""The calls of models before anybody watches them, so that the first step of a training can be run again too.
+
+Held like those of a watched model, with one difference: no hook on a parameter says when gradients are thrown away, so
+that is read off the parameters when a backward reaches the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwatch.localise.hold.held import MAX_BYTES, Call, Holding, inner
+from gradwatch.localise.hold.recorded_calls import Family, Holdings, Inherited
+from gradwatch.localise.replay.all_gathered import is_spread
+from gradwatch.taps import backward, module_calls, tree
+
+
+class EarlyHolding(Holding):
+    """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
+
+    tasks: set[int] | None = None
+    _watched = False  # by a Watch, which knows when gradients are thrown away
+    _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
+
+    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+        if self._watched:
+            super()._hear(call, position, grad)
+            return
+        model, task = self.model(), backward.current()
+        if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
+            self._reached(model, task)
+        super()._hear(call, position, grad)
+
+    def _reached(self, model: nn.Module, task: int) -> None:
+        trained = [param for param in tree.parameters(model) if param.requires_grad]
+        if not trained or is_spread(model):
+            return
+        if self._filled and all(param.grad is None for param in trained):
+            self.tasks, self._filled = None, False  # thrown away
+        self.tasks = {task, *(self.tasks or ())}
+        self._filled = self._filled or any(map(backward.reaches, trained))
+
+    def belongs_to(self, *owner: Any) -> None:
+        """From now on a Watch is its owner."""
+        self._watched = True
+        super().belongs_to(*owner)
+
+    def keep(self, tasks: set[int]) -> None:
+        """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
+        for call in [call for call in self.calls if call.tasks and call.tasks.isdisjoint(tasks)]:
+            self.calls.remove(call)
+
+
+class Early(Holdings):
+    """Holds the calls of models from now on; `handed_over` to a Watch, or closed."""
+
+    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
+        super().__init__(failed, max_bytes)
+        self._wrappers: list[Callable[[], None]] = []
+
+    def add(self, model: nn.Module) -> None:
+        """Hold the calls of one more model, which may contain others that were held."""
+        inside = {id(None), *map(id, tree.modules(model)), *map(id, tree.modules(inner(model)))}
+        self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
+        self._families.append(Family(model, self._model, self.kinds))
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether this very module has been added."""
+        return any(family.holdings[0].model() is model for family in self._families)
+
+    def wraps(self, outer: nn.Module, module: nn.Module) -> None:
+        """`outer` is being made around `module`, which is to be compiled: no hook may go from it once it is.
+
+        If that is a model that was added, `outer` is held in its place from the first call on: yet it wraps nothing.
+        """
+        if not self.holds(module):
+            inside = set(map(id, tree.modules(module)))
+            for holding in self:
+                if id(holding.model()) in inside:
+                    holding.unhook()
+            return
+
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            try:
+                ignore()
+                self.add(module)
+                self._families[-1].holdings[0].begins(module, args, kwargs)
+            except Exception as error:
+                self._failed("localise", error)
+
+        ignore = module_calls.listen(outer, before=called)
+        self._wrappers.append(ignore)
+
+    def close(self) -> None:
+        """Notice no further call and let go of everything."""
+        super().close()
+        for ignore in self._wrappers:
+            ignore()
+        self._wrappers.clear()
+
+    def without(self, optimizer: Optimizer) -> None:
+        """Let go of the models that this optimizer trains: somebody else holds them."""
+        self._close([one for one in self._families if one.holdings[0].moves(optimizer)])
+
+    def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
+        """What is held of `models`, which goes on, and what has heard calls of their parts, wrappers and criteria.
+
+        The rest is let go, and its hooks removed.
+        """
+        roots = list(models)
+        watched = {id(module) for model in roots for module in tree.modules(inner(model))}
+        held = [one for one in self if isinstance(one, EarlyHolding) and self._is_of(one, watched)]
+        known = [one.tasks for one in held if one.tasks is not None]
+        for holding in held:
+            if known:
+                holding.keep(set().union(*known) if holding.tasks is None else holding.tasks)
+        going_on = [one for one in self._families if any(one.model is root for root in roots)]
+        criteria = [one for one in self._criteria if one in held and one.heard]
+        staying = {*criteria, *(holding for family in going_on for holding in family.holdings)}
+        leaving = [holding for holding in held if holding not in staying]
+        for holding in leaving:
+            holding.unhook()
+        self._families = [one for one in self._families if one not in going_on]
+        for family in self._families:
+            family.holdings = [one for one in family.holdings if one not in held]
+        self._criteria = [one for one in self._criteria if one not in held]
+        self.close()
+        return Inherited(going_on, criteria, [holding for holding in leaving if holding.heard])
+
+    def _is_of(self, holding: Holding, watched: set[int]) -> bool:
+        model = holding.model()
+        if model is None or not watched:
+            return False
+        return holding in self._criteria or id(inner(model)) in watched
+
+    def _close(self, families: list[Family]) -> None:
+        for family in families:
+            for holding in family.holdings:
+                holding.close()
+            self._families.remove(family)
+
+    def _holding(self, module: nn.Module, **options: Any) -> Holding:
+        return EarlyHolding(module, self._failed, self._max_bytes, **options)

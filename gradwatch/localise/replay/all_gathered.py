@@ -1,0 +1,150 @@
+"""Parameters that FSDP2 has spread over ranks, put together for one replay.
+
+FSDP2's own forward gathers them layer by layer, and a rank that failed in the midst of it would leave the others
+waiting for ever. So they are gathered before anything is run, in a fixed order, by ranks that have agreed to; the
+replay then runs the module inside, on whole parameters and without FSDP's hooks, and talks to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwatch.localise.hold.attributes import Refused
+from gradwatch.taps import tree
+
+HOST_BYTES = 4 << 30  # of whole parameters, gathered on the host
+OF_FREE = 0.4  # of the free memory of a device: activations and gradients want as much again
+
+_Hook = Callable[..., Any]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a parameter of it is a DTensor."""
+    return any(map(_is_dtensor, tree.parameters(model)))
+
+
+def ungatherable(model: nn.Module) -> str:
+    """Why the whole parameters of a spread model cannot stand in for what its forward uses; "" where they can."""
+    states = [state for module in model.modules() if (state := _state(module)) is not None]
+    if not states:
+        return "its parameters are DTensors, and FSDP2 did not make them"
+    held = [one for state in states for group in _groups(state) for one in group.fsdp_params]
+    if any(getattr(one, "is_dtensor", True) for one in held):
+        return "its parameters are spread for tensor parallelism too"
+    if any(getattr(one, "offload_to_cpu", False) for one in held):
+        return "its parameters are offloaded to the host"
+    if {id(one.sharded_param) for one in held} < {id(p) for p in model.parameters() if _is_dtensor(p)}:
+        return "some of its parameters are DTensors that FSDP2 did not make"
+    if any(not hasattr(state, name) for state in states for name in (*CASTS, *HANDLES)):
+        return "this torch keeps FSDP2's hooks elsewhere"
+    return ""
+
+
+def refuse_gathering(models: Sequence[nn.Module]) -> None:
+    """Raise `Refused` where the whole parameters do not fit into memory."""
+    for device in {param.device for model in models for param in model.parameters()}:
+        params = [p for model in models for p in model.parameters() if p.device == device and _is_dtensor(p)]
+        wanted = sum(param.numel() * param.element_size() for param in params)
+        free = HOST_BYTES if device.type != "cuda" else int(OF_FREE * torch.cuda.mem_get_info(device)[0])
+        if wanted > free:
+            raise Refused(
+                f"its parameters, gathered, take {wanted >> 20} MiB, and {free >> 20} MiB is what there is"
+            )
+        try:
+            torch.empty(
+                wanted + (wanted >> 2), dtype=torch.uint8, device=device
+            )  # what gathering takes is there
+        except RuntimeError as error:
+            raise Refused(f"no memory to gather its parameters: {error}") from error
+
+
+@torch.no_grad()
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, by name, in the type that the forward computes in. All ranks must call it together."""
+    kinds = _types(model)
+    whole: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) not in whole:
+            full = _whole(param)
+            whole[id(param)] = nn.Parameter(full.to(kinds.get(id(param)) or full.dtype), param.requires_grad)
+        found[name] = whole[id(param)]
+    return found
+
+
+def _whole(param: Any) -> Tensor:
+    full: Tensor = param.full_tensor() if _is_dtensor(param) else param.detach()
+    return full
+
+
+@contextlib.contextmanager
+def without_fsdp(model: nn.Module) -> Iterator[None]:
+    """FSDP2's forward hooks only cast, as they do, and neither gather nor reshard."""
+    restores: list[Callable[[], None]] = []
+    try:
+        for state in {id(s): s for m in model.modules() if (s := _state(m)) is not None}.values():
+            restores += _stand_in_hooks(model, state)
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+CASTS = ("_cast_forward_inputs", "_cast_output_dtype")
+HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
+
+
+def _stand_in_hooks(model: nn.Module, state: Any) -> list[Callable[[], None]]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return state._cast_forward_inputs(args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return state._cast_output_dtype(output)
+
+    ids = {one.id for name in HANDLES for one in _handles(getattr(state, name))}
+    restores = []
+    for module in model.modules():
+        for hooks, cast in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
+            for number in ids & hooks.keys():
+                restores.append(_replaced(hooks, number, cast))
+    return restores
+
+
+def _replaced(hooks: dict[int, _Hook], number: int, other: _Hook) -> Callable[[], None]:
+    original = hooks[number]
+    hooks[number] = other  # in its place: the order of hooks is that of the dict
+
+    def restore() -> None:
+        hooks[number] = original
+
+    return restore
+
+
+def _handles(handle: Any) -> Sequence[Any]:
+    """FSDP2 keeps one handle, or one of several."""
+    return getattr(handle, "handles", (handle,))
+
+
+def _types(model: nn.Module) -> dict[int, torch.dtype | None]:
+    """The type FSDP2 computes in, by the id of its shard; None = the parameter's own."""
+    states = [state for module in model.modules() if (state := _state(module)) is not None]
+    held = (one for state in states for group in _groups(state) for one in group.fsdp_params)
+    return {id(one.sharded_param): one.param_dtype for one in held}
+
+
+def _state(module: Any) -> Any:
+    return getattr(module, "_get_fsdp_state", lambda: None)()
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in (groups if groups is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def _is_dtensor(param: Tensor) -> bool:
+    return hasattr(param, "full_tensor")

@@ -1,0 +1,45 @@
+"""torch's own anomaly detection for the next steps, for those who ask for exactly that: it stops the training.
+
+`torch.autograd.set_detect_anomaly(True)` with its NaN check raises out of `loss.backward()` at the first node
+that returns NaN (not Inf), and warns with the lines of the forward. gradwatch only switches it on and off.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gradwatch.localise.replay.replay import Trace
+
+
+class Raising:
+    """Switches the check on for `steps` steps, and then puts back what was set."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.seconds = 0.0
+        self._before: tuple[bool, bool] | None = None
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A step has ended: the next backward is checked."""
+        if self._before is None and self.left > 0:
+            self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(True, True)
+            self._began = time.perf_counter()
+
+    def end(self) -> Trace | None:
+        """The next step is about to be taken: nothing raised, so there is nothing to tell."""
+        if self._before is not None:
+            self.left -= 1
+            self.seconds += time.perf_counter() - self._began
+            if self.left <= 0:
+                torch.set_anomaly_enabled(*self._before)
+                self._before = None
+        return None
+
+    def close(self) -> None:
+        """Put back what was set."""
+        self.left = 0
+        self.end()

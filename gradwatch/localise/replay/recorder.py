@@ -1,0 +1,100 @@
+"""The recorder: a forward and its backward watched operation by operation.
+
+Anomaly mode with `check_nan=False` writes down the Python lines of every node, a dispatch mode looks at what
+every operation of the forward makes, hooks on the nodes look at the gradients. Nothing is raised and nothing
+is changed; everything is looked at on the host, so it is slow, and used for one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from gradwatch.localise.diagnosis.calls import Calls
+from gradwatch.localise.diagnosis.module_attribution import Whereabouts
+from gradwatch.localise.replay.backward import BackwardTracer, Culprit
+from gradwatch.localise.replay.forward import ForwardTracer, Origin
+
+
+class Recorder:
+    """Follows `models`; enter `forward()`, then `backward(outputs)`; ask `origin_of` and `culprits` after."""
+
+    def __init__(self, models: Iterable[nn.Module], failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._where = Whereabouts(models)
+        self._calls = Calls()
+        self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now)
+        self._inside_custom = ForwardTracer(lambda: ("", ""), failed)
+        self._backward = BackwardTracer(self._where, failed, self._calls.at)
+
+    @contextlib.contextmanager
+    def forward(self, functions: bool = True) -> Iterator[None]:
+        """Watch the operations of a forward; with `functions` the torch functions they belong to as well."""
+        with anomaly_recorded(), self._where, self._calls if functions else _NOTHING, self._forward:
+            yield
+
+    @contextlib.contextmanager
+    def backward(self, roots: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Watch the backward that starts at `roots`; gives the leaves it ends in."""
+        self._backward.attach(roots)
+        slept, self._forward.asleep = self._forward.asleep, True  # the nodes are looked at, not their kernels
+        try:
+            # The backward of a custom Function is Python of the user's: its line can be told too.
+            with self._inside_custom if self._backward.has_custom else contextlib.nullcontext():
+                yield self._backward.leaves
+        finally:
+            self._forward.asleep = slept
+            self._backward.close()
+
+    @property
+    def innermost(self) -> bool:
+        """Whether nobody has entered a dispatch mode since `forward()` was entered, and not left it."""
+        modes = _get_current_dispatch_mode_stack()
+        return bool(modes) and modes[-1] is self._forward
+
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """A write into one of these is put back: it is nothing to speak of."""
+        self._forward.expect(tensors)
+
+    @property
+    def stray(self) -> str:
+        """The first operation of the forward that wrote into a tensor neither expected nor made in it; "" = none."""
+        return self._forward.stray
+
+    def sleep(self) -> None:
+        """Look at nothing any more."""
+        self._forward.asleep = True
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """Where what is not finite in an output of the forward came from."""
+        return self._forward.of(tensor)
+
+    @property
+    def culprits(self) -> list[Culprit]:
+        """The nodes that made a non-finite gradient out of finite ones, in the order they ran."""
+        return self._backward.culprits
+
+    def inside(self, culprit: Culprit) -> Origin | None:
+        """The operation at fault inside the backward of a custom Function."""
+        if not culprit.custom:
+            return None
+        written = (one for one in self._inside_custom.origins if one.frames and not one.intended)
+        return next(written, None)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def anomaly_recorded() -> Iterator[None]:
+    """Anomaly mode without its check: nodes remember their Python lines, nothing is ever raised."""
+    enabled, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.set_anomaly_enabled(True, False)
+    try:
+        yield
+    finally:
+        torch.set_anomaly_enabled(enabled, checks)

@@ -1,0 +1,77 @@
+"""A model run once more without a trace: what the run changes is put back, also when it raises.
+
+The run works on stand-ins: parameters that share the memory of the real ones but have no hooks and no `.grad`
+of their own, and copies of the buffers. So DDP's reducer, the user's tensor hooks and our own marks hear
+nothing, and `.grad` and the buffers need no putting back. What does: the generators, the anomaly flags, and
+what the forward sets on its modules (`self.calls += 1`) or writes in place into what their attributes hold
+(`self.ema.mul_(0.9)`, `torch.randn(…, generator=self.generator)`).
+
+What remains: state that is in none of these, such as global Python variables, files, and objects of the user's own
+classes. Tensors there that a forward writes into are noticed (`ForwardTracer.stray`), and told; the rest is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gradwatch.localise.hold.attributes import attributes
+from gradwatch.localise.hold.randomness import Generators
+from gradwatch.taps.mute import silent
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, max_bytes: int) -> Iterator[None]:
+    """Run what is inside, then put back generators, anomaly flags, grad mode and module attributes.
+
+    Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.
+    """
+    restores: list[Callable[[], None]] = [
+        Generators.now((model,)).restore,
+        _anomaly(),
+        _grad_mode(),
+        *attributes(model, max_bytes),
+    ]
+    with contextlib.ExitStack() as stack:
+        for restore in restores:  # every one of them runs, whatever another raises
+            stack.callback(restore)
+        stack.enter_context(silent())
+        yield
+
+
+def stand_ins(
+    model: nn.Module, buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Parameters and buffers by name, for `torch.func.functional_call`; tied parameters stay tied.
+
+    `whole`: the parameters as `gather` gave them, where each rank holds only a part.
+    """
+    made: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = dict(whole or {})
+    for name, param in () if whole else model.named_parameters(remove_duplicate=False):
+        if id(param) not in made:
+            made[id(param)] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        found[name] = made[id(param)]
+    copies: dict[int, Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffers.get(name, buffer).detach().clone()
+        found[name] = copies[id(buffer)]
+    return found
+
+
+def _anomaly() -> Callable[[], None]:
+    enabled, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return lambda: torch.set_anomaly_enabled(enabled, checks)
+
+
+def _grad_mode() -> Callable[[], None]:
+    graded = torch.is_grad_enabled()
+
+    def restore() -> None:
+        torch.set_grad_enabled(graded)
+
+    return restore

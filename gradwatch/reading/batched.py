@@ -1,0 +1,270 @@
+"""The one batched read of every gradient: L2 norms, exact to 1e-5, at memory bandwidth.
+
+What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to 2^20 squares in one float32
+accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
+loss gets). Rows of at most 2^13 elements cost the same bandwidth or less (`rows`), and are off by 7e-6 at the
+very worst. Many small tensors cost one dispatch each, so they are laid end to end first (`plan`). All rows land in
+one buffer, which is added up in float64 when somebody asks: numpy finds cold caches after a backward, and
+costs less for many steps at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.reading.layouts import REDUCED, dense, flat
+from gradwatch.reading.plan import Plan
+from gradwatch.reading.rows import ROW, NormRows, Sheet, SquareRows, fastest, silently
+
+FEW = 2048  # row norms whose squares float32 may add up
+PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+Squares = NDArray[np.float64]
+
+
+def sum_of_squares(grad: Tensor) -> float:
+    """Sum of squared elements of one CPU gradient of any layout and dtype, accumulated in float64."""
+    vector = flat(dense(grad))
+    if vector.dtype in REDUCED:
+        return math.fsum(_blocks(chunk.float()) for chunk in vector.split(1 << 18))
+    return _blocks(vector) if vector.dtype is torch.float32 else _dot(vector)
+
+
+def _blocks(vector: Tensor) -> float:
+    """Sum of squares of a contiguous float32 vector, no more than 2 * ROW of them in one accumulator."""
+    numel = vector.numel()
+    if numel < 2 * ROW:
+        return _dot(vector)
+    if fastest() is SquareRows and (square := SquareRows.of(vector)) is not None:
+        return square
+    rows, rest = divmod(numel, ROW)
+    body = vector.narrow(0, 0, numel - rest) if rest else vector
+    norms = torch.linalg.vector_norm(body.view(rows, ROW), dim=1)
+    total = _dot(norms.to(torch.float64) if rows > FEW else norms)
+    return total + _dot(vector.narrow(0, numel - rest, rest)) if rest else total
+
+
+def _dot(vector: Tensor) -> float:
+    return torch.dot(vector, vector).item()  # sync: CPU tensor
+
+
+class RowNorms:
+    """One read of K gradients whose sums are still to be taken."""
+
+    __slots__ = ("_apart", "_glance", "_missed", "_plan", "_sheet", "_squares")
+
+    def __init__(self, plan: Plan, sheet: Sheet) -> None:
+        self._plan = plan
+        self._sheet: Sheet | None = sheet
+        self._glance = 0.0  # the root sum of squares of all rows
+        self._apart: dict[int, float] = {}
+        self._missed: list[int] = []
+        self._squares: Squares | None = None
+
+    @classmethod
+    def of(cls, squares: Squares) -> RowNorms:
+        """Sums that were taken elsewhere."""
+        plan = Plan([None] * len(squares), NormRows)
+        rows = cls(plan, plan.sheet())
+        rows._glance, rows._squares = math.sqrt(silently(squares.sum)), squares
+        return rows
+
+    def read(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Read what is as planned, then the rest one by one; positions that were planned for and are not so."""
+        plan, sheet = self._plan, self._sheet
+        assert sheet is not None
+        parts, matrices, missed = _matrices(plan, sheet, grads)
+        self._glance = silently(sheet.read, parts, matrices)
+        if missed or plan.others:
+            self._missed, self._apart = missed, {k: _alone(grads[k]) for k in (*missed, *plan.others)}
+        return missed
+
+    def total(self) -> float:
+        """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
+        if self._missed:
+            return math.sqrt(float(self.squares().sum()))
+        apart = self._apart
+        return math.hypot(self._glance, *map(math.sqrt, apart.values())) if apart else self._glance
+
+    def squares(self) -> Squares:
+        """float64[K] sums of squares; 0 where a gradient was None."""
+        if self._squares is None:
+            self._squares = self._added()
+        return self._squares
+
+    def norms_of(self, chosen: Sequence[int]) -> list[float]:
+        """Root sums of squares of a few gradients, without those of the others where they are single rows."""
+        sheet = self._sheet
+        if sheet is not None and not self._missed:
+            try:
+                return sheet.norms(list(map(self._plan.row.__getitem__, chosen)))
+            except KeyError:
+                pass  # some have more than one row, or none
+        return list(map(self._norm_of, chosen))
+
+    def _norm_of(self, k: int) -> float:
+        if k in self._apart:
+            return math.sqrt(self._apart[k])
+        if self._sheet is not None and not self._missed and k in self._plan.row:
+            return self._sheet.norms([self._plan.row[k]])[0]
+        return math.sqrt(self.squares()[k])
+
+    def as_usual(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+        """Whether the total is from `low` to `high`, and no gradient `faint`."""
+        sheet = self._sheet
+        if sheet is None or self._missed or self._apart:
+            return low <= self.total() <= high and not self.faint(grads, floor)
+        return low <= self._glance <= high and (
+            sheet.least() > self._plan.faint or not self.faint(grads, floor)
+        )
+
+    def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+        """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
+
+        One operation says that none is, or a second one where some rows are zero, as in an embedding; sums are
+        taken only where neither does.
+        """
+        plan, sheet = self._plan, self._sheet
+        if sheet is not None and not self._missed and (sheet.least() > plan.faint or self._lifted(floor)):
+            apart = self._apart
+            return bool(apart) and any(
+                value < floor[k] and grads[k] is not None for k, value in apart.items()
+            )
+        return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
+
+    def _lifted(self, floor: Squares) -> bool:
+        """Whether one row alone lifts each gradient above its floor."""
+        plan, sheet = self._plan, self._sheet
+        assert sheet is not None
+        # Compared so that NaN is not above.
+        return bool((np.maximum.reduceat(sheet.squares(), plan.starts) >= floor[plan.order]).all())
+
+    def _added(self) -> Squares:
+        plan, sheet = self._plan, self._sheet
+        assert sheet is not None
+        found: Squares = np.zeros(plan.count)
+        if len(plan.order):
+            found[plan.order] = np.add.reduceat(sheet.squares(), plan.starts, dtype=np.float64)
+        for index in self._missed:
+            found[index] = 0.0
+        for index, value in self._apart.items():
+            found[index] = value
+        self._sheet = None
+        plan.spare.append(sheet)
+        return found
+
+
+class CpuReader:
+    """Reads the sums of squares of a fixed list of CPU gradients; plans once, then one pass per read."""
+
+    def __init__(self, kind: Callable[[], type[Sheet]] = fastest) -> None:
+        self._kind = kind
+        self._plan: Plan | None = None
+        self._off = 0
+        self._patience = PATIENCE
+
+    def read(self, grads: Sequence[Tensor | None]) -> RowNorms:
+        """The squares of every gradient that is there, whatever its layout and dtype."""
+        plan = self._plan
+        if plan is None or plan.count != len(grads) or self._off >= self._patience:
+            self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
+            varying = plan is not None and plan.count == len(grads)
+            plan, self._off = Plan(grads, self._kind(), varying), 0
+            self._plan = plan
+        rows = RowNorms(plan, plan.sheet())  # made in warm caches
+        missed = rows.read(grads)
+        if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
+            self._off += 1
+        return rows
+
+
+def _matrices(
+    plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]
+) -> tuple[list[int], list[Any], list[int]]:
+    """Parts of the sheet, the matrices to be read into them, and the positions planned for that are not so."""
+    missed: list[int] = []
+    parts: list[int] = []
+    matrices: list[Any] = []
+    for strip in plan.strips:
+        if strip.laid(grads):
+            parts += strip.parts
+            matrices += strip.matrices
+        else:
+            missed += strip.indices
+    matrix = sheet.matrix
+    for part, (index, shape, order) in enumerate(plan.singles, plan.first_single):
+        grad: Any = grads[index]
+        try:
+            matrices.append(matrix(grad, shape, order))
+            parts.append(part)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            missed.append(index)  # absent, or of another size, layout or dtype this time
+    return parts, matrices, missed
+
+
+def _alone(grad: Tensor | None) -> float:
+    return 0.0 if grad is None else sum_of_squares(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """The second look at one suspicious gradient; counts are elements, `norm` the true L2 norm (float64)."""
+
+    norm: float
+    nan: int
+    inf: int
+
+    @property
+    def nonfinite(self) -> int:
+        return self.nan + self.inf
+
+    @property
+    def overflow(self) -> bool:
+        """Every element is finite and yet the norm exceeds float32."""
+        return not self.nonfinite and self.norm > FLOAT32_MAX
+
+
+def suspicious(squares: Squares, floor: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions where the fast sum cannot be trusted: non-finite, or so small that squares were flushed.
+
+    `floor` is numel * UNDERFLOW of every tensor.
+    """
+    # Negated, so that NaN counts as untrusted; two reductions while all is well.
+    if np.logical_and.reduce(squares >= floor) and np.add.reduce(squares) < np.inf:
+        return _NOWHERE
+    return np.flatnonzero(~((squares >= floor) & (squares < np.inf)))
+
+
+_NOWHERE: NDArray[np.intp] = np.zeros(0, np.intp)
+
+
+def inspect(grad: Tensor) -> Detail:
+    """Count NaN and Inf elements and take the norm in float64, scaled so that nothing over- or underflows."""
+    vector = flat(dense(grad)).detach()
+    vector = vector.float() if vector.dtype in REDUCED else vector
+    if not vector.numel():
+        return Detail(0.0, 0, 0)
+    low, high = torch.aminmax(
+        vector
+    )  # NaN if any element is; one cheap pass settles the common all-zero case
+    largest = max(float(high), -float(low))  # sync: only on suspicion
+    if largest == 0.0:
+        return Detail(0.0, 0, 0)
+    values = vector.cpu().numpy()  # sync: only on suspicion
+    if not math.isfinite(largest):
+        nan = int(np.count_nonzero(np.isnan(values)))
+        return Detail(math.nan if nan else math.inf, nan, int(np.count_nonzero(np.isinf(values))))
+    total = 0.0
+    for start in range(0, values.size, 1 << 20):
+        chunk = values[start : start + (1 << 20)].astype(np.float64) / largest
+        total += float(np.dot(chunk, chunk))
+    return Detail(largest * math.sqrt(total), 0, 0)

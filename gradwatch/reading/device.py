@@ -1,0 +1,213 @@
+"""Reading numbers off an accelerator without making the host wait.
+
+One `_foreach_norm` per (device, dtype), one stack, one asynchronous copy into pinned memory and an event: the
+numbers are looked at once the event has passed (most often one step later), or waited for where a rule must
+act in this very step. Norms are accumulated in float64, because nobody can take a second look without waiting:
+so an infinite norm is an Inf element, and overflow and underflow of float32 are told apart from Inf and zero.
+
+What ran where: the op list, the numbers and the queue were tested on CPU tensors and on the `meta` device.
+Nothing here has run on a GPU yet, and the cost of float64 sums there is not measured (CUDA's foreach norm sums
+in the output type in one launch; consumer GPUs are slow in it). Not free of waiting: sparse gradients, which
+must be coalesced, and accelerators other than CUDA, whose copies to the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.reading.batched import Detail
+from gradwatch.reading.layouts import dense
+from gradwatch.reading.pinned import RING
+
+NO_FLOAT64 = frozenset({"mps"})
+"""Devices without float64: there a float32 overflow of the norm still looks like an Inf element."""
+
+Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
+
+
+class Arriving:
+    """Per-position numbers on their way to the host, from one or several devices.
+
+    `parts` are 1-d tensors whose concatenation belongs to `positions` of an array of `count`; `factor[count]`
+    multiplies the result and `scale` divides it, on the host: a factor sent to the device would make it wait.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        positions: NDArray[np.intp],
+        count: int,
+        factor: NDArray[np.float32] | None = None,
+        scale: Number = 1.0,
+    ) -> None:
+        self.positions = positions
+        self._count = count
+        self._factor = factor
+        self._scale = scale
+        self._sent = [RING.send(part) for part in parts]
+
+    def ready(self) -> bool:
+        """Whether `values()` would return at once."""
+        return all(part.ready() for part in self._sent) and is_ready(self._scale)
+
+    def values(self) -> Floats:
+        """[count] numbers, 0 where nothing was sent, float64 if any part is; waits for what has not arrived."""
+        arrived_parts: list[Floats] = [part.numbers() for part in self._sent]
+        wide = any(part.dtype == np.float64 for part in arrived_parts)
+        out: NDArray[Any] = np.zeros(self._count, np.float64 if wide else np.float32)
+        if arrived_parts:
+            out[self.positions] = np.concatenate(arrived_parts)
+        if self._factor is not None:
+            out *= self._factor
+        scale = arrived(self._scale)
+        if scale != 1.0:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                out /= scale
+        return out
+
+
+Number: TypeAlias = float | Arriving
+"""One number: known, or on its way from a device."""
+
+_FIRST = np.zeros(1, np.intp)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def kept(value: float | Tensor) -> Number:
+    """A number as it is; a one-element tensor read without waiting, where it lives on a device."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach()
+    return float(value) if on_host(value) else Arriving([value.reshape(1)], _FIRST, 1)
+
+
+def one_number(value: Tensor, scale: Number = 1.0) -> Arriving:
+    """A one-element tensor on its way to the host, divided there by `scale`."""
+    return Arriving([value.reshape(1)], _FIRST, 1, scale=scale)
+
+
+def arrived(value: Number) -> float:
+    """The number behind `kept`, waited for where it is still on its way."""
+    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
+
+
+def is_ready(value: Number) -> bool:
+    """Whether `arrived` would return at once."""
+    return not isinstance(value, Arriving) or value.ready()
+
+
+class DeviceReading:
+    """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived."""
+
+    def __init__(self, norms: Sequence[Tensor], arriving: Arriving, scales: tuple[Number, ...] = ()) -> None:
+        self._norms = norms
+        self._arriving = arriving
+        self._scales = scales
+
+    def ready(self) -> bool:
+        """Whether `norms()` would return at once."""
+        return self._arriving.ready() and all(map(is_ready, self._scales))
+
+    @property
+    def details(self) -> Mapping[int, Detail]:
+        """No second looks: they would make the host wait."""
+        return {}
+
+    def divided(self, scale: Number) -> DeviceReading:
+        """The same reading without a factor that was in the gradients when they were read."""
+        return DeviceReading(self._norms, self._arriving, (*self._scales, scale))
+
+    def device_total(self) -> Tensor | None:
+        """0-dim total norm on the device, scale included, for a verdict that never leaves it; None without any."""
+        if not self._norms:
+            return None
+        first = self._norms[0]
+        totals = [
+            torch.linalg.vector_norm(norms).to(first.device, non_blocking=True) for norms in self._norms
+        ]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(totals))
+        return total
+
+    def each(self) -> dict[int, Tensor]:
+        """0-dim norms on their devices by position, scale included; of the gradients that were there."""
+        each = [norm for norms in self._norms for norm in norms.unbind()]
+        return dict(zip(map(int, self._arriving.positions), each, strict=True))
+
+    def norms(self) -> NDArray[np.float64]:
+        """float64[K] norms without the loss scale, 0 where there was no gradient."""
+        found = self._arriving.values().astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
+            for scale in self._scales:
+                found /= arrived(scale)
+        return found
+
+
+def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceReading:
+    """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once."""
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for k, grad in enumerate(grads):
+        if grad is not None:
+            tensor = dense(grad)
+            by_device.setdefault(tensor.device, []).append((k, tensor))
+    norms = [torch.stack(_norms([tensor for _, tensor in group])) for group in by_device.values()]
+    positions = np.array([k for group in by_device.values() for k, _ in group], np.intp)
+    scales = () if isinstance(scale, float) and scale == 1.0 else (scale,)
+    return DeviceReading(norms, Arriving(norms, positions, len(grads)), scales)
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """0-dim norms of tensors of one device, in order; one launch per dtype (and per 110 tensors, inside torch)."""
+    wide = widest(tensors[0].device)
+    norms: list[Tensor | None] = [None] * len(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    for indices in by_dtype.values():
+        group = [tensors[index] for index in indices]
+        for index, norm in zip(indices, torch._foreach_norm(group, 2, dtype=wide), strict=True):
+            norms[index] = norm
+    return [norm for norm in norms if norm is not None]
+
+
+def widest(where: torch.device) -> torch.dtype:
+    """The float type in which norms are summed on a device."""
+    return torch.float32 if where.type in NO_FLOAT64 else torch.float64
+
+
+def clip(grads: Sequence[Tensor | None], total: Tensor, max_norm: float) -> None:
+    """Multiply gradients by `clip_factor` of their 0-dim `total`, which is on any of the devices."""
+    factor = clip_factor(total, max_norm)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            by_device.setdefault(grad.device, []).append(grad)
+    for where, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(where, non_blocking=True))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """float32 min(1, max_norm / (norm + 1e-6)) of one norm or of many, without the host knowing any.
+
+    The arithmetic of `gradwatch.policies.norm.clip_coefficient`, and 1 for a non-finite norm, so that a bad
+    element is never spread.
+    """
+    narrow = norm.to(torch.float32)
+    factor = torch.reciprocal(narrow + 1e-6) * max_norm
+    beyond = (max_norm / norm).to(torch.float32)  # of a float64 norm that float32 cannot hold
+    factor = torch.where(torch.isfinite(narrow), factor, beyond).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream: then nothing of ours may be enqueued."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

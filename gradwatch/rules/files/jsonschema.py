@@ -1,0 +1,162 @@
+"""The JSON Schema of rule files (draft 7, which yaml-language-server understands), made from the same models.
+
+It says what a single file may look like; what a word means elsewhere in the file (is there such a group?)
+only the loader knows. Dispatch on `kind` and `method` is by if/then, which gives one clear message and
+completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT
+from gradwatch.policies import POLICIES
+from gradwatch.rules.files.schema import (
+    ACTIONS,
+    NAME,
+    ClipEntry,
+    Defaults,
+    Document,
+    GroupEntry,
+    Match,
+    ModulesEntry,
+    Override,
+    RuleEntry,
+    detector_model,
+    policy_model,
+)
+from gradwatch.rules.files.sink_options import SINKS
+from gradwatch.rules.model import SINK_KINDS
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+Schema = dict[str, Any]
+
+
+def json_schema() -> Schema:
+    """The schema of a rule file, including every detector kind registered at this moment."""
+    entries: dict[str, type[BaseModel]] = {
+        "Defaults": Defaults,
+        "Group": GroupEntry,
+        "Rule": RuleEntry,
+        "Clip": ClipEntry,
+        "Modules": ModulesEntry,
+        "Match": Match,
+        "Override": Override,
+    }
+    definitions = {name: _of(model) for name, model in entries.items()}
+    _fill(definitions)
+    schema = _of(Document)
+    _sections(schema)
+    schema["properties"]["overrides"]["items"] = _ref("Override")
+    # A rule of a file that extends nothing has nobody else to say what it detects.
+    complete = {
+        "rules": {"additionalProperties": {"required": ["detect"]}},
+        "groups": {"additionalProperties": {"required": ["params"]}},
+    }
+    schema["if"] = {"not": {"required": ["extends"]}}
+    schema["then"] = {"properties": complete}
+    head = {"$schema": DIALECT, "title": "gradwatch rule file, version 1"}
+    return {**head, **schema, "definitions": dict(sorted(definitions.items()))}
+
+
+def _fill(definitions: dict[str, Schema]) -> None:
+    """Put the maps into the places where the flat models say only "a map"."""
+    definitions["Detect"] = _dispatch(
+        "kind", {kind: detector_model(cls) for kind, cls in sorted(DETECTORS.items())}
+    )
+    definitions["Detect"]["properties"]["kind"]["enum"] += sorted(KNOWN_NOT_BUILT - set(DETECTORS))
+    # Without `kind` it changes an inherited rule; the loader knows whether there is one.
+    del definitions["Detect"]["required"]
+    definitions["Policy"] = _dispatch(
+        "method", {method: policy_model(cls) for method, cls in sorted(POLICIES.items())}
+    )
+    definitions["Action"] = _items(ACTIONS, sorted(ACTIONS))
+    definitions["Sink"] = _items(SINKS, sorted(SINK_KINDS))
+    rule = definitions["Rule"]["properties"]
+    rule["detect"] = _ref("Detect")
+    rule["do"]["items"] = _ref("Action")
+    definitions["Clip"]["properties"]["total"] = _ref("Policy")
+    definitions["Clip"]["properties"]["groups"] = {"type": "object", "additionalProperties": _ref("Policy")}
+    definitions["Override"]["properties"]["match"] = _ref("Match")
+    _sections(definitions["Override"])
+
+
+def _sections(schema: Schema) -> None:
+    properties = schema["properties"]
+    for key, name in (("defaults", "Defaults"), ("clip", "Clip"), ("modules", "Modules")):
+        properties[key] = {**_ref(name)}
+    for key, name in (("groups", "Group"), ("rules", "Rule")):
+        properties[key].update(propertyNames={"pattern": NAME}, additionalProperties=_ref(name))
+    properties["sinks"]["items"] = _ref("Sink")
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/definitions/{name}"}
+
+
+def _dispatch(key: str, models: Mapping[str, type[BaseModel]]) -> Schema:
+    """A map whose other keys depend on the value of `key`."""
+    branches = []
+    for name, model in models.items():
+        then = _of(model)
+        then["properties"] = {**then.get("properties", {}), key: True}
+        condition = {"properties": {key: {"const": name}}, "required": [key]}
+        branches.append({"if": condition, "then": then})
+    return {
+        "type": "object",
+        "properties": {key: {"type": "string", "enum": list(models)}},
+        "required": [key],
+        "allOf": branches,
+    }
+
+
+def _items(models: Mapping[str, type[BaseModel]], names: list[str]) -> Schema:
+    """`name`, or `{name: {…}}` with one key; nothing after the colon means no parameters.
+
+    Where a parameter has no default, only the full form is left.
+    """
+    schemas = {name: _of(model) for name, model in models.items()}
+    bare = [name for name in names if "required" not in schemas.get(name, {})]
+    known = {
+        name: {"anyOf": [{"type": "null"}, schema]} if name in bare else schema
+        for name, schema in schemas.items()
+    }
+    others = {name: {"type": ["object", "null"]} for name in names if name not in models}
+    one = {
+        "type": "object",
+        "properties": {**known, **others},
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
+    return {"anyOf": [{"enum": bare}, one]}
+
+
+def _of(model: type[BaseModel]) -> Schema:
+    """A model's own schema, inlined and without the noise pydantic adds."""
+    schema: Schema = model.model_json_schema(by_alias=True)
+    assert "$defs" not in schema, f"{model.__name__} must be flat"
+    for each in schema.get("properties", {}).values():
+        each.pop("title", None)
+        if each.get("default", 0) is None:
+            del each["default"]
+        _draft7(each)
+    schema.pop("title", None)
+    return schema
+
+
+def _draft7(schema: Any) -> None:
+    """What draft 7 says otherwise than pydantic's draft: tuples, and keys that must fit a pattern."""
+    if isinstance(schema, dict):
+        if "prefixItems" in schema:
+            schema["items"], schema["additionalItems"] = schema.pop("prefixItems"), False
+        if "patternProperties" in schema:
+            schema["additionalProperties"] = False
+        for each in schema.values():
+            _draft7(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            _draft7(each)

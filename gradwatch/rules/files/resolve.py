@@ -1,0 +1,237 @@
+"""Merged document -> rules: defaults filled in, words looked up, contradictions found, origins noted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from gradwatch.detectors.detector import Detector, rule_keys
+from gradwatch.engine.series import MODULE_COLUMNS
+from gradwatch.records.snapshot import RANK_COLUMNS
+from gradwatch.rules.files.annotations import check_annotations, check_labels
+from gradwatch.rules.files.check import check, keys_of
+from gradwatch.rules.files.clips import unknown_group
+from gradwatch.rules.files.detect import Found, build_detector, find_kind
+from gradwatch.rules.files.items import actions
+from gradwatch.rules.files.schema import Defaults, GroupEntry, RuleEntry
+from gradwatch.rules.model import SAMPLED, Action, Group, Rule, whole_optimizer
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
+
+BUILT_IN: Mapping[str, Any] = {
+    "every": 1,
+    "keep_firing_for": 0,
+    "cooldown": 20,
+    "severity": "warning",
+    "mode": "act",
+    "on_error": "pass",
+}
+"""What applies where neither the rule nor `defaults` nor the kind says anything."""
+_BASELINE_KEYS = ("warmup", "half_life")
+_EVERY_STEP = ("skip_step", "clip", "zero_nonfinite", "drop_micro")
+"""Actions that are about the gradients of a step, so that their rule has to be asked on every step."""
+
+
+def groups(document: Map, problems: Problems) -> tuple[Group, ...]:
+    """The groups, in the order in which the first match wins."""
+    section = document.get("groups")
+    result = []
+    for name, (mark, node) in section.entries.items() if isinstance(section, Map) else ():
+        if not isinstance(node, Map):
+            continue
+        entry = check(node, GroupEntry, problems, mark, f"group {quoted(name)}")
+        if "params" not in node.entries and "params" not in node.dropped:
+            problems.add(
+                mark,
+                "GW102",
+                f"group {quoted(name)} lacks the key 'params'",
+                'params: ["*"] is every parameter',
+            )
+        elif entry is not None and entry.params is not None:
+            result.append(Group(name, tuple(entry.params), entry.min_ndim, bool(entry.optional)))
+    return tuple(result)
+
+
+class Resolver:
+    """Resolves the rules of one merged document."""
+
+    def __init__(self, document: Map, group_names: frozenset[str], problems: Problems) -> None:
+        self.problems, self.group_names = problems, group_names
+        self.origins: dict[str, str] = {}
+        self.inactive: dict[str, str] = {}
+        section = document.get("rules")
+        self.section = section if isinstance(section, Map) else Map(document.mark)
+        defaults = document.get("defaults")
+        self.defaults_node = defaults if isinstance(defaults, Map) else Map(document.mark)
+        self.defaults = check(self.defaults_node, Defaults, problems, self.defaults_node.mark, "`defaults`")
+
+    def all(self) -> tuple[Rule, ...]:
+        """Every rule that can be had; what is wrong is reported and left out."""
+        rules = (self.one(rule_id) for rule_id in self.section.entries)
+        return tuple(rule for rule in rules if rule is not None)
+
+    def one(self, rule_id: str) -> Rule | None:
+        """One rule, or None (wrong, or inactive in this version)."""
+        mark, node = self.section.entries[rule_id]
+        if not isinstance(node, Map):
+            return None
+        entry = check(node, RuleEntry, self.problems, mark, f"rule {quoted(rule_id)}")
+        found = self._detect(rule_id, node, mark)
+        do = actions(node.get("do"), self.problems)
+        self._known_groups(node.get("groups"))
+        check_annotations(node.get("annotations"), self.problems)
+        check_labels(node.get("labels"), self.problems)
+        if entry is None or found is None or self.defaults is None:
+            return None
+        if found.cls is None:
+            self._not_built(rule_id, node, entry, found)
+            return None
+        return self._build(rule_id, node, mark, entry, found, do)
+
+    def _detect(self, rule_id: str, node: Map, mark: Mark) -> Found | None:
+        detect = node.get("detect")
+        if detect is None:
+            self._no_detect(rule_id, node, mark)
+            return None
+        if not isinstance(detect, Map):
+            return None
+        return find_kind(detect, node.key_mark("detect"), f"rule {quoted(rule_id)}", self.problems)
+
+    def _no_detect(self, rule_id: str, node: Map, mark: Mark) -> None:
+        unknown = [key for key in node.entries if key not in keys_of(RuleEntry)]
+        if "detect" in node.dropped or any(self.problems.closest(key, ["detect"]) for key in unknown):
+            return  # refused or misspelt, and reported as that
+        rules = {key: entry.node for key, entry in self.section.entries.items()}
+        others = [key for key, other in rules.items() if isinstance(other, Map) and "detect" in other.entries]
+        meant = self.problems.meant(rule_id, others)
+        self.problems.add(mark, "GW102", f"rule {quoted(rule_id)} lacks the key 'detect'{meant}")
+
+    def _known_groups(self, node: Node | None) -> None:
+        for item in node.items if isinstance(node, Seq) else ():
+            if isinstance(item, Scalar) and isinstance(item.value, str) and item.text not in self.group_names:
+                unknown_group(item.text, item.mark, self.group_names, self.problems)
+
+    def _not_built(self, rule_id: str, node: Map, entry: RuleEntry, found: Found) -> None:
+        if entry.optional or entry.enabled is False:
+            self.inactive[rule_id] = found.reason
+            return
+        detect = node.get("detect")
+        assert isinstance(detect, Map)
+        kind = detect.get("kind")
+        assert kind is not None
+        hint = "with `optional: true` the rule is kept, inactive"
+        self.problems.add(kind.mark, "GW202", found.reason, hint)
+
+    def _build(
+        self, rule_id: str, node: Map, mark: Mark, entry: RuleEntry, found: Found, do: tuple[Action, ...]
+    ) -> Rule | None:
+        cls = found.cls
+        assert cls is not None
+        before = len(self.problems)
+        timing = {key: self._timing(rule_id, key, node, entry, cls) for key in keys_of(Defaults)}
+        detect = node.get("detect")
+        assert isinstance(detect, Map)
+        baseline = {key: timing[key] for key in _BASELINE_KEYS}
+        detector = build_detector(found, detect, node.key_mark("detect"), baseline, self.problems)
+        if detector is None:
+            return None
+        scope = self._scope(node, entry, detector)
+        self._every(node, timing["every"], do)
+        self._clip_baseline(node, do, cls)
+        self._origins(rule_id, node, detect)
+        if len(self.problems) != before:
+            return None
+        return Rule(
+            id=rule_id,
+            detect=detector,
+            scope=scope,
+            groups=tuple(entry.groups or ()),
+            exclude=tuple(entry.exclude or ()),
+            for_=timing.pop("for"),
+            **timing,
+            labels=dict(entry.labels or {}),
+            annotations=dict(entry.annotations or {}),
+            do=do,
+            enabled=entry.enabled is not False,
+            optional=bool(entry.optional),
+            bursts=not do and self._in_bursts(node, detector),
+        )
+
+    def _timing(self, rule_id: str, key: str, node: Map, entry: RuleEntry, cls: type[Detector]) -> Any:
+        """The rule's own key, else `defaults` (where the kind has that notion), else the kind's default."""
+        field = "for_" if key == "for" else key
+        has = key not in _BASELINE_KEYS or key in rule_keys(cls)
+        if key in node.entries:
+            if not has:
+                message = f"the detector '{cls.kind}' has no baseline, so it takes no {quoted(key)}"
+                self.problems.add(node.key_mark(key), "GW207", message, "delete the key")
+            return getattr(entry, field)
+        if has and key in self.defaults_node.entries:
+            self.origins[f"{rule_id}.{key}"] = str(self.defaults_node.key_mark(key))
+            return getattr(self.defaults, field)
+        self.origins[f"{rule_id}.{key}"] = "default"
+        if key == "for":
+            return cls.default_for
+        if key in _BASELINE_KEYS:
+            return _field_default(cls, key) if has else 0
+        return BUILT_IN[key]
+
+    def _scope(self, node: Map, entry: RuleEntry, detector: Detector) -> Any:
+        """The scope, after checking that this kind and column can be used with it."""
+        column = str(getattr(detector, "of", detector.columns[0]))
+        if whole_optimizer(column):
+            for key in ("scope", "groups", "exclude"):
+                if key in node.entries and not (key == "scope" and entry.scope == "total"):
+                    message = (
+                        f"{quoted(column)} is one value for the whole optimizer and takes no {quoted(key)}"
+                    )
+                    self.problems.add(node.key_mark(key), "GW212", message, "delete the key")
+            return "total"
+        if detector.columns[0] in RANK_COLUMNS:
+            for key in ("scope", "groups", "exclude"):
+                if key in node.entries:
+                    message = f"the detector '{detector.kind}' is about ranks and takes no {quoted(key)}"
+                    self.problems.add(node.key_mark(key), "GW212", message, "delete the key")
+            return detector.scopes[0]
+        if entry.scope is None:
+            return detector.scopes[0]
+        if entry.scope == "module" and column in MODULE_COLUMNS:
+            return "param"  # each site by itself, and its sites are modules
+        if entry.scope not in detector.scopes:
+            scope = node.get("scope")
+            assert scope is not None
+            message = f"the detector '{detector.kind}' cannot be used with scope '{entry.scope}'"
+            self.problems.add(scope.mark, "GW212", message, f"one of: {', '.join(detector.scopes)}")
+        return entry.scope
+
+    def _in_bursts(self, node: Map, detector: Detector) -> bool:
+        """Whether a rule that only tells has left it open how often a dear column is read for it."""
+        said = "every" in node.entries or "every" in self.defaults_node.entries
+        return not said and not SAMPLED.isdisjoint(detector.columns)
+
+    def _every(self, node: Map, every: int, do: tuple[Action, ...]) -> None:
+        done = [str(action.params["to"]) if action.name == "escalate" else action.name for action in do]
+        named = [name for name in done if name in _EVERY_STEP]
+        if every > 1 and named:
+            place = node if "every" in node.entries else self.defaults_node
+            message = f"'every: {every}' with '{named[0]}': a step in between would go unjudged"
+            self.problems.add(
+                place.key_mark("every"), "GW211", message, f"write `every: 1`, or take '{named[0]}' out"
+            )
+
+    def _clip_baseline(self, node: Map, do: tuple[Action, ...], cls: type[Detector]) -> None:
+        learns = cls.has_baseline and cls.invertible
+        if any(action.name == "clip" and action.params["to"] == "baseline" for action in do) and not learns:
+            message = f"'clip' to the baseline: the detector '{cls.kind}' has no baseline that gives a limit"
+            self.problems.add(node.key_mark("do"), "GW208", message, "use kind: spike, or clip to a number")
+
+    def _origins(self, rule_id: str, node: Map, detect: Map) -> None:
+        self.origins[rule_id] = str(self.section.key_mark(rule_id))
+        for key, entry in node.entries.items():
+            self.origins[f"{rule_id}.{key}"] = str(entry.key)
+        for key, entry in detect.entries.items():
+            self.origins[f"{rule_id}.detect.{key}"] = str(entry.key)
+
+
+def _field_default(cls: type[Detector], key: str) -> Any:
+    return next(each.default for each in fields(cls) if each.name == key)  # type: ignore[arg-type]

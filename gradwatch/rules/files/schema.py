@@ -1,0 +1,293 @@
+"""The shape of a rule file as pydantic models: which keys there are, of what type, in what range.
+
+The models are flat (one per map of the file); what a word *means* (is there such a group? does this kind
+have a baseline?) is checked in `gradwatch.rules.files.resolve`. Everything is strict: no text becomes a
+number, no number a truth value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from gradwatch.detectors.detector import Detector
+from gradwatch.policies import AnyPolicy, Policy
+from gradwatch.records.snapshot import OnError, Severity
+from gradwatch.rules.model import ClipAt, Mode, Scope, Tap
+
+MOST_FILES = 16
+MOST_OVERRIDES = 32
+MOST_STEPS = 1_000_000_000
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+LABEL = r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$"
+
+Glob = Annotated[str, Field(min_length=1, max_length=500)]
+Globs = Annotated[list[Glob], Field(min_length=1)]
+Text = Annotated[str, Field(max_length=2_000)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Count = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Names = Annotated[list[str], Field(min_length=1)]
+Words = dict[Annotated[str, Field(pattern=LABEL)], Text]
+
+# Built when first used: a file that names no detector of a kind should not pay for it.
+CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+
+
+class Model(BaseModel):
+    """One map of a rule file."""
+
+    model_config = CONFIG
+
+
+def unset(description: str, **constraints: Any) -> Any:
+    """A key that may be left out; what then applies depends on `defaults` and on the kind."""
+    return Field(default=None, description=description, **constraints)
+
+
+class Document(Model):
+    """A gradwatch rule file: which gradients to watch, what counts as unhealthy, what to do then."""
+
+    version: Annotated[int, Field(ge=1, le=1)] = Field(description="Version of the rule language.")
+    extends: list[Annotated[str, Field(min_length=1, max_length=1_000)]] = unset(
+        max_length=MOST_FILES,
+        description="Shipped packs by name, or paths relative to this file; later wins, merged by rule id.",
+    )
+    defaults: dict[str, Any] = unset("Applies to every rule that does not say otherwise.")
+    groups: dict[str, Any] = unset(
+        "Named sets of parameters; the first match gives a parameter its label group."
+    )
+    rules: dict[str, Any] = unset("Rules by id.")
+    clip: dict[str, Any] = unset("Standing clipping policies; the strictest wins, applied once.")
+    modules: dict[str, Any] = unset("Opt-in taps on modules.")
+    sinks: list[Any] = unset("Where results go.")
+    overrides: list[dict[str, Any]] = unset(
+        "Changes for some runs, in order, on top of everything else.", max_length=MOST_OVERRIDES
+    )
+
+
+class Override(Model):
+    """Changes that apply where `match` does."""
+
+    match: dict[str, Any] = Field(description="Which runs.")
+    defaults: dict[str, Any] = unset("Changed defaults.")
+    groups: dict[str, Any] = unset("Changed or further groups.")
+    rules: dict[str, Any] = unset("Changed or further rules.")
+    clip: dict[str, Any] = unset("Changed clipping policies.")
+    modules: dict[str, Any] = unset("Changed module taps.")
+    sinks: list[Any] = unset("Replaces the sinks.")
+
+
+class Match(Model):
+    """Which runs an override is for."""
+
+    run: Glob = Field(description="Shell glob on the run id.")
+
+
+class Timing(Model):
+    """The keys that `defaults` and a rule share."""
+
+    every: Count = unset(
+        "Evaluated at steps with step % every = 0, from whole tensors. Left out: every step; but a rule without "
+        "`do` on a column that costs a second look (zero_fraction, max_abs, weight_norm, update_ratio, "
+        "activation_*) then reads a sample, on three steps of each hundred."
+    )
+    warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
+    half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")
+    for_: Count = unset("Breaching samples before it fires.", alias="for")
+    keep_firing_for: Steps = unset("Quiet steps before it is resolved.")
+    cooldown: Steps = unset("Steps after the resolve in which a re-fire joins the same incident.")
+    severity: Severity = unset("info, warning or critical.")
+    mode: Mode = unset("act, or shadow: say what would have been done and do nothing.")
+    on_error: OnError = unset("What happens to the gradient when an action fails.")
+
+
+class Defaults(Timing):
+    """Applies to every rule that does not say otherwise."""
+
+
+class GroupEntry(Model):
+    """A named set of parameters."""
+
+    params: Globs = unset("Case-sensitive shell globs on torch parameter names; * crosses dots.")
+    min_ndim: Annotated[int, Field(ge=0, le=64)] = unset("Only tensors with at least so many dimensions.")
+    optional: bool = unset("No warning when it matches nothing, and no refusal by --strict-rules.")
+
+
+class RuleEntry(Timing):
+    """What to look for, where, how long, and what to do then."""
+
+    detect: dict[str, Any] = unset("The detector: its kind and its thresholds.")
+    scope: Scope | Literal["module"] = unset(
+        "param: each parameter; group: root sum of squares per group; total: over all selected; module: each "
+        "tapped module, of the columns that are measured there."
+    )
+    groups: Names = unset("Only the parameters of these groups.")
+    exclude: Globs = unset("Not the parameters whose names match these globs.")
+    labels: Words = unset("Further labels of its events.")
+    annotations: Words = unset("Texts for people: summary, description, runbook_url …")
+    do: list[Any] = unset("Actions.")
+    enabled: bool = unset("False switches the rule off.")
+    optional: bool = unset("No warning when it matches nothing, and no refusal by --strict-rules.")
+
+
+class ModulesEntry(Model):
+    """Opt-in taps on modules."""
+
+    tap: Tap = unset(
+        "output (safe), or full_backward (real backward hooks; refused where they break a model)."
+    )
+    names: Globs = unset("Case-sensitive shell globs on module names.")
+
+
+class ClipEntry(Model):
+    """Standing clipping policies."""
+
+    total: dict[str, Any] = unset("Over all parameters.")
+    groups: dict[str, Any] = unset("By group name.")
+    at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
+    local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
+
+
+# --- actions -----------------------------------------------------------------------------------------------
+
+
+class SkipStep(Model):
+    """Leave parameters and optimizer state bit-identical to before."""
+
+    max_consecutive: Count = Field(10, description="So many in a row, then `then`.")
+    then: Literal["continue", "stop"] = Field(
+        "continue", description="continue raises a second incident and goes on."
+    )
+
+
+class ClipTo(Model):
+    """Clip to the baseline's limit, or to a constant norm."""
+
+    to: Literal["baseline"] | Positive = Field("baseline", description="baseline, or a norm.")
+    at: ClipAt = Field("step", description="step, or backward.")
+    local: bool = Field(False, description="Force `at: backward` where gradients are sharded or accumulated.")
+
+
+class Rescale(Model):
+    """Multiply gradients by a standing factor, from the next step on."""
+
+    factor: Positive
+
+
+class Localise(Model):
+    """Find the operation that made the first NaN or Inf."""
+
+    by: Literal["replay", "record", "detect_anomaly"] = Field(
+        "replay",
+        description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
+    )
+    else_record_steps: Steps = Field(
+        2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
+    )
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Held per model for a replay, beyond the batch at hand."
+    )
+
+
+class SnapshotTo(Model):
+    """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked."""
+
+    keep: Count = Field(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
+    batch: bool = Field(
+        False, description="Keep the model's inputs too: only then can `gradwatch replay` run the step again."
+    )
+    parameters: bool = Field(False, description="Keep the weights too, as far as max_bytes allows.")
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Of the tensors of one bundle; what does not fit is named with its size."
+    )
+
+
+class Escalate(Model):
+    """Do more when it keeps happening; each such item is a rung of one ladder."""
+
+    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
+        description="k in n steps: acted on k of the last n optimizer steps."
+    )
+    to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
+
+
+class Bare(Model):
+    """An action without parameters."""
+
+
+ACTIONS: Mapping[str, type[Model]] = {
+    "skip_step": SkipStep,
+    "clip": ClipTo,
+    "rescale": Rescale,
+    "zero_nonfinite": Bare,
+    "localise": Localise,
+    "snapshot": SnapshotTo,
+    "stop": Bare,
+    "escalate": Escalate,
+    "drop_micro": Bare,
+}
+
+# --- clipping methods --------------------------------------------------------------------------------------
+
+
+_POLICY_MODELS: dict[type, type[BaseModel]] = {}
+
+
+def policy_model(cls: type[AnyPolicy]) -> type[BaseModel]:
+    """The keys of a policy, less `method`: its dataclass fields, and `scope` where it has a choice.
+
+    Works for any frozen dataclass, so a third-party method is validated by being registered.
+    """
+    model = _POLICY_MODELS.get(cls)
+    if model is None:
+        extra: dict[str, Any] = {}
+        if issubclass(cls, Policy) and cls.scoped:
+            extra["scope"] = (Scope, unset("param, group or total; by default the place it is written in."))
+        model = _POLICY_MODELS[cls] = create_model(
+            cls.__name__, __config__=CONFIG, __doc__=cls.__doc__, **_keys(cls), **extra
+        )
+    return model
+
+
+BACKWARD_METHODS = frozenset({"value", "norm", "agc", "baseline", "normalize", "centralize", "block_rms"})
+"""Methods that need one parameter only and can therefore work in its backward hook."""
+
+# --- detectors ---------------------------------------------------------------------------------------------
+
+
+_DETECTOR_MODELS: dict[type, type[BaseModel]] = {}
+
+
+def detector_model(cls: type[Detector]) -> type[BaseModel]:
+    """The keys of `detect:` for a kind, less `kind`: its dataclass fields but those that the rule sets.
+
+    Works for any frozen dataclass, so a third-party kind is validated by being registered.
+    """
+    model = _DETECTOR_MODELS.get(cls)
+    if model is None:
+        model = _DETECTOR_MODELS[cls] = _detector_model(cls)
+    return model
+
+
+def _detector_model(cls: type[Detector]) -> type[BaseModel]:
+    return create_model(cls.__name__, __config__=CONFIG, __doc__=cls.__doc__, **_keys(cls))
+
+
+def _keys(cls: type) -> dict[str, Any]:
+    """What `create_model` makes of the fields of a dataclass, less those that the rule sets."""
+    hints = get_type_hints(cls, include_extras=True)
+    keys: dict[str, Any] = {}
+    for each in fields(cls):  # every registered kind is a dataclass
+        if each.metadata.get("rule_key"):
+            continue
+        default: Any = ... if each.default is MISSING else each.default
+        if each.default_factory is not MISSING:
+            default = Field(default_factory=each.default_factory)
+        keys[each.name] = (hints[each.name], default)
+    return keys

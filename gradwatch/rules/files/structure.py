@@ -1,0 +1,85 @@
+"""One file by itself: every map against its model, whatever other files it is merged with."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+from gradwatch.detectors.detector import DETECTORS
+from gradwatch.rules.files.annotations import check_annotations, check_labels
+from gradwatch.rules.files.check import check, keys_of
+from gradwatch.rules.files.items import actions, sinks
+from gradwatch.rules.files.schema import (
+    NAME,
+    ClipEntry,
+    Defaults,
+    Document,
+    GroupEntry,
+    Match,
+    Model,
+    ModulesEntry,
+    Override,
+    RuleEntry,
+)
+from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted, shown
+
+_IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")
+
+
+def structure(document: Map, problems: Problems) -> None:
+    """Report everything that is wrong with the shape of one file."""
+    check(document, Document, problems, document.mark, "the file", _IN_RULE)
+    sections(document, problems)
+    overrides = document.get("overrides")
+    for item in overrides.items if isinstance(overrides, Seq) else ():
+        if isinstance(item, Map):
+            _override(item, problems)
+
+
+def _override(item: Map, problems: Problems) -> None:
+    check(item, Override, problems, item.mark, "an override", _IN_RULE)
+    match = item.get("match")
+    if isinstance(match, Map):
+        check(match, Match, problems, item.key_mark("match"), "`match`")
+    sections(item, problems)
+
+
+def sections(document: Map, problems: Problems) -> None:
+    """The sections that a document and an override share."""
+    for key, model in (("defaults", Defaults), ("clip", ClipEntry), ("modules", ModulesEntry)):
+        node = document.get(key)
+        if isinstance(node, Map):
+            check(node, model, problems, document.key_mark(key), f"`{key}`")
+    sinks(document.get("sinks"), problems)
+    _named(document.get("groups"), "group", GroupEntry, problems)
+    _named(document.get("rules"), "rule", RuleEntry, problems)
+    rules = document.get("rules")
+    for entry in rules.entries.values() if isinstance(rules, Map) else ():
+        if isinstance(entry.node, Map):
+            actions(entry.node.get("do"), problems)
+            check_annotations(entry.node.get("annotations"), problems)
+            check_labels(entry.node.get("labels"), problems)
+
+
+def _named(section: Node | None, what: str, model: type[Model], problems: Problems) -> None:
+    in_detect = _in_detect() if model is RuleEntry else {}
+    for name, (mark, node) in section.entries.items() if isinstance(section, Map) else ():
+        if not re.fullmatch(NAME.strip("^$"), name):
+            message = f"{quoted(name)} cannot name a {what}"
+            problems.add(
+                mark,
+                "GW106",
+                message,
+                "letters, digits, '_', '.' and '-', at most 64, starting with one of the first",
+            )
+        if isinstance(node, Map):
+            check(node, model, problems, mark, f"{what} {quoted(name)}", in_detect)
+        else:
+            place = node.mark if isinstance(node, Scalar) and node.value is not None else mark
+            problems.add(place, "GW103", f"{what} {quoted(name)} must be a map, not {shown(node)}")
+
+
+def _in_detect() -> dict[str, str]:
+    keys = {each.name for cls in DETECTORS.values() for each in fields(cls)}  # type: ignore[arg-type]
+    keys = (keys | {"kind"}) - set(keys_of(RuleEntry))
+    return dict.fromkeys(keys, "a key of the detector: write it inside `detect:`")

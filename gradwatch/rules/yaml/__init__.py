@@ -1,0 +1,1 @@
+"""The YAML of rule files: its text, its nodes with their lines, its scalars."""

@@ -1,0 +1,145 @@
+"""One thread for every sink that talks to a network or waits for somebody's disk; training waits for neither.
+
+A sink hands over a *round*: something to do, done again after the seconds it asks for and whenever it is woken.
+Rounds take turns, so what one may wait for must be bounded (a timeout on every request); what is not gets a
+`Courier` of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from gradwatch.runtime.health import Health
+
+THREAD_NAME = "gradwatch-courier"
+_LONGEST_PAUSE_SECONDS = 60.0
+
+Work = Callable[[], float | None]
+"""Does what is due and returns the seconds to the next time, None for not before being woken."""
+
+
+class Round:
+    """What one sink wants done, and what came of it; made by `Courier.enter`.
+
+    A failure is counted in `health`, and the round made again after 1, 2, 4 … 60 s: a server that is away is
+    not asked at every step of a bad phase.
+    """
+
+    def __init__(self, name: str, work: Work, health: Health) -> None:
+        self.name, self.work, self.health = name, work, health
+        self.due: float | None = None
+        self.not_before = 0.0
+        self.asked = self.done = self.failures = 0
+
+    def make(self) -> float | None:
+        """Do what is due, whatever comes of it; returns the seconds to the next time."""
+        try:
+            again = self.work()
+        except Exception as error:
+            self.health.report(self.name, error)
+            self.health.mark(self.name, False)
+            pause: float = min(2.0 ** min(self.failures, 16), _LONGEST_PAUSE_SECONDS)
+            self.failures += 1
+            self.not_before = time.monotonic() + pause
+            return pause
+        self.health.mark(self.name, True)
+        self.failures, self.not_before = 0, 0.0
+        return again
+
+
+class Courier:
+    """The thread, and the rounds it makes; it ends when nobody has anything for it any more."""
+
+    def __init__(self, name: str = THREAD_NAME) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._rounds: list[Round] = []
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def enter(self, name: str, work: Work, health: Health) -> Round:
+        """Take a round on; nothing is done before it is woken. RuntimeError where no thread can be had."""
+        made = Round(name, work, health)
+        with self._condition:
+            self._rounds.append(made)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return made
+
+    def wake(self, one: Round) -> None:
+        """There is something to do; returns at once. A round that failed waits its time all the same."""
+        with self._condition:
+            one.asked += 1
+            one.due = one.not_before
+            self._condition.notify_all()
+
+    def settle(self, one: Round, timeout: float) -> bool:
+        """Have the round made once more, from now on; False where that fails or takes longer."""
+        if self._pid != os.getpid():
+            return True  # a forked child: the parent's thread is at work
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            one.asked += 1
+            asked, one.due = one.asked, 0.0
+            self._condition.notify_all()
+            while one.done < asked and one in self._rounds and (left := deadline - time.monotonic()) > 0:
+                self._condition.wait(left)
+            return one.done >= asked and not one.failures
+
+    def leave(self, one: Round) -> None:
+        """Forget a round; the thread ends with the last one. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._condition:
+            if one in self._rounds:
+                self._rounds.remove(one)
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                one = self._next()
+                if one is None:
+                    self._thread = None
+                    return
+                asked, one.due = one.asked, None
+            again = one.make()
+            with self._condition:
+                one.done = max(one.done, asked)
+                if again is not None and one.due is None:
+                    one.due = time.monotonic() + again
+                self._condition.notify_all()
+
+    def _next(self) -> Round | None:
+        """The round that is due, once one is; None where there are none left."""
+        while self._rounds:
+            waiting = [one for one in self._rounds if one.due is not None]
+            first = min(waiting, key=lambda one: one.due or 0.0, default=None)
+            pause = None if first is None or first.due is None else first.due - time.monotonic()
+            if first is not None and pause is not None and pause <= 0:
+                return first
+            self._condition.wait(pause)
+        return None
+
+
+_shared = Courier()
+
+
+def courier() -> Courier:
+    """The courier of this process."""
+    return _shared
+
+
+def _after_fork_in_child() -> None:
+    """The thread stayed with the parent, and so may a lock that it held."""
+    global _shared
+    _shared._condition = threading.Condition()
+    _shared._rounds.clear()
+    _shared = Courier()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,1 @@
+"""Rules bound to one optimizer, fitted to its models and its ranks."""

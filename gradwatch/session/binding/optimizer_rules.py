@@ -1,0 +1,89 @@
+"""What a Watch keeps for one optimizer, and how a step's numbers become those its Record holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.actions.backward.limiter import Limiter
+from gradwatch.actions.clip import NormBound, StandingClips
+from gradwatch.actions.drop_micro import MicroDrop
+from gradwatch.actions.elementwise import Elementwise
+from gradwatch.capture.columns.local import LocalNorms
+from gradwatch.capture.columns.sampled import Sampler
+from gradwatch.capture.optimizer import Lane
+from gradwatch.checkpoint import Vitals
+from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.engine.clipping import Clipping
+from gradwatch.policies import ClipByNorm
+from gradwatch.records.snapshot import Decision, Record, Sites, Snapshot
+
+CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
+CALM_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
+
+
+class Clock(NamedTuple):
+    """When a step was: our own cost since the last Record, the time since the last step, seconds since the epoch."""
+
+    overhead_seconds: float
+    step_seconds: float | None
+    wall_time: float
+
+
+class Held(NamedTuple):
+    """A Record that is not published yet: its actions are being carried out; `plain` is what was measured."""
+
+    record: Record
+    plain: Snapshot
+
+
+@dataclass(slots=True)
+class Course:
+    """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
+
+    bound: BoundEngine
+    state: EngineState
+    sites: Sites
+    sampler: Sampler
+    local: LocalNorms | None
+    vitals: Vitals
+    lane: Lane
+    last_step: float | None = None
+    observed: int = 0
+    calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
+    record: Record | None = field(default=None)
+    decided: Decision | None = None  # of the window at hand, should telling it fail
+    held: Held | None = field(default=None)  # until what was decided has been carried out
+    limiter: Limiter | None = None
+    micro: MicroDrop | None = None
+    own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
+
+
+def standing_of(
+    clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
+) -> StandingClips | None:
+    """What `clip:` asks of a lane beside the total; None without any, or where it acts inside the backward.
+
+    `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
+    sharded, and left alone by policies on whole rows.
+    """
+    if clipping.at == "backward":
+        return None
+    bounds = tuple(
+        NormBound(one.policy.max_norm, tuple(tuple(members) for members in one.members()))
+        for one in clipping.policies
+        if isinstance(one.policy, ClipByNorm)
+    )
+    elementwise = None
+    if clipping.elementwise:
+        whole = np.ones(len(own), np.bool_)
+        whole[list(torn)] = False
+        covered = [(policy, mask[list(own)]) for policy, mask in clipping.elementwise]
+        elementwise = Elementwise(
+            [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names
+        )
+    return StandingClips(elementwise, bounds) if bounds or elementwise is not None else None

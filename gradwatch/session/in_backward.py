@@ -1,0 +1,155 @@
+"""Optimizers that step inside backward, as soon as a gradient is there: one Snapshot per backward, observed only.
+
+One optimizer per parameter (or per layer), called from a gradient hook, saves the memory of all gradients
+(https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html). No moment exists at
+which all gradients do, so each is read just before its own step and all of them are judged at the end of the
+backward, when the weights have moved: nothing is skipped, clipped or stopped. Clipping inside the gradient
+hook comes before the read: `norm` is then what the optimizer got.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.parameters import Capture
+from gradwatch.capture.window import Reading, Window
+from gradwatch.reading.batched import Detail
+from gradwatch.reading.device import Arriving, DeviceReading, arrived
+from gradwatch.reading.host import HostReading
+from gradwatch.reading.layouts import dense
+from gradwatch.reading.single import exact_norm
+from gradwatch.session.deferred import Measured
+from gradwatch.taps import grad_scaler
+
+
+class Judge(Protocol):
+    """What is asked of the composition root."""
+
+    def bound(self, lane: Lane) -> None:
+        """A lane was made or its parameters changed."""
+
+    def measure(self, lane: Lane, window: Window) -> Measured:
+        """Note everything about a window that must be read now; the result judges it, now or a step later."""
+
+
+class InBackward:
+    """Collects the steps that optimizers take during one backward; `finish` judges them as one."""
+
+    def __init__(self, capture: Capture, judge: Judge) -> None:
+        self._capture = capture
+        self._judge = judge
+        self._lane: Lane | None = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._norms: dict[int, float | Tensor] = {}  # by id of the parameter; a tensor on a device
+        self._details: dict[int, Detail] = {}
+        self._calls: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self._deferred: Callable[[], object] | None = None
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One of the optimizers is about to step, inside a running backward."""
+        if id(optimizer) in self._stepped:
+            self.finish()  # the backward before this one ended where it could not be heard
+        if optimizer not in self._capture.stepped_inside:
+            self._join(optimizer)
+        self._stepped.add(id(optimizer))
+        self._capture.arm()
+        scale = arrived(grad_scaler.divisors(optimizer).left)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._read(param, param.grad, scale)
+
+    def finish(self) -> None:
+        """The backward has ended: judge what was read in it."""
+        if self._stepped:
+            self._stepped.clear()
+            with torch.no_grad():
+                self._judge_all()
+
+    def _judge_all(self) -> None:
+        lane = self._current()
+        window = self._window(lane)
+        self._norms, self._details, self._calls = {}, {}, {}
+        self._capture.look_after(lane, window)
+        judged = self._judge.measure(lane, window).judge
+        self.settle_deferred()
+        if lane.on_cpu:
+            judged()
+        else:
+            self._deferred = judged  # a step later its numbers have arrived
+        lane.advance()
+
+    def settle_deferred(self) -> None:
+        """Judge the backward whose numbers were still on their way from a device."""
+        judged, self._deferred = self._deferred, None
+        if judged is not None:
+            judged()
+
+    def _join(self, optimizer: Optimizer) -> None:
+        """From now on this optimizer belongs here."""
+        self._capture.stepped_inside.add(optimizer)
+        self._capture.after_backward = self.finish
+        self._optimizers.append(weakref.ref(optimizer))
+        own = self._capture.lane_of(optimizer)
+        if own is not None:  # adopted when it was named at attach
+            own.release()
+
+    def _read(self, param: nn.Parameter, grad: Tensor, scale: float) -> None:
+        key = id(param)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if grad.device.type != "cpu":
+            self._norms[key] = torch.linalg.vector_norm(dense(grad), dtype=torch.float32) / scale
+            return
+        norm, detail = exact_norm(grad)
+        if detail is not None:
+            self._details[key] = detail
+        self._norms[key] = norm / scale
+
+    def _current(self) -> Lane:
+        """The lane of all these optimizers, made anew when one has joined, left or changed its parameters."""
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        if self._lane is None or self._lane.watched_ids != list(map(id, params)):
+            self._lane = self._capture.adopt_inside(params, self._lane)
+            self._judge.bound(self._lane)
+        return self._lane
+
+    def _window(self, lane: Lane) -> Window:
+        """What the steps of this backward were given; K positions of the lane."""
+        found = [self._norms.get(key, 0.0) for key in lane.param_ids]
+        details = {k: self._details[key] for k, key in enumerate(lane.param_ids) if key in self._details}
+        norms: Reading
+        norms = HostReading.of(np.array(found, np.float64), details) if lane.on_cpu else _on_device(found)
+        calls = np.array([self._calls.get(key, 0) for key in lane.param_ids], np.int32)
+        lane.losses.add(self._capture.losses.latest())
+        return Window(
+            sites=lane.sites,
+            step=lane.step,
+            raw=norms,
+            after=norms,
+            calls=calls,
+            micro=1,
+            provisional=False,
+            trusted=True,
+            loss=lane.losses.total(),
+        )
+
+
+def _on_device(found: list[float | Tensor]) -> DeviceReading:
+    """Norms that are 0-dim tensors on accelerators (and floats where a parameter is on the CPU)."""
+    groups: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for k, norm in enumerate(found):
+        tensor = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float32, device="cpu")
+        groups.setdefault(tensor.device, []).append((k, tensor))
+    stacks = [torch.stack([tensor for _, tensor in group]) for group in groups.values()]
+    positions = np.array([k for group in groups.values() for k, _ in group], np.intp)
+    return DeviceReading(stacks, Arriving(stacks, positions, len(found)))

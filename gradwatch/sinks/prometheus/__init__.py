@@ -1,0 +1,1 @@
+"""Prometheus: the sink, its metric families, and their ways out (endpoint, textfile, Pushgateway)."""

@@ -1,0 +1,72 @@
+"""The totals of a process on their way out, time and again, in the courier's thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.printable import printable
+from gradwatch.runtime.worker import Round, courier
+from gradwatch.sinks.prometheus.exposition import Family, Labels
+from gradwatch.sinks.prometheus.families import families
+from gradwatch.sinks.prometheus.final_metrics import labelled
+from gradwatch.sinks.prometheus.sink import PrometheusSink
+from gradwatch.sinks.prometheus.targets import target_labels
+
+
+class Shipment:
+    """All metrics but those of single parameters, every series with `run_id` and `rank`.
+
+    `ship` takes them away, in the courier's thread, and returns the seconds until it is due again; its faults are
+    those of the sink `name`. A forked child ships nothing: the round is its parent's.
+    """
+
+    def __init__(self, name: str, ship: Callable[[], float]) -> None:
+        self._name, self._ship = name, ship
+        self._metrics = PrometheusSink(None, params="off")
+        self._labels: Labels = ()
+        self._round: Round | None = None
+        self._pid = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has begun to ship and has not ended it."""
+        return self._round is not None and self._pid == os.getpid()
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Begin; the first shipment is on its way at once."""
+        self._labels = tuple(
+            (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
+        )
+        self._pid = os.getpid()
+        self._metrics.open(run, health)
+        if self._round is None:
+            self._round = courier().enter(self._name, self._ship, health)
+        courier().wake(self._round)
+
+    def add(self, record: Record) -> None:
+        """One more step."""
+        self._metrics.write(record)
+
+    def families(self) -> Iterator[Family]:
+        """What there is to ship at this moment."""
+        return labelled(families(self._metrics.view()), self._labels)
+
+    def settle(self, timeout: float) -> bool:
+        """Ship now; False where it has not arrived after `timeout` seconds."""
+        if self._round is None or not self.is_open:
+            return True
+        return courier().settle(self._round, timeout)
+
+    def end(self, timeout: float = 0.0) -> bool:
+        """Ship no more, after a last time that may take `timeout` seconds (0: none). False where it was not open."""
+        ended, was_open = self._round, self.is_open
+        self._round = None
+        if ended is None or not was_open:
+            return False
+        if timeout:
+            courier().settle(ended, timeout)
+        courier().leave(ended)
+        return True

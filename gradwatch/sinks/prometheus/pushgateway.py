@@ -1,0 +1,108 @@
+"""The outcome of a run, pushed to a Pushgateway when it ends.
+
+Only that: https://prometheus.io/docs/practices/pushing says why nothing else should be pushed. What the gateway
+has it keeps for ever, so a run takes away what an earlier attempt of its own rank left; after that, delete the group
+`/metrics/job/gradwatch/run_id/RUN/rank/RANK` when nobody needs it any more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry, delete_from_gateway, push_to_gateway
+from prometheus_client.metrics_core import Metric as ClientMetric
+from prometheus_client.registry import Collector
+
+from gradwatch.account import Account
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.printable import printable
+from gradwatch.runtime.worker import Round, courier
+from gradwatch.sinks.post import TIMEOUT_SECONDS, checked_url
+from gradwatch.sinks.prometheus.collector import client_metric
+from gradwatch.sinks.prometheus.families import RunEnd, View, families
+from gradwatch.sinks.prometheus.final_metrics import lasting
+from gradwatch.sinks.prometheus.sink import PrometheusSink
+
+_CLOSE_SECONDS = 2.0
+
+
+class PushgatewaySink:
+    """Pushes the final counters, and how the run ended, to the Pushgateway at `url` under `job`.
+
+    At the start of a run its own group of an earlier attempt is deleted. Both are done by a thread; the exit of the
+    script waits for the push at most 2 s. A killed process pushes nothing.
+    """
+
+    name = "pushgateway"
+
+    def __init__(self, url: str = "http://127.0.0.1:9091", job: str = "gradwatch") -> None:
+        self._gateway, self._job = checked_url(url), job
+        self._metrics = PrometheusSink(None, params="off")
+        self._group: dict[str, str] = {}
+        self._stopped = self._ended = False
+        self._round: Round | None = None
+        self._pid = 0
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Have what an earlier attempt left deleted."""
+        self._group = {"run_id": printable(run.run_id), "rank": str(run.rank)}
+        self._pid = os.getpid()
+        self._metrics.open(run, health)
+        if self._round is None:
+            self._round = courier().enter(self.name, self._deliver, health)
+        courier().wake(self._round)
+
+    def write(self, record: Record) -> None:
+        """Add one step to the totals."""
+        self._stopped |= record.decision.stop
+        self._metrics.write(record)
+
+    def conclude(self, account: Account) -> None:
+        """Whether Ctrl-C ended the run."""
+        self._stopped |= account.ended == "stopped"
+
+    def flush(self, timeout: float) -> bool:
+        """Nothing is due before the end."""
+        return True
+
+    def close(self) -> None:
+        """Push the outcome, waiting at most 2 s."""
+        ended, self._round = self._round, None
+        if ended is None or self._pid != os.getpid():
+            return
+        self._ended = True
+        courier().settle(ended, _CLOSE_SECONDS)
+        courier().leave(ended)
+
+    def _deliver(self) -> None:
+        if not self._ended:
+            delete_from_gateway(self._gateway, self._job, self._group, timeout=TIMEOUT_SECONDS)
+            return
+        view = self._metrics.view()
+        end = RunEnd("stopped" if self._stopped else "finished", time.time())
+        registry = CollectorRegistry()
+        registry.register(_Final(replace(view, end=end), frozenset(self._group)))
+        push_to_gateway(self._gateway, self._job, registry, self._group, timeout=TIMEOUT_SECONDS)
+
+
+class _Final(Collector):
+    """The lasting families of one View, less the labels that the group has already."""
+
+    def __init__(self, view: View, grouped: frozenset[str]) -> None:
+        self._view, self._grouped = view, grouped
+
+    def describe(self) -> Iterable[ClientMetric]:
+        return []
+
+    def collect(self) -> Iterator[ClientMetric]:
+        for family in lasting(families(self._view)):
+            if family:
+                metric = client_metric(family.metric)
+                for suffix, labels, value in family.series:
+                    kept = {name: text for name, text in labels if name not in self._grouped}
+                    metric.add_sample(family.metric.name + suffix, kept, value)
+                yield metric

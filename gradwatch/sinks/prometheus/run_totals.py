@@ -1,0 +1,195 @@
+"""What the Records of one optimizer add up to: the counters, histograms and averages behind the metrics.
+
+`observe` is all the work done on the training thread: a few additions per step, nothing per parameter unless
+a gradient is not finite. A counter only ever takes finite amounts; NaN would stay in it for ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradwatch.records.snapshot import Record, RuleInfo, Snapshot
+from gradwatch.sinks.prometheus.metrics import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
+
+STALL_FLOOR_SECONDS = 300.0
+STALL_STEPS = 20.0
+RECENT_SECONDS = 60
+_DECAY = 0.5 ** (1 / 100)
+_CLIPPED = 1 - 1e-6
+"""A ratio of norms below this is a clip; above, it is float32 rounding of the same norm read twice."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """A classic histogram: `counts` per bucket, not cumulated, the last one for +Inf."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one finite value; anything else is ignored, for a NaN would stay in the sum."""
+        if math.isfinite(value):
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.sum += value
+
+    def copy(self) -> Histogram:
+        """An independent copy."""
+        return Histogram(self.bounds, list(self.counts), self.sum)
+
+
+class RecentMax:
+    """Largest value of the last `seconds`, in slots of one second; at most `seconds + 1` numbers are kept."""
+
+    def __init__(self, seconds: int = RECENT_SECONDS) -> None:
+        self._seconds = seconds
+        self._slots: deque[tuple[int, float]] = deque()
+
+    def observe(self, value: float, now: float) -> None:
+        """Take one value at the monotonic time `now`; NaN is ignored, but the window moves on."""
+        slot = math.floor(now)
+        while self._slots and self._slots[0][0] <= slot - self._seconds:
+            self._slots.popleft()
+        if math.isnan(value):
+            return
+        if self._slots and self._slots[-1][0] >= slot:
+            last, largest = self._slots[-1]
+            self._slots[-1] = (last, max(largest, value))
+        else:
+            self._slots.append((slot, value))
+
+    def copy(self) -> RecentMax:
+        """An independent copy."""
+        twin = RecentMax(self._seconds)
+        twin._slots.extend(self._slots)
+        return twin
+
+    def value(self) -> float:
+        """The maximum; NaN when nothing but NaN came in that time."""
+        return max((value for _, value in self._slots), default=math.nan)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running totals of one optimizer. Written by the training thread; others read a `copy`.
+
+    `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts.
+    """
+
+    record: Record | None = None
+    observed_only: bool = False
+    steps: int = 0
+    provisional_steps: int = 0
+    nonfinite_steps: int = 0
+    nonfinite_elements: int = 0
+    clipped_steps: int = 0
+    skipped_steps: int = 0
+    scaler_skips: int = 0
+    firings: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    actions: dict[tuple[str, str], int] = field(default_factory=dict)
+    shadow_actions: dict[tuple[str, str], int] = field(default_factory=dict)
+    action_failures: dict[str, int] = field(default_factory=dict)
+    escalations: dict[str, int] = field(default_factory=dict)
+    grad_norm: Histogram = field(default_factory=lambda: Histogram(NORM_BUCKETS))
+    step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
+    observe_seconds: Histogram = field(default_factory=lambda: Histogram(OBSERVE_BUCKETS))
+    recent_max: RecentMax = field(default_factory=RecentMax)
+    stall_floor_seconds: float = STALL_FLOOR_SECONDS
+    mean_step_seconds: float = 0.0
+    recent_step_seconds: float = 0.0
+    recent_overhead_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> Tally:
+        """A tally in which every counter of every rule exists at 0, so that its first increase is seen."""
+        tally = cls(stall_floor_seconds=stall_floor_seconds)
+        for rule in rules:
+            tally.firings[rule.id, rule.kind, rule.severity] = 0
+            if rule.actions:
+                tally.action_failures[rule.id] = tally.escalations[rule.id] = 0
+            for action in rule.actions:
+                tally.actions[rule.id, action] = 0
+                tally.shadow_actions[rule.id, action] = 0
+        return tally
+
+    def observe(self, record: Record, now: float) -> None:
+        """Add one step; `now` is monotonic seconds."""
+        snapshot, norm = record.snapshot, record.snapshot.total_norm
+        self.record = record
+        self.observed_only = "observed_only" in snapshot.scalars
+        self.steps += 1
+        self.provisional_steps += snapshot.provisional
+        self.skipped_steps += record.decision.skip
+        self.scaler_skips += bool(snapshot.scalars.get("scaler_skip"))
+        self.clipped_steps += snapshot.total_norm_applied < norm * _CLIPPED and math.isfinite(norm)
+        if "nonfinite" in snapshot.columns or not math.isfinite(norm):
+            elements = _nonfinite_elements(snapshot)
+            self.nonfinite_elements += elements
+            self.nonfinite_steps += elements > 0
+        self.grad_norm.observe(norm)
+        self.recent_max.observe(norm, now)
+        self._time(record.overhead_seconds, record.step_seconds)
+        if record.verdict.events or record.decision.orders:
+            self._judge(record)
+
+    def copy(self) -> Tally:
+        """An independent copy for a reader; the Record, being immutable, is shared."""
+        twin = copy.copy(self)
+        twin.firings, twin.actions = dict(self.firings), dict(self.actions)
+        twin.shadow_actions = dict(self.shadow_actions)
+        twin.action_failures, twin.escalations = dict(self.action_failures), dict(self.escalations)
+        twin.grad_norm, twin.step_seconds = self.grad_norm.copy(), self.step_seconds.copy()
+        twin.observe_seconds, twin.recent_max = self.observe_seconds.copy(), self.recent_max.copy()
+        return twin
+
+    @property
+    def stall_threshold_seconds(self) -> float:
+        """Time without a step after which the run counts as stalled."""
+        return max(self.stall_floor_seconds, STALL_STEPS * self.mean_step_seconds)
+
+    @property
+    def overhead_ratio(self) -> float:
+        """gradwatch's own share of the time of recent steps, 0 before the second step."""
+        return self.recent_overhead_seconds / self.recent_step_seconds if self.recent_step_seconds else 0.0
+
+    def _time(self, overhead: float, step: float | None) -> None:
+        self.observe_seconds.observe(overhead)
+        if step is None or not (math.isfinite(step) and math.isfinite(overhead)):
+            return
+        self.step_seconds.observe(step)
+        self.recent_step_seconds = self.recent_step_seconds * _DECAY + step
+        self.recent_overhead_seconds = self.recent_overhead_seconds * _DECAY + overhead
+        self.mean_step_seconds += (step - self.mean_step_seconds) * max(0.05, 1 / max(1, self.steps - 1))
+
+    def _judge(self, record: Record) -> None:
+        for event in record.verdict.events:
+            if event.kind == "firing":
+                key = (event.rule, event.detector, event.severity)
+                self.firings[key] = self.firings.get(key, 0) + 1
+            elif event.kind == "failed":
+                self.action_failures[event.rule] = self.action_failures.get(event.rule, 0) + 1
+            elif event.kind == "escalated":
+                self.escalations[event.rule] = self.escalations.get(event.rule, 0) + 1
+        for order in record.decision.orders:
+            counts = self.shadow_actions if order.shadow else self.actions
+            counts[order.rule, order.action] = counts.get((order.rule, order.action), 0) + 1
+
+
+def _nonfinite_elements(snapshot: Snapshot) -> int:
+    """NaN and Inf elements of this step; one for each non-finite norm where nobody counted elements."""
+    counted = snapshot.columns.get("nonfinite")
+    if counted is not None:
+        values = counted.values[counted.present]
+        return int(values[np.isfinite(values)].sum(dtype=np.float64))
+    unfinished = int(np.count_nonzero(~np.isfinite(snapshot.norm[snapshot.calls > 0])))
+    return max(1, unfinished)

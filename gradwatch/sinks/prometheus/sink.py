@@ -1,0 +1,237 @@
+"""The Prometheus sink: the training thread keeps totals, the endpoint's thread makes text of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gradwatch.endpoint.listen import (
+    DEFAULT_LISTEN,
+    listening_socket,
+    parse_listen,
+    rank_address,
+    remove_endpoint,
+    write_endpoint,
+)
+from gradwatch.endpoint.protocol import Content, plain
+from gradwatch.endpoint.server import Endpoint, Limits
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.printable import printable
+from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
+from gradwatch.sinks.prometheus.families import Layout, OptimizerView, View, families, optimizer_labels
+from gradwatch.sinks.prometheus.page import status_page
+from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, Tally
+from gradwatch.sinks.prometheus.selection import MODES, ParamsMode, Selection, SeriesBudget
+from gradwatch.sinks.prometheus.targets import remove_target, strangers, write_target
+
+if TYPE_CHECKING:
+    from gradwatch.sinks.prometheus.collector import RecordCollector
+
+MAX_OPTIMIZERS = 16
+"""A program that makes a new optimizer every epoch must not make new series for ever: the stalest goes."""
+_STALE_SECONDS = 0.5
+
+
+class _Optimizer:
+    """What the sink keeps of one optimizer; `layout` belongs to the thread that renders."""
+
+    def __init__(self, tally: Tally, selection: Selection) -> None:
+        self.tally, self.selection = tally, selection
+        self.layout: tuple[str, Layout] | None = None
+
+
+class PrometheusSink:
+    """Exports the catalogue of `gradwatch.sinks.prometheus.metrics` on an HTTP endpoint of this process.
+
+    `listen` is "HOST:PORT" with a numeric host; LOCAL_RANK is added to the port, and a port in use gives way
+    to a free one. None: no endpoint, only `collector()`. `params` says which parameters get a series of their
+    own: off, worst (`top_k` seats, sticky), match (globs of `match`) or all, at most `max_series` in total.
+    `file_sd` names a folder in which Prometheus finds its targets: this process puts itself there, and takes
+    itself away at a clean exit. `stall_seconds`: the least time without a step that counts as a stall.
+
+    `open` raises OSError where nothing can listen on that host at all; `url` is None then.
+    """
+
+    name = "prometheus"
+
+    def __init__(
+        self,
+        listen: str | None = DEFAULT_LISTEN,
+        params: ParamsMode = "worst",
+        top_k: int = 20,
+        max_series: int = 200,
+        match: Sequence[str] = (),
+        file_sd: str | None = None,
+        stall_seconds: float = STALL_FLOOR_SECONDS,
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if params not in MODES:
+            raise ValueError(f"params: {params!r} is not one of {', '.join(MODES)}")
+        if top_k < 0 or max_series < 0:
+            raise ValueError("top_k and max_series cannot be negative")
+        if not 0 < stall_seconds < math.inf:
+            raise ValueError(f"stall_seconds: {stall_seconds} is not a positive number of seconds")
+        if params == "match" and not match:
+            raise ValueError("params: match needs globs in `match`")
+        self.listen = parse_listen(listen) if listen is not None else None
+        self.url: str | None = None
+        self.moved = ""  # where it serves instead, and why, if the port asked for could not be had
+        self._params, self._top_k, self._match = params, top_k, tuple(match)
+        self._limits, self._clock = limits, clock
+        self._file_sd, self._stall_seconds = file_sd, stall_seconds
+        self._budget = SeriesBudget(max_series)
+        self._lock = threading.Lock()
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._version = 0
+        self._run = RunInfo("", "")
+        self._health = Health()
+        self._endpoint: Endpoint | None = None
+        self._endpoint_file: str | None = None
+        self._target_file: str | None = None
+        self._body: tuple[object, float, Content] | None = None
+        _SINKS.add(self)
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Start serving `run`; raises OSError when nothing can listen there."""
+        self._run, self._health = run, health
+        if self.listen is None or self._endpoint is not None:
+            return
+        wanted = rank_address(self.listen, run.local_rank)
+        listener = listening_socket(wanted)
+        routes = {"/metrics": self._metrics, "/healthz": lambda _: plain("ok"), "/": self._page}
+        self._endpoint = Endpoint(listener, routes, self._failed, self._limits)
+        self._endpoint.start()
+        address = self._endpoint.address
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
+        self.url = f"http://{address._replace(host=reachable)}/metrics"
+        if wanted.port not in (0, address.port):
+            self.moved = f"{wanted} is taken or not allowed; /metrics is served at {self.url}"
+        try:
+            self._endpoint_file = write_endpoint(run, address, self.url)
+        except OSError as error:
+            self._failed(error)  # the endpoint works all the same; only discovery by file does not
+        if self._file_sd is None:
+            return
+        try:
+            self._target_file = write_target(self._file_sd, run, address)
+            unread = strangers(self._file_sd)
+            if unread:
+                listed = ", ".join(map(printable, unread[:3])) + (", …" if len(unread) > 3 else "")
+                self._health.notice(
+                    self.name, f"{self._file_sd} holds what is no list of targets, left alone: {listed}"
+                )
+        except OSError as error:
+            self._failed(error)
+
+    def write(self, record: Record) -> None:
+        """Add one step to the totals."""
+        with self._lock:
+            optimizer = self._optimizers.get(record.snapshot.optimizer)
+            if optimizer is None:
+                optimizer = self._admit(record.snapshot.optimizer)
+            optimizer.tally.observe(record, self._clock())
+            optimizer.selection.update(record)
+            self._version += 1
+
+    def flush(self, timeout: float) -> bool:
+        """Nothing waits here: the next scrape shows the last step."""
+        return True
+
+    def close(self) -> None:
+        """Stop serving, free the port, take `endpoint-rank{rank}.json` away."""
+        # Off the list first: a scrape that finds nobody at home would look like a death.
+        target, self._target_file = self._target_file, None
+        if target is not None:
+            remove_target(target)
+        endpoint, self._endpoint, self.url = self._endpoint, None, None
+        if endpoint is not None and not endpoint.close():
+            self._failed(TimeoutError("the endpoint's thread did not end in time"))
+        path, self._endpoint_file = self._endpoint_file, None
+        if path is not None:
+            remove_endpoint(path)
+
+    def collector(self) -> RecordCollector:
+        """The same metrics for a prometheus_client registry of your own."""
+        from gradwatch.sinks.prometheus.collector import RecordCollector
+
+        return RecordCollector(self.view)
+
+    def view(self) -> View:
+        """Everything a scrape shows, copied at this moment."""
+        with self._lock:
+            numbered = [
+                (index, each, each.tally.copy(), each.selection.chosen)
+                for index, each in self._optimizers.items()
+            ]
+        labels = optimizer_labels({index: tally for index, _, tally, _ in numbered})
+        optimizers = []
+        for index, optimizer, tally, chosen in numbered:
+            label = labels[index]
+            layout = optimizer.layout
+            if chosen is not None and (
+                layout is None or layout[0] != label or layout[1].chosen is not chosen
+            ):
+                layout = optimizer.layout = (label, Layout.of(chosen, label))
+            optimizers.append(OptimizerView(label, tally, layout[1] if layout else None))
+        if not optimizers:
+            optimizers.append(OptimizerView("", Tally.of(self._run.rules, self._stall_seconds)))
+        health = self._health
+        told = health.errors(), health.up()
+        inactive = {**health.unfed(), **health.inactive()}
+        return View(self._run, tuple(optimizers), *told, inactive=inactive, process=health.process())
+
+    def render(self) -> bytes:
+        """A scrape as it would be answered now."""
+        return render(families(self.view()))
+
+    def _admit(self, index: int) -> _Optimizer:
+        if len(self._optimizers) >= MAX_OPTIMIZERS:
+            stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].tally))
+            self._budget.left += self._optimizers.pop(stalest).selection.admitted
+        selection = Selection(self._params, self._top_k, self._match, self._budget)
+        self._optimizers[index] = _Optimizer(Tally.of(self._run.rules, self._stall_seconds), selection)
+        return self._optimizers[index]
+
+    def _metrics(self, hurried: bool) -> Content:
+        """The scrape: made once per step, and when CPU is short at most every half second."""
+        health = self._health
+        told = health.errors(), health.up(), health.inactive(), health.unfed(), health.process()
+        key = (self._version, *(tuple(each.items()) for each in told))
+        now = time.monotonic()
+        if self._body is not None:
+            made_of, made_at, content = self._body
+            if made_of == key or (hurried and now - made_at < _STALE_SECONDS):
+                return content
+        content = Content(CONTENT_TYPE, self.render())
+        self._body = (key, now, content)
+        return content
+
+    def _page(self, hurried: bool) -> Content:
+        return status_page(self.view(), time.time())
+
+    def _failed(self, error: BaseException) -> None:
+        self._health.report(self.name, error)
+
+
+_SINKS: weakref.WeakSet[PrometheusSink] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Some other thread may have held a lock at the fork; here it would be held for ever."""
+    for sink in list(_SINKS):
+        sink._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _last_seen(tally: Tally) -> float:
+    return tally.record.wall_time if tally.record is not None else 0.0

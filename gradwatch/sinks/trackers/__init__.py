@@ -1,0 +1,1 @@
+"""Experiment trackers: one row of numbers a step, for W&B, MLflow and TensorBoard."""

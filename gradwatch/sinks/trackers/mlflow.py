@@ -1,0 +1,144 @@
+"""MLflow: metrics and tags on the script's own run where there is one, else on a new one."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.runtime.dependencies import require
+from gradwatch.runtime.worker import Courier
+from gradwatch.sinks.trackers.points import Point
+from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
+
+MOST_METRICS = 1000
+"""What one request may hold (https://mlflow.org/docs/latest/rest-api.html#log-batch)."""
+
+_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
+_LONGEST_KEY = 250
+_LONGEST_TAG = 5000
+
+
+class MLflowSink(Tracker):
+    """Logs a point every `every` steps, and of every step on which something happens.
+
+    The run is the one that is active on the training thread when the watch begins, or the one MLFLOW_RUN_ID
+    names; else a new one in `experiment` at `tracking_uri`. The state of `mlflow`'s module functions is not changed.
+    Each rule that begins or ceases to fire is a tag `gradwatch.rule.RULE`, its latest transition.
+
+    MLflow's stores disagree on what is not finite: files keep NaN and Inf, a database turns Inf into ±1.8e308, and
+    charts leave NaN out. So every value is logged as it is, and beside one that was ever not finite stands the
+    metric `gradwatch/nonfinite/KEY`: 1 on steps where it is NaN or Inf, 0 on the others from then on.
+
+    Closing waits at most 10 s. MLflow's HTTP client draws a jitter from Python's generator when it repeats a failed
+    request, and so does its telemetry, which is switched off where the script has not imported MLflow before the watch
+    begins (MLFLOW_DISABLE_TELEMETRY decides where it is set). Needs the extra `mlflow`.
+    """
+
+    name = "mlflow"
+    close_seconds = 10.0
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        every: int = DEFAULT_EVERY,
+    ) -> None:
+        require("mlflow", "mlflow")
+        super().__init__(every, Courier("gradwatch-mlflow"))  # MLflow repeats requests for minutes
+        self._uri, self._experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._run_id = ""
+        self._owns = False
+        self._flagged: set[str] = set()
+
+    def load(self, run: RunInfo) -> None:
+        """Import MLflow; see which run is active, and make the experiment in a folder, which only this thread can."""
+        used = "mlflow" in sys.modules
+        with nullcontext() if used else _without_telemetry():
+            import mlflow
+        from mlflow.utils.uri import is_local_uri
+
+        active = mlflow.active_run() if used and self._uri is None else None
+        self._run_id = active.info.run_id if active else os.environ.get("MLFLOW_RUN_ID", "")
+        uri = self._uri or mlflow.get_tracking_uri()
+        if not self._run_id and is_local_uri(uri):
+            # For every tenth new experiment a store of files draws from Python's generator.
+            self._home(mlflow.MlflowClient(uri))
+
+    def start(self, run: RunInfo) -> None:
+        """Get a client, and a run."""
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(self._uri)
+        self._owns = self._owns or not self._run_id
+        if not self._run_id:
+            home = self._home(self._client)
+            # A name of ours: MLflow would draw one from Python's generator.
+            name = f"gradwatch-{run.run_id}"
+            self._run_id = self._client.create_run(home, run_name=name).info.run_id
+        self._client.set_tag(self._run_id, "gradwatch.run_id", run.run_id)
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Log in batches; the same points sent twice are two equal ones in a chart."""
+        from mlflow.entities import Metric, RunTag
+
+        metrics = [
+            Metric(key, value, int(point.time * 1000), point.step)
+            for point in points
+            for key, value in self._metrics(point)
+        ]
+        for begin in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + MOST_METRICS])
+        texts = {note.rule: note.text for point in points for note in point.notes}
+        if texts:
+            tags = [
+                RunTag(_key(f"gradwatch.rule.{rule}"), text[:_LONGEST_TAG]) for rule, text in texts.items()
+            ]
+            self._client.log_batch(self._run_id, tags=tags)
+
+    def finish(self, stopped: bool) -> None:
+        """End a run of our own; the script's is the script's."""
+        if self._owns:
+            self._client.set_terminated(self._run_id, "FAILED" if stopped else "FINISHED")
+
+    def _home(self, client: Any) -> str:
+        """The id of the experiment, made where there is none."""
+        experiment = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "gradwatch"
+        found = client.get_experiment_by_name(experiment)
+        return str(found.experiment_id if found else client.create_experiment(experiment))
+
+    def _metrics(self, point: Point) -> Iterator[tuple[str, float]]:
+        for name, value in point.values.items():
+            key, finite = _key(name), math.isfinite(value)
+            yield key, value
+            if not finite:
+                self._flagged.add(name)
+            if name in self._flagged:
+                yield _key(f"{point.prefix}nonfinite/{name.removeprefix(point.prefix)}"), float(not finite)
+
+
+@contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """Import MLflow in here, where the script has not: its telemetry would draw from Python's generator in a thread.
+
+    And nobody asked for it. Where the environment says something of it, that holds.
+    """
+    unsaid = _TELEMETRY not in os.environ
+    if unsaid:
+        os.environ[_TELEMETRY] = "true"
+    try:
+        yield
+    finally:
+        if unsaid:
+            os.environ.pop(_TELEMETRY, None)
+
+
+def _key(name: str) -> str:
+    """What MLflow takes for a name: letters, digits and `_-. /`, and no more than 250 of them."""
+    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)[:_LONGEST_KEY]

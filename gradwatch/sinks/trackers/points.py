@@ -1,0 +1,174 @@
+"""What an experiment tracker is told of a run: a few numbers every N steps, and every step of which something is to
+be said.
+
+W&B, TensorBoard and MLflow plot one number over the step. So there are no labels: what is a label to Prometheus
+is the last part of the name here. Nothing is told per parameter; that is what the journal is for.
+
+S sites, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.incidents import explanation
+from gradwatch.records.snapshot import Event, Record, RuleInfo, Severity, Sites, Snapshot
+from gradwatch.runtime.printable import distinct, one_line, printable
+from gradwatch.sinks.prometheus.run_totals import Tally
+
+PREFIX = "gradwatch/"
+MOST_OPTIMIZERS = 16
+MOST_GROUPS = 64
+_LONGEST_TEXT = 1000
+_TOLD = ("firing", "resolved", "escalated", "failed")
+_WORDS = {"failed": "action failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that happened at a step: a rule fires or is resolved, its action failed, a cause was found.
+
+    `notify` is True where somebody should be told: a rule begins to fire.
+    """
+
+    rule: str
+    kind: str
+    severity: Severity
+    text: str
+    notify: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One step: `values` by name, non-finite ones as they are; `time` is Unix seconds.
+
+    `prefix` begins the name of each of the values and of `f"{prefix}step"`: "gradwatch/", and
+    "gradwatch/optimizer_1/" for a second optimizer, whose steps are counted apart.
+    """
+
+    step: int
+    time: float
+    prefix: str
+    values: Mapping[str, float]
+    notes: tuple[Note, ...] = ()
+
+
+class Points:
+    """Makes Points of Records: every `every` steps, and whenever something is to be said.
+
+    That is where a norm is not finite, a step was skipped, or a rule began or ceased to fire: thinning never hides
+    such a step. `observe` runs on the training thread: 2 µs a step, and 15 µs (100 parameters) to 160 µs (10,000) where
+    it makes a Point.
+    """
+
+    def __init__(self, rules: tuple[RuleInfo, ...] = (), every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"every: {every} is not 1 or more steps")
+        self._rules, self._every = rules, every
+        self._tallies: dict[int, Tally] = {}
+        self._labelled: dict[int, _Groups] = {}
+
+    def observe(self, record: Record) -> Point | None:
+        """Take one step; a Point where one is due."""
+        snapshot = record.snapshot
+        tally = self._tallies.get(snapshot.optimizer)
+        if tally is None:
+            if len(self._tallies) >= MOST_OPTIMIZERS:
+                return None  # a program that makes an optimizer every epoch must not make new names for ever
+            tally = self._tallies[snapshot.optimizer] = Tally.of(self._rules)
+        tally.observe(record, time.monotonic())
+        notes = tuple(_notes(record))
+        applied = snapshot.total_norm_applied
+        finite = math.isfinite(snapshot.total_norm) and (math.isfinite(applied) or not snapshot.applied_known)
+        if snapshot.step % self._every and finite and not record.decision.skip and not notes:
+            return None
+        several = f"optimizer_{snapshot.optimizer}/" if snapshot.optimizer else ""
+        prefix = PREFIX + several
+        values = {prefix + name: value for name, value in self._values(record, tally)}
+        return Point(snapshot.step, record.wall_time, prefix, values, notes)
+
+    def _values(self, record: Record, tally: Tally) -> Iterator[tuple[str, float]]:
+        snapshot = record.snapshot
+        yield "grad_norm", snapshot.total_norm
+        if snapshot.applied_known:
+            yield "grad_norm_applied", snapshot.total_norm_applied
+        if "observed_only" in snapshot.scalars:
+            yield "observed_only", 1.0
+        groups = self._labelled.get(snapshot.optimizer)
+        if groups is None or groups.sites is not snapshot.sites:
+            groups = self._labelled[snapshot.optimizer] = _Groups(snapshot.sites)
+        for group, norm in groups.norms(snapshot):
+            yield f"group_grad_norm/{group}", norm
+        if snapshot.loss_scale is not None:
+            yield "loss_scale", snapshot.loss_scale
+        yield "nonfinite_steps_total", tally.nonfinite_steps
+        yield "nonfinite_elements_total", tally.nonfinite_elements
+        yield "clipped_steps_total", tally.clipped_steps
+        yield "skipped_steps_total", tally.skipped_steps
+        yield "scaler_skips_total", tally.scaler_skips
+        firings: dict[str, int] = {}
+        for (rule, _, _), count in tally.firings.items():
+            firings[rule] = firings.get(rule, 0) + count
+        for rule, count in firings.items():
+            yield f"rule_firings_total/{printable(rule)}", count
+            yield f"rule_active/{printable(rule)}", int(rule in record.verdict.firing)
+
+
+class _Groups:
+    """The label groups of one set of sites: root sums of squares over the parameters that have a gradient."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        labels = sites.groups or ("",) * len(sites)
+        named = sorted({label for label in labels if label})[:MOST_GROUPS]
+        codes = {label: i for i, label in enumerate(named)}
+        pairs = zip(labels, sites.kinds, strict=True)
+        indices = (codes.get(label, -1) if kind == "param" else -1 for label, kind in pairs)
+        self._of_S: NDArray[np.intp] = np.fromiter(indices, np.intp, len(sites))
+        self._shown_G = distinct(named)
+
+    def norms(self, snapshot: Snapshot) -> Iterable[tuple[str, float]]:
+        """By group; none for a group without a gradient in this step."""
+        if not self._shown_G:
+            return
+        has_S = (snapshot.calls > 0) & (self._of_S >= 0)
+        group = self._of_S[has_S]
+        squares = np.square(snapshot.norm[has_S], dtype=np.float64)
+        totals_G = np.sqrt(np.bincount(group, squares, len(self._shown_G)))
+        for i in np.flatnonzero(np.bincount(group, minlength=len(self._shown_G))):
+            yield self._shown_G[i], float(totals_G[i])
+
+
+def _notes(record: Record) -> Iterator[Note]:
+    for event in record.verdict.events:
+        if event.kind in _TOLD:
+            notify = event.kind == "firing" and event.notify
+            yield Note(printable(event.rule), event.kind, event.severity, _text(event), notify)
+    for finding in record.findings:
+        told = ", ".join(f"{key}: {value}" for key, value in explanation.fields(finding) if key != "rule")
+        text = one_line(f"{finding.rule}: cause: {told}", _LONGEST_TEXT)
+        yield Note(printable(finding.rule), "cause", "info", text)
+
+
+def _numbers(event: Event) -> Iterator[str]:
+    """The worst value, of which parameter, and what its score was compared with; a failed action has none."""
+    if event.kind != "failed":
+        more = f" and {event.count - 1} more" if event.count > 1 else ""
+        yield f"{event.sites[0] if event.sites else 'value'} = {event.value:g}{more}"
+        yield f"score {event.score:g}, fires at {event.threshold:g}"
+
+
+def _text(event: Event) -> str:
+    parts = [f"{event.rule} ({event.severity}) {_WORDS.get(event.kind, event.kind)} at step {event.step}"]
+    if event.kind != "resolved":
+        parts += _numbers(event)
+        if event.actions:
+            parts.append(f"action: {', '.join(event.actions)}")
+        parts += [text for text in (event.summary, event.description) if text]
+    return one_line("; ".join(parts), _LONGEST_TEXT)

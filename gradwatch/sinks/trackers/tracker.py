@@ -1,0 +1,138 @@
+"""The half that the sinks for experiment trackers share: Points wait in a bounded queue, a thread hands them over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.runtime.health import Health
+from gradwatch.runtime.worker import Courier, Round
+from gradwatch.sinks import undisturbed
+from gradwatch.sinks.trackers.points import Point, Points
+
+MAX_QUEUE = 1024
+DEFAULT_EVERY = 10
+_BATCH = 64
+_PERIOD_SECONDS = 1.0
+_FULL = BufferError("the tracker does not keep up: points are being dropped")
+
+
+class Tracker(ABC):
+    """A Sink that tells an experiment tracker; a subclass says how.
+
+    Only rank 0 tells: the norms are those of the whole job. `load` is called on the training thread, when the run is
+    opened; `start`, `send` and `finish` in a thread, in this order. What they raise is counted in `Health`, and
+    tried again after 1, 2, 4 … 60 s with the same points. At most 1,024 points wait; then the oldest go, are counted in
+    `Health` as "NAME-queue", and in the series `gradwatch/dropped_points_total`. A forked child tells nothing.
+    """
+
+    name: str
+    close_seconds = 2.0
+
+    def __init__(self, every: int, courier: Courier) -> None:
+        Points(every=every)  # refuses what is not a number of steps
+        self._every, self._courier = every, courier
+        self._points = Points()
+        self._lock = threading.Lock()
+        self._queue: deque[Point] = deque()
+        self._dropped = 0
+        self._run, self._health = RunInfo("", ""), Health()
+        self._round: Round | None = None
+        self._started = self._stopped = self._ended = False
+        self._pid = 0
+
+    @abstractmethod
+    def load(self, run: RunInfo) -> None:
+        """Import the library: imports may draw from Python's generator, which only this thread can put back."""
+
+    @abstractmethod
+    def start(self, run: RunInfo) -> None:
+        """Begin a run with the tracker; called again where it raised."""
+
+    @abstractmethod
+    def send(self, points: Sequence[Point]) -> None:
+        """Hand these over; called again with the same ones where it raised."""
+
+    @abstractmethod
+    def finish(self, stopped: bool) -> None:
+        """End the run; `stopped`: a rule ended training."""
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Import the library, and get a thread; every rank but 0 stays silent."""
+        if run.rank != 0 or self._round is not None:
+            return
+        self._run, self._health, self._pid = run, health, os.getpid()
+        self._points = Points(run.rules, self._every)
+        with undisturbed():
+            self.load(run)
+        self._round = self._courier.enter(self.name, self._deliver, health)
+        self._courier.wake(self._round)  # from now on a round a second
+
+    def write(self, record: Record) -> None:
+        """Keep one step where it is due; microseconds, whatever the tracker does."""
+        if self._round is None or self._pid != os.getpid():
+            return
+        self._stopped |= record.decision.stop
+        point = self._points.observe(record)
+        if point is None:
+            return
+        with self._lock:
+            full = len(self._queue) >= MAX_QUEUE
+            if full:
+                self._queue.popleft()
+                self._dropped += 1
+            values = {**point.values, f"{point.prefix}dropped_points_total": self._dropped}
+            self._queue.append(replace(point, values=values))
+        if full:
+            self._health.report(f"{self.name}-queue", _FULL)
+        if point.notes:
+            self._courier.wake(self._round)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the tracker has what was written; False where it has not after `timeout` seconds."""
+        if self._round is None or self._pid != os.getpid():
+            return True
+        return self._courier.settle(self._round, timeout)
+
+    def close(self) -> None:
+        """Hand over what waits and end the run; gives up after `close_seconds`."""
+        ended, self._round = self._round, None
+        if ended is None or self._pid != os.getpid():
+            return
+        self._ended = True
+        if not self._courier.settle(ended, self.close_seconds):
+            self._health.report(self.name, TimeoutError(f"{self.name} did not take the last points in time"))
+        self._courier.leave(ended)
+
+    def _deliver(self) -> float | None:
+        """One round: everything that waits, in batches; in the courier's thread."""
+        while batch := self._waiting():
+            if not self._started:
+                self.start(self._run)
+                self._started = True
+            self.send(batch)
+            self._forget(batch)
+        if self._ended:
+            if self._started:
+                self._started = False
+                self.finish(self._stopped)
+            return None
+        return _PERIOD_SECONDS
+
+    def _waiting(self) -> list[Point]:
+        with self._lock:
+            return list(islice(self._queue, _BATCH))
+
+    def _forget(self, sent: list[Point]) -> None:
+        """Take off what was sent, and is still there: a full queue lost its oldest meanwhile."""
+        last = sent[-1]
+        with self._lock:
+            if any(point is last for point in islice(self._queue, _BATCH)):
+                while self._queue.popleft() is not last:
+                    pass

@@ -1,0 +1,92 @@
+"""The marks: one post-accumulate hook on a parameter, which notes its slot and arms the end of the backward.
+
+A mark keeps no gradient alive (that would defeat autograd's buffer stealing), and reaches neither a parameter
+nor what holds one: torch never collects a cycle through a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.runtime import guard
+from gradwatch.taps.backward import NONE
+from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.swapped import contents, revive
+
+
+class Marks:
+    """At most one mark a slot. `ready` takes the slots whose gradients are ready, by graph task.
+
+    `arm` is called by the first mark of every graph task, and makes room there; it must not raise.
+    """
+
+    def __init__(self, ready: dict[int, list[int]], arm: Callable[[], None]) -> None:
+        self._ready = ready
+        self._arm = arm
+        self.spared: set[int] = set()  # ids of parameters that must not be marked
+        self._handles: dict[int, RemovableHandle] = {}
+        self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def put(self, slot: int, param: nn.Parameter) -> None:
+        """Mark a parameter that has no mark, if it wants a gradient."""
+        if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
+            self._handles[slot] = self._mark(slot, param)
+
+    def heal(self, slot: int, param: nn.Parameter) -> bool:
+        """Mark a parameter again if its contents were swapped, which silences hooks. True if they were."""
+        if self._marked_as.get(slot, (0, 0))[0] == contents(param) or not param.requires_grad:
+            return False
+        if id(param) in self.spared:
+            return False
+        self.remove(slot)
+        self.put(slot, param)
+        return True
+
+    def remove(self, slot: int) -> None:
+        """Take the mark of a slot away, if there is one."""
+        handle = self._handles.pop(slot, None)
+        if handle is not None:
+            handle.remove()
+
+    def forget(self, slot: int) -> None:
+        """The slot's parameter was let go: another may take the slot."""
+        self.remove(slot)
+        self._marked_as.pop(slot, None)
+
+    def close(self) -> None:
+        """Take every mark away."""
+        for slot in list(self._handles):
+            self.remove(slot)
+
+    def _mark(self, slot: int, param: nn.Parameter) -> RemovableHandle:
+        stands_for, last = self._marked_as.get(slot, (contents(param), 0))
+        if stands_for != contents(param):
+            revive(param, "_post_accumulate_grad_hooks", last)
+        ready, arm = self._ready, self._arm
+        current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
+
+        @untraced
+        def mark(_: torch.Tensor) -> None:
+            try:
+                # Compiled autograd: what follows the first of these would break its graph.
+                task = NONE if tracing() else current()
+                # By the graph task: other threads may run another, and after one that raised no callback comes.
+                if task not in ready:
+                    if tracing():
+                        ready[task] = []
+                    else:
+                        arm()
+                ready[task].append(slot)
+            except Exception as error:
+                guard.fault("capture", error)
+
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(mark)
+        self._marked_as[slot] = contents(param), handle.id
+        return handle
