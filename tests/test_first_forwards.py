@@ -13,7 +13,7 @@ from torch import nn
 from gradwatch.journal import read_journal
 from gradwatch.records.finding import Finding
 from gradwatch.taps import optimizer_init
-from tests.test_launch_training import execute, run
+from tests.test_launch_training import execute_warm, run
 
 NET = """
 import copy, io, pickle, sys, torch
@@ -194,7 +194,7 @@ torch.optim.Adam([])
 def test_what_is_held_changes_nothing(tmp_path: Path) -> None:
     """Weights, generators, what dynamo compiled and how torch refuses an optimizer are those of a bare run."""
     watched = run(tmp_path, NET + ALIKE, options=("--quiet",))
-    bare = execute([sys.executable, "x.py"], tmp_path)
+    bare = execute_warm([sys.executable, "x.py"], tmp_path)
     assert (watched.returncode, watched.stdout, watched.stderr) == (bare.returncode, bare.stdout, bare.stderr)
     assert bare.stderr.endswith("ValueError: optimizer got an empty parameter list\n")
 

@@ -12,6 +12,7 @@ import pytest
 
 from gradwatch.journal import read_journal
 from tests.launch_cases import GRADWATCH, TRAIN
+from tests.support import warm
 
 DIGITS = """
 import hashlib, sys, torch
@@ -60,9 +61,13 @@ def run(
     *argv: str,
     options: tuple[str, ...] = (),
     python: tuple[str, ...] = (),
+    fresh: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`gradwatch run OPTIONS -- python PYTHON x.py ARGV`, journal under tmp_path/runs."""
+    """`gradwatch run OPTIONS -- python PYTHON x.py ARGV`, journal under tmp_path/runs.
+
+    `fresh`: in a Python of its own, for what a process that has torch already cannot show (`tests.support.warm`).
+    """
     (tmp_path / "x.py").write_text(script)
     launcher = [
         *GRADWATCH,
@@ -74,14 +79,26 @@ def run(
         "--listen",
         "127.0.0.1:0",
     ]
-    return execute([*launcher, *options, "--", sys.executable, *python, "x.py", *argv], tmp_path, **env)
+    command = [*launcher, *options, "--", sys.executable, *python, "x.py", *argv]
+    return (execute if fresh else execute_warm)(command, tmp_path, **env)
+
+
+def environment(**env: str) -> dict[str, str]:
+    """An environment without what the test run itself was started with."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWATCH", "PYTHON"))}
+    return {**kept, "OMP_NUM_THREADS": "1", **env}
 
 
 def execute(command: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """One process, in an environment without what the test run itself was started with."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWATCH", "PYTHON"))}
-    environment = {**kept, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=250)
+    """One process, started as a shell would."""
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=250
+    )
+
+
+def execute_warm(command: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The same, forked from a Python that has imported torch."""
+    return warm.run(command, cwd, environment(**env))
 
 
 def watched_names(tmp_path: Path, rank: int = 0) -> tuple[str, ...]:
@@ -92,7 +109,7 @@ def watched_names(tmp_path: Path, rank: int = 0) -> tuple[str, ...]:
 
 def test_a_convolutional_network_trains_to_the_same_bits(tmp_path: Path) -> None:
     """Losses, weights, optimizer and random state, argv and exit status are a bare run's; also handlers (P9)."""
-    watched = run(tmp_path, DIGITS, "40", "--flag", options=("--quiet",))
+    watched = run(tmp_path, DIGITS, "40", "--flag", options=("--quiet",), fresh=True)
     bare = execute([sys.executable, "x.py", "40", "--flag"], tmp_path)
     assert (watched.returncode, watched.stdout, watched.stderr) == (bare.returncode, bare.stdout, bare.stderr)
     assert bare.returncode == 3
@@ -104,7 +121,7 @@ def test_a_convolutional_network_trains_to_the_same_bits(tmp_path: Path) -> None
 
 def test_off_means_off(tmp_path: Path) -> None:
     """With GRADWATCH=0 there is no hook, no thread, no module and no file of ours (P40)."""
-    done = run(tmp_path, TRAIN + INSPECT, GRADWATCH="0")
+    done = run(tmp_path, TRAIN + INSPECT, fresh=True, GRADWATCH="0")
     assert done.stdout.splitlines()[-1] == "0 0 1 False"
     assert not (tmp_path / "runs").exists()
 
@@ -119,7 +136,7 @@ def test_on_means_on_until_the_script_watches_itself(tmp_path: Path) -> None:
             "gw = gradwatch.watch(model, sinks=[])\nprint(first.status()['active'], gw.status()['active'])"
         )
     )
-    done = run(tmp_path, script)
+    done = run(tmp_path, script, fresh=True)
     hooks, hooked, threads, imported = done.stdout.splitlines()[-2].split()
     assert (hooks, imported) == ("1", "True")
     assert int(hooked) > 0
@@ -134,7 +151,7 @@ def test_nothing_is_armed_without_a_backward(tmp_path: Path) -> None:
         + INSPECT
         + "print([m for m in sys.modules if 'sinks' in m])"
     )
-    done = run(tmp_path, script)
+    done = run(tmp_path, script, fresh=True)
     assert done.stdout.splitlines()[-2].split()[1:3] == ["0", "1"]
     assert done.stdout.splitlines()[-1] == "[]"
     assert not (tmp_path / "runs").exists()
@@ -205,7 +222,7 @@ def test_python_that_ignores_pythonpath_is_watched_in_process(tmp_path: Path, fl
     script = (
         TRAIN + "import sys, pickle\nclass A: pass\npickle.dumps(A())\nprint(sys.argv, __name__)\nsys.exit(4)"
     )
-    done = run(tmp_path, script, "a", "-b", python=(flag,))
+    done = run(tmp_path, script, "a", "-b", python=(flag,), fresh=True)
     assert done.stdout.splitlines()[-1] == "['x.py', 'a', '-b'] __main__"
     assert done.returncode == 4
     assert f"python {flag} ignores PYTHONPATH" in done.stderr
@@ -273,7 +290,7 @@ def test_the_exit_is_not_held_up(tmp_path: Path) -> None:
         "at = urlsplit(agent._watches[0].url)\nscraper = socket.create_connection((at.hostname, at.port))\n"
         "sys.exit(2)"
     )
-    done = run(tmp_path, script)  # a hang would run into the timeout
+    done = run(tmp_path, script, fresh=True)  # a hang would run into the timeout
     assert done.returncode == 2, done.stderr
     journal = read_journal(tmp_path / "runs" / "r")[0]
     assert len(list(journal.records())) == 3

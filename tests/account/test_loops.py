@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from tests.account.loops import LOOPS, Loop
 from tests.launch_cases import GRADWATCH
+from tests.support import warm
 
 SEEN = re.compile(r"^gradwatch: (?P<watched>[\d,]+) of (?P<taken>[\d,]+) steps watched", re.M)
 
@@ -27,14 +27,11 @@ def finished(loop: Loop, folder: Path) -> tuple[int, str]:
     words = {"file": ["x.py"], "-c": ["-c", loop.script], "stdin": ["-"]}[loop.how]
     (folder / "x.py").write_text(loop.script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWATCH", "PYTHON"))}
-    done = subprocess.run(
+    done = warm.run(
         [*GRADWATCH, "run", "--listen", "127.0.0.1:0", "--", sys.executable, *words],
-        cwd=folder,
-        env={**kept, "OMP_NUM_THREADS": "1"},
-        input=loop.script if loop.how == "stdin" else "",
-        capture_output=True,
-        text=True,
-        timeout=250,
+        folder,
+        {**kept, "OMP_NUM_THREADS": "1"},
+        loop.script if loop.how == "stdin" else "",
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split("real ")[-1]), done.stderr

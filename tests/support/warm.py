@@ -1,0 +1,272 @@
+"""Scripts run as by `python`, in processes forked from one that has imported torch already: 0.2 s instead of 3.
+
+For tests of what becomes of a script and its training, bare or under `gradwatch run`. The forked process is a Python's
+from there on: environment, working folder, `sitecustomize`, `__main__`, argv, exit status, exit functions, death by
+signal. gradwatch is imported afresh. What differs: torch is in `sys.modules` before the script's first line, where the
+launcher's import hook finds it, and modules are not torn down at the end. Tests of the start itself, of `import torch`,
+of flags of the interpreter and of what is left at its end start a Python of their own.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import builtins
+import functools
+import importlib
+import json
+import multiprocessing.process
+import multiprocessing.util
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+ROOT = str(Path(__file__).resolve().parent.parent.parent)
+SERVER = (
+    f"import sys; sys.path.insert(0, {ROOT!r}); from tests.support import warm; warm.serve(int(sys.argv[1]))"
+)
+LONGEST = 1 << 20  # bytes of a request
+
+
+class Process:
+    """One script under way; like `subprocess.Popen` with both streams piped, as far as tests need it."""
+
+    def __init__(self, command: Sequence[str], cwd: str, env: Mapping[str, str], stdin: str = "") -> None:
+        words = list(command)
+        if words[0] != sys.executable:
+            raise ValueError(f"only this Python can be had warm, not {words[0]}")
+        self._status, status = os.pipe()
+        self._streams = [os.pipe(), os.pipe()]
+        given, giving = os.pipe()
+        request = {"words": words[1:], "cwd": cwd, "env": dict(env)}
+        passed = [given, self._streams[0][1], self._streams[1][1], status]
+        self.pid = _server().start(request, passed)
+        for each in passed:
+            os.close(each)
+        self._texts = ["", ""]
+        self._readers = [
+            threading.Thread(target=self._read, args=(number,), daemon=True) for number in range(2)
+        ]
+        for reader in self._readers:
+            reader.start()
+        with os.fdopen(giving, "w", encoding="utf-8") as stream:
+            stream.write(stdin)
+
+    def _read(self, number: int) -> None:
+        with os.fdopen(self._streams[number][0], encoding="utf-8", errors="replace") as stream:
+            self._texts[number] = stream.read()
+
+    def communicate(self, timeout: float) -> tuple[int, str, str]:
+        """(exit status as subprocess gives it, stdout, stderr) when the process has ended and nobody writes any more.
+
+        Raises:
+            TimeoutError: after `timeout` seconds; the process is killed then.
+        """
+        clock = threading.Timer(timeout, os.kill, (self.pid, signal.SIGKILL))
+        clock.start()
+        with os.fdopen(self._status) as stream:
+            status = stream.read()
+        late = not clock.is_alive()
+        clock.cancel()
+        clock.join()
+        for reader in self._readers:
+            reader.join(timeout)
+        if late:
+            raise TimeoutError(f"{timeout} s are over; stderr: {self._texts[1]}")
+        return int(status), self._texts[0], self._texts[1]
+
+
+def run(
+    command: Sequence[str], cwd: str | Path, env: Mapping[str, str], stdin: str = "", timeout: float = 250
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run(command, cwd=…, env=…, input=…, capture_output=True, text=True)` for a command of this Python."""
+    status, stdout, stderr = Process(command, str(cwd), env, stdin).communicate(timeout)
+    return subprocess.CompletedProcess(list(command), status, stdout, stderr)
+
+
+class Server:
+    """The process that is forked; one for all tests of a process, which it does not outlive."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
+        self._lock = threading.Lock()
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("GRADWATCH", "PYTHON", "PYTEST"))
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVER, str(theirs.fileno())],
+                env={**kept, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.close)
+
+    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """The process id of a script that has been started."""
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        with self._lock:
+            self._socket.sendmsg([json.dumps(request).encode()], [rights])
+            return int(self._socket.recv(64))
+
+    def close(self) -> None:
+        """End the server; scripts under way go on."""
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def _server() -> Server:
+    return Server()
+
+
+# -- in the process that is forked ---------------------------------------------------------------------------------
+
+
+class Replaced(BaseException):
+    """`os.exec` was called: the process is to become another command of this Python."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        self.words, self.env = list(words), dict(env)
+
+
+def serve(number: int) -> NoReturn:
+    """Fork a process for every request."""
+    # torch itself, and what the first optimizer would import: it takes as long.
+    importlib.import_module("torch._dynamo")
+
+    path = sys.path[2:]  # less what SERVER and `-c` put there
+    asked = socket.socket(fileno=number)
+    ended = selectors.DefaultSelector()
+    ended.register(asked, selectors.EVENT_READ)
+    statuses: dict[int, tuple[int, int]] = {}
+    while True:
+        for key, _ in ended.select():
+            if key.fileobj is not asked:
+                pid, status = statuses.pop(key.fd)
+                ended.unregister(key.fd)
+                os.close(key.fd)
+                os.write(status, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(status)
+                continue
+            text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 4)
+            if not text:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                ended.close()
+                asked.close()
+                for handle, (_, status) in statuses.items():
+                    os.close(handle)
+                    os.close(status)
+                os.close(descriptors[3])
+                _be_python(json.loads(text), descriptors[:3], path)
+            asked.send(b"%d" % pid)
+            handle = os.pidfd_open(pid)
+            statuses[handle] = (pid, descriptors[3])
+            ended.register(handle, selectors.EVENT_READ)
+            for each in descriptors[:3]:
+                os.close(each)
+
+
+def _be_python(request: Mapping[str, Any], streams: Sequence[int], path: Sequence[str]) -> NoReturn:
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
+    os.chdir(request["cwd"])
+    words, env = request["words"], request["env"]
+    os.execvpe = _replace
+    while True:
+        try:
+            _start(words, env, path)
+            _end(0)
+        except Replaced as replaced:
+            words, env = replaced.words, replaced.env
+        except SystemExit as end:
+            if not isinstance(end.code, int | None):
+                print(end.code, file=sys.stderr)
+            _end(end.code if isinstance(end.code, int) else int(end.code is not None))
+        except BaseException as error:
+            error.__traceback__ = _of_the_script(error.__traceback__)
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+            sys.excepthook(type(error), error, error.__traceback__)
+            _end(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _of_the_script(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _end(status: int) -> NoReturn:
+    """The end of an interpreter but for the teardown of its modules, which takes a second where torch is loaded."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+def _replace(file: str, words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    first = words[1] if len(words) > 1 else "-"
+    if file != sys.executable or (first.startswith("-") and first not in ("-", "-c", "-m")):
+        os.execve(file, list(words), dict(env))
+    raise Replaced(words[1:], env)
+
+
+def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) -> None:
+    """What an interpreter does from its start to the end of its script."""
+    fresh = {"gradwatch", "tests", "sitecustomize"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in fresh]:
+        del sys.modules[name]
+    for name in set(os.environ) - set(env):
+        del os.environ[name]
+    os.environ.update(env)
+    sys.path[:] = [*map(os.path.abspath, filter(None, env.get("PYTHONPATH", "").split(os.pathsep))), *path]
+    sys.path_importer_cache.clear()
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    # Registered again after what a sitecustomize registers, as in a script that imports multiprocessing.
+    joins = multiprocessing.util._exit_function  # type: ignore[attr-defined]
+    atexit.unregister(joins)
+    try:
+        __import__("sitecustomize")
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    atexit.register(joins)
+    main = sys.modules["__main__"].__dict__
+    main.clear()
+    main.update(__name__="__main__", __doc__=None, __package__=None, __spec__=None, __builtins__=builtins)
+    sys.path.insert(0, "")
+    if words and words[0] == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words and words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), main)
+    elif not words or words[0] == "-":
+        sys.argv = words or [""]
+        exec(compile(sys.stdin.read(), "<stdin>", "exec"), main)
+    else:
+        script = os.path.abspath(words[0])
+        sys.argv, sys.path[0] = words, os.path.dirname(os.path.realpath(script))
+        main.update(__file__=script, __cached__=None)
+        exec(compile(Path(script).read_bytes(), script, "exec"), main)
