@@ -39,7 +39,7 @@ class Problem:
 
     `line` and `column` count from 1 and point into `path`; `code` is stable (`GW101`), explained by
     `gradwatch rules explain CODE`; `source` is the text of that line and `width` the number of characters
-    the caret underlines.
+    that are underlined.
     """
 
     path: str
@@ -55,11 +55,21 @@ class Problem:
         gutter = " " * len(str(self.line))
         lines = [f"{self.code} {self.message}", f"{gutter}--> {self.path}:{self.line}:{self.column}"]
         if self.source:
-            caret = " " * (self.column - 1) + "^" * max(1, self.width)
-            lines += [f"{gutter} |", f"{self.line} | {self.source}", f"{gutter} | {caret}"]
+            lines += [f"{gutter} |", f"{self.line} | {self.source}", f"{gutter} | {self._underline()}"]
         if self.hint:
             lines.append(f"{gutter} = {self.hint}")
         return "\n".join(lines)
+
+    def _underline(self) -> str:
+        """Carets below the characters meant, where a terminal shows them: a wide one takes two columns."""
+        start, width = self.column - 1, max(1, self.width)
+        if self.source.isascii():
+            return " " * start + "^" * width
+        from rich.cells import cell_len
+
+        marked = self.source[start : start + width]
+        beyond = width - len(marked)
+        return " " * cell_len(self.source[:start]) + "^" * max(1, cell_len(marked) + beyond)
 
 
 class RuleFileError(GradwatchError):

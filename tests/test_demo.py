@@ -12,13 +12,16 @@ import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from gradwatch.cli import demo_screen
 from gradwatch.demo import faults
 from gradwatch.demo.play import SCRIPT, Seen
 from gradwatch.records.snapshot import Event
+from tests.cli.pseudo_terminal import PseudoTerminal
 from tests.launch_cases import GRADWATCH
 
 PLAN = faults.make_plan(60)
@@ -107,28 +110,45 @@ def test_the_screen_without_a_terminal_is_plain_lines() -> None:
 
 
 def test_the_screen_on_a_terminal_redraws_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar that is redrawn in place and never longer than the terminal is wide."""
-    monkeypatch.setenv("COLUMNS", "70")
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    screen = demo_screen.Screen(PLAN, stream)
-    for step in range(0, PLAN.steps, 50):
-        screen.update(Seen(step=step, loss=1.5, firing={"a-rule-with-a-long-name" * 3}))
-    screen.finish()
-    drawn = stream.getvalue().split("\r\x1b[2K")[1:]
+    """A line that is redrawn in place and never longer than the terminal is wide, also in wide characters."""
+    drawn = drawn_on_a_terminal(monkeypatch, 70, firing={"a-rule-with-a-long-name-层归" * 3})
     assert len(drawn) > 5
-    assert all(demo_screen.width(line.rstrip("\n")) < 70 for line in drawn)
-    assert stream.getvalue().count("\n") == 1
+    assert all(cell_len(line.rstrip("\n")) <= 70 for line in drawn)
+    assert "".join(drawn).count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("share", "cells"), [(0, 0), (0.5, demo_screen.BAR / 2), (1, demo_screen.BAR), (7, demo_screen.BAR)]
-)
-def test_the_bar_is_as_long_as_it_says(share: float, cells: float) -> None:
-    """Full cells grow with the share and the bar's width never changes."""
-    drawn = demo_screen.bar(share)
-    assert demo_screen.width(drawn) == demo_screen.BAR + 2
-    assert drawn.count("█") == cells
+def test_the_bar_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the state, where the terminal has room for both; it is never shorter than before, and full at the end."""
+    cells = [line.count("━") for line in drawn_on_a_terminal(monkeypatch, 200)]
+    assert sorted(cells) == cells
+    assert (cells[0], cells[-1]) == (0, demo_screen.BAR)
+
+
+def test_events_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event takes the place of the line, which is drawn again below it."""
+    drawn = drawn_on_a_terminal(monkeypatch, 200, events=[GOOD_EVENTS[0]])
+    assert [line.count("\n") for line in drawn if "vanishing at blocks.1.mlp.0.weight" in line] == [1]
+    assert "step" in drawn[-1]
+
+
+def test_a_terminal_without_a_cursor_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TERM=dumb cannot draw over a line."""
+    monkeypatch.setenv("TERM", "dumb")
+    told = "".join(drawn_on_a_terminal(monkeypatch, 70))
+    assert "\x1b" not in told
+    assert told.count("\n") == 10
+
+
+def drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, **state: Any) -> list[str]:
+    """The lines drawn one over the other on a terminal without colour, in the course of a run."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = PseudoTerminal()
+    with demo_screen.Screen(PLAN, terminal.stream, terminal.stream) as screen:
+        for step in (0, *range(PLAN.steps // 20, PLAN.steps, 10), PLAN.steps - 1):
+            screen.update(Seen(step=step, loss=1.5, **state))
+    shown = terminal.read().replace("\x1b[?25l", "").replace("\x1b[?25h", "")
+    return shown.split("\r\x1b[2K")
 
 
 def test_the_verdict_names_what_was_missed() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch.cli.runs import default_directory, journals, newest
-from gradwatch.cli.terminal import paint, table
+from gradwatch.cli.terminal import Counter, paint, table
 
 if TYPE_CHECKING:
     from gradwatch.journal import JournalReader
@@ -22,7 +21,6 @@ clip, rescale, skip and stop.
 
 RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks act alike, so one rank's
 journal is enough (--rank). Exit 1 where an action failed."""
-_PATIENCE = 1.0
 _MOST_ACCOUNTS = 5
 _LONGEST_CAUSE = 120
 
@@ -62,16 +60,12 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def follow(journal: JournalReader, audit: Audit) -> None:
-    """Read a journal; after a second a terminal is told how far."""
+    """Read a journal; a terminal is told how far it is."""
     from gradwatch.journal.audit import read
 
-    shown, began = False, time.monotonic()
-    for steps in read(journal, audit):
-        if sys.stderr.isatty() and time.monotonic() - began > _PATIENCE:
-            began, shown = time.monotonic(), True
-            print(f"\r{steps:,} steps read", end="", file=sys.stderr, flush=True)
-    if shown:
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    with closing(Counter("{:,} steps read")) as count:
+        for steps in read(journal, audit):
+            count(steps)
 
 
 def report(audit: Audit, where: Path) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,10 @@ def handle(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments.seconds)
     screen = None if arguments.json else Screen(plan, plain=arguments.plain)
     run_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    with Run(plan, arguments.rules, directory, run_id, arguments.listen, arguments.hold) as run:
+    with (
+        Run(plan, arguments.rules, directory, run_id, arguments.listen, arguments.hold) as run,
+        screen or nullcontext(),
+    ):
         if screen is not None:
             print(
                 f"{plan.steps} steps of a character transformer; {len(plan.faults)} faults to come",

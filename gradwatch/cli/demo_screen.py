@@ -1,31 +1,45 @@
-"""What the demo shows: a progress bar with a line of health, events as they come, the verdict."""
+"""The demo's screen: a progress bar with a line of health, events as they come, the verdict."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from gradwatch.cli.terminal import paint, table, unpainted, width
+from gradwatch.cli.terminal import console, paint, redrawable, table
 from gradwatch.demo.faults import Fault, Finding, Plan
 from gradwatch.demo.play import Seen
 from gradwatch.records.snapshot import Event
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
 
 BAR = 24
 
 
 class Screen:
-    """Draws a run on `stream`: redrawn in place on a terminal, else one line in ten per cent of the way."""
+    """Draws a run: on a terminal a bar on `progress` that is redrawn below the events, else lines on `stream` alone.
 
-    def __init__(self, plan: Plan, stream: TextIO = sys.stdout, plain: bool = False) -> None:
-        self._plan, self._stream = plan, stream
-        self._live = stream.isatty() and not plain
-        self._drawn = False
+    A context manager; it leaves the last state on the screen, and the cursor as it was.
+    """
+
+    def __init__(
+        self, plan: Plan, stream: TextIO | None = None, progress: TextIO | None = None, plain: bool = False
+    ) -> None:
+        self._plan, self._stream, self._progress = plan, stream or sys.stdout, progress or sys.stderr
+        live = not plain and redrawable(self._stream) and redrawable(self._progress)
+        self._live = _live(self._progress) if live else None
         self._said_tenths = 0
         self._faults: set[str] = set()
         self._events = 0
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.finish()
 
     def update(self, seen: Seen) -> None:
         """Show what is new, then the state."""
@@ -37,38 +51,45 @@ class Screen:
             if event.kind in ("firing", "resolved"):
                 self._say(happened(event))
         self._events = len(seen.events)
-        if self._live:
-            self._redraw(seen)
+        if self._live is not None:
+            self._live.start()
+            self._live.update(self._drawn(seen, self._live.console.width), refresh=True)
         elif (tenths := 10 * (seen.step + 1) // self._plan.steps) > self._said_tenths:
             self._said_tenths = tenths
             print(status(seen, self._plan.steps), file=self._stream, flush=True)
 
     def finish(self) -> None:
-        """Leave the last state on the screen and go on below it."""
-        if self._drawn:
-            print(file=self._stream)
-        self._drawn = False
+        """Leave the last state on the screen and go on below it. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
 
     def _say(self, line: str) -> None:
-        clear = "\r\x1b[2K" if self._drawn else ""
-        print(clear + line, file=self._stream, flush=True)
+        if self._live is None:
+            print(line, file=self._stream, flush=True)
+            return
+        from rich.text import Text
 
-    def _redraw(self, seen: Seen) -> None:
-        columns = shutil.get_terminal_size().columns
-        line = f"{bar((seen.step + 1) / self._plan.steps)} {status(seen, self._plan.steps)}"
-        if width(line) >= columns:
-            line = unpainted(status(seen, self._plan.steps))[: columns - 1]
-        self._stream.write("\r\x1b[2K" + line)
-        self._stream.flush()
-        self._drawn = True
+        self._live.console.print(Text.from_ansi(line), soft_wrap=True)
+
+    def _drawn(self, seen: Seen, columns: int) -> RenderableType:
+        """The bar and the state on one line; of a narrow terminal as much of the state as fits."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        state = Text.from_ansi(status(seen, self._plan.steps), no_wrap=True, overflow="crop")
+        if state.cell_len + BAR + 1 > columns:
+            return state
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(ProgressBar(self._plan.steps, seen.step + 1, width=BAR), state)
+        return line
 
 
-def bar(share: float) -> str:
-    """A bar of BAR cells, eighths of a cell shown."""
-    eighths = round(min(1.0, max(0.0, share)) * BAR * 8)
-    full, part = divmod(eighths, 8)
-    cells = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
-    return f"▕{paint(cells, 'green')}{' ' * (BAR - full - bool(part))}▏"
+def _live(stream: TextIO) -> Live:
+    """A place on `stream` that is drawn again where it stands. It is drawn only when asked for."""
+    from rich.live import Live
+
+    return Live(console=console(stream), auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
 
 
 def status(seen: Seen, steps: int) -> str:
@@ -151,6 +172,5 @@ def next_commands(directory: Path, url: str | None) -> str:
         ("gradwatch rules list", "the rules that found them"),
         ("gradwatch run -- python train.py", "your own script, unmodified"),
     ]
-    wide = max(len(command) for command, _ in lines)
-    told = "\n".join(f"  {command:<{wide}}  {paint('# ' + why, 'dim')}" for command, why in lines)
+    told = table((), [(command, paint(f"# {why}", "dim")) for command, why in lines], indent="  ")
     return f"journal: {directory}\n\n{paint('next', 'bold')}\n{told}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.runs import default_directory, journals, newest
-from gradwatch.cli.terminal import paint
+from gradwatch.cli.terminal import Counter, paint
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
@@ -91,8 +92,9 @@ def audited(where: Path) -> Audit:
     everything = Audit()
     for journal in journals(where):
         found = Audit()
-        for _ in read(journal, found):
-            continue
+        with closing(Counter("{:,} steps read")) as count:
+            for steps in read(journal, found):
+                count(steps)
         for rule, one in found.rules.items():
             if one.times > getattr(everything.rules.get(rule), "times", 0):
                 everything.rules[rule] = one

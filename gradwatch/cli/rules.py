@@ -184,13 +184,11 @@ def resolved(rule: Rule, ruleset: RuleSet, origin: bool) -> str:
     """Every setting of one rule, one to a line, with where it was set if asked for."""
     rows = []
     for key, value in settings(rule).items():
-        line = [f"  {key}", json.dumps(value, default=str, ensure_ascii=False)]
+        setting = json.dumps(value, default=str, ensure_ascii=False)
         if origin:
-            line.append(paint(placed(ruleset.origins.get(f"{rule.id}.{key}", "default")), "dim"))
-        rows.append(line)
-    wide = max(len(row[0]) for row in rows)
-    body = "\n".join(f"{row[0]:<{wide}}  {'  '.join(row[1:])}" for row in rows)
-    return f"{paint(rule.id, 'bold')}\n{body}"
+            setting += "  " + paint(placed(ruleset.origins.get(f"{rule.id}.{key}", "default")), "dim")
+        rows.append((key, setting))
+    return f"{paint(rule.id, 'bold')}\n{table((), rows, indent='  ')}"
 
 
 def settings(rule: Rule) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwatch.cli.terminal import colourful, complain, paint
+from gradwatch.cli.terminal import Counter, complain, paint
 from gradwatch.errors import GradwatchError
 
 DESCRIPTION = """Find training runs by their folders: give Prometheus its targets (/sd), keep the last counters of
@@ -89,7 +89,7 @@ def handle(arguments: argparse.Namespace) -> int:
     folders = arguments.dir or [Path("gradwatch-runs")]
     state = arguments.state or str(cache_folder(os.environ))
     reach = Reach.parse(arguments.reach, arguments.allow)
-    scanner = Scanner(folders, Summaries(state), progress, reach)
+    scanner = Scanner(folders, Summaries(state), progress(), reach)
     if arguments.once:
         sys.stdout.write(runs(scanner.scan()).body.decode())
         return 0
@@ -118,11 +118,16 @@ def handle(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def progress(done: int, total: int) -> None:
-    """A line that counts, where somebody watches and the first look takes long."""
-    if total > 50 and done % 50 == 0 and colourful(sys.stderr):
-        end = "\n" if done + 50 > total else ""
-        print(f"\rgradwatch: {done} of {total} run folders read", end=end, file=sys.stderr, flush=True)
+def progress() -> Callable[[int, int], None]:
+    """A function that shows on a terminal how far a scan is, where it takes long."""
+    counter = Counter("gradwatch: {:,} of {:,} run folders read")
+
+    def show(done: int, total: int) -> None:
+        counter(done, total)
+        if done == total:
+            counter.close()
+
+    return show
 
 
 def complain_once() -> Callable[[BaseException], None]:
