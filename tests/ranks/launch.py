@@ -1,23 +1,25 @@
 """Two ranks over gloo on this machine: the launcher that tests call, and what its workers share.
 
-A start costs seconds (torch is imported on every rank), so one launch runs many situations; each returns a
-dict that travels home as JSON.
+The ranks are forked from a Python that has imported torch. One launch runs many situations; each returns a dict that
+travels home as JSON.
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import hashlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any
+
+from tests.support import warm
 
 WORLD = 2
 SECONDS = 240
@@ -30,26 +32,16 @@ def launch(module: str, chosen: str = "", world: int = WORLD) -> dict[str, list[
     """
     with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
         command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen, str(world)]
-        # A rank that dies of a signal says where it was.
-        ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
-        environ = {**os.environ, **ours}
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environ,
-            )
-            for rank in range(world)
-        ]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = [warm.Process([*command, str(rank)], warm.ROOT, environ) for rank in range(world)]
         try:
-            said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+            ended = [rank.communicate(SECONDS) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-        codes = [rank.returncode for rank in ranks]
-        assert codes == [0] * world, f"exit codes {codes}\n" + "\n".join(said)
+        codes = [status for status, _, _ in ended]
+        said = "\n".join(out + err for _, out, err in ended)
+        assert codes == [0] * world, f"exit codes {codes}\n{said}"
         homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     return {name: [home[name] for home in homes] for name in homes[0]}
 
@@ -61,6 +53,7 @@ def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
 
     from tests.golden.kept import FOLDER, kept, write
 
+    faulthandler.enable()  # a rank that dies of a signal says where it was
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -44,6 +45,7 @@ class Process:
         words = list(command)
         if words[0] != sys.executable:
             raise ValueError(f"only this Python can be had warm, not {words[0]}")
+        self._ended = False
         self._status, status = os.pipe()
         self._streams = [os.pipe(), os.pipe()]
         given, giving = os.pipe()
@@ -65,16 +67,23 @@ class Process:
         with os.fdopen(self._streams[number][0], encoding="utf-8", errors="replace") as stream:
             self._texts[number] = stream.read()
 
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if not self._ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
     def communicate(self, timeout: float) -> tuple[int, str, str]:
         """(exit status as subprocess gives it, stdout, stderr) when the process has ended and nobody writes any more.
 
         Raises:
             TimeoutError: after `timeout` seconds; the process is killed then.
         """
-        clock = threading.Timer(timeout, os.kill, (self.pid, signal.SIGKILL))
+        clock = threading.Timer(timeout, self.kill)
         clock.start()
         with os.fdopen(self._status) as stream:
             status = stream.read()
+        self._ended = True
         late = not clock.is_alive()
         clock.cancel()
         clock.join()
