@@ -1,4 +1,4 @@
-"""The `gradwatch` command: run | rules | audit | explain | replay | serve | deploy | doctor | demo | version.
+"""The `gradwatch` command, with a subcommand in each file of COMMANDS.
 
 Exit status: 0 fine, 1 something was found (a bad rule file, a missed fault, a failed check), 2 used or
 configured wrongly; `gradwatch run` has the exit status of what it ran. Every command imports what it needs
@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from gradwatch.cli import audit, demo, deploy, doctor, explain, replay, rules, run, serve, version
+from gradwatch.cli import audit, completion, demo, deploy, doctor, explain, replay, rules, run, serve, version
 from gradwatch.cli.terminal import complain
 from gradwatch.errors import GradwatchError, RuleFileError
 
 __all__ = ["main"]
 
-COMMANDS = (run, rules, audit, explain, replay, serve, deploy, doctor, demo, version)
+COMMANDS = (run, rules, audit, explain, replay, serve, deploy, doctor, demo, completion, version)
 
 EPILOG = """examples:
   gradwatch demo                                       see it find three faults, in a minute

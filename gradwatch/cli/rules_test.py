@@ -26,7 +26,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "events and actions that come are compared with those expected. Exit status: 0 all passed, 1 some failed, "
         "2 a test file or a rule file is refused.",
     )
-    test.add_argument("files", nargs="+", metavar="FILE", help="test file, such as rules/default.test.yaml")
+    test.add_argument("tests", nargs="+", metavar="FILE", help="test file, such as rules/default.test.yaml")
     test.add_argument("--run", metavar="TEXT", default="", help="only tests whose name holds this text")
     test.add_argument("--json", action="store_true", help="print JSON")
     test.set_defaults(handler=handle_test)
@@ -35,7 +35,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def handle_test(arguments: argparse.Namespace) -> int:
     """Run every file, telling of each as soon as it is done."""
     reports = []
-    for path in arguments.files:
+    for path in arguments.tests:
         reports.append(report := test_one(path, arguments.run))
         if not arguments.json:
             show(report)

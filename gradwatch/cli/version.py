@@ -7,7 +7,7 @@ import json
 import platform
 from importlib import metadata
 
-LIBRARIES = ("torch", "numpy", "prometheus-client", "pydantic", "structlog", "ruamel.yaml", "rich")
+LIBRARIES = ("torch", "numpy", "prometheus-client", "pydantic", "structlog", "ruamel.yaml", "rich", "shtab")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
