@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support import warm
+
 # Not by PYTHONPATH: the script must find gradwatch through the launcher alone, and a bare run not at all.
 ROOT = str(Path(__file__).resolve().parent.parent)
 CODE = f"import sys; sys.path[0] = {ROOT!r}; import gradwatch.cli as c; sys.exit(c.main())"
@@ -247,9 +249,7 @@ def bare_and_watched(
     """A script that succeeds, run bare and under `gradwatch run`; what it prints itself is the same."""
     (folder / "train.py").write_text(text)
     bare, watched = (
-        subprocess.run(
-            [*how, sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True
-        )
+        warm.run([*how, sys.executable, "train.py"], folder, check=True)
         for how in ((), (*GRADWATCH, "run", "--"))
     )
     assert watched.stdout == bare.stdout

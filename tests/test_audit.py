@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.acting_cases import Training, run_folder, watched
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH, ROOT
 from tests.sink_records import make_event, make_record, make_run, make_sites
+from tests.support import warm
 
 TEXT = """
 rules:
@@ -216,14 +216,7 @@ def test_a_stopped_run_exits_with_86_and_its_journal_is_complete(
     (tmp_path / "train.py").write_text(SCRIPT.replace("HOW", how))
     (tmp_path / "stop.gradwatch.yaml").write_text(RULES)
     options = ["--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0", "--rules", "stop.gradwatch.yaml"]
-    done = subprocess.run(
-        [*GRADWATCH, "run", *options, "--", sys.executable, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = warm.run([*GRADWATCH, "run", *options, "--", sys.executable, "train.py"], tmp_path)
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines() == ["stepped 0", "stepped 1", "stepped 2", "left in order"]
     if status == 86:
@@ -258,7 +251,7 @@ def test_a_killed_run_is_never_said_to_have_been_left_alone(
 ) -> None:
     """An incident is durable before its step is: what the lost steps were to do is told by their incidents."""
     environ = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    victim = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environ, capture_output=True)
+    victim = warm.run([sys.executable, "-c", KILLED], tmp_path, environ)
     assert victim.returncode == -9
     run = str(tmp_path / "runs" / "r")
     status, found = audited(capsys, run)

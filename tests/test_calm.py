@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from gradwatch.session import step as judging
 from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN
 from gradwatch.session.deferred import LONGEST, MOST, Deferred, Measured
 from tests.kept import Kept
+from tests.support import warm
 
 LEARNED = CALM + 10
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
@@ -426,14 +425,7 @@ os.wait()
 def test_what_waits_is_judged_at_exit(end: str, tmp_path: Path) -> None:
     """A script that just ends leaves a complete journal, whatever way it ends; a forked child adds nothing."""
     script = AT_EXIT.replace("{end}", end)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = warm.run([sys.executable, "-c", script, str(tmp_path)])
     directory = done.stdout.split()[0]
     (journal,) = read_journal(directory)
     recorded = [one.record.snapshot.step for one in journal.records()]

@@ -36,7 +36,7 @@ from tests.framework_jobs import (
 )
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
-from tests.test_launch_training import execute
+from tests.test_launch_training import execute_warm
 
 Gradient = dict[str, NDArray[np.float64]]
 pytestmark = pytest.mark.usefixtures("framework_folder")
@@ -155,7 +155,7 @@ def test_the_unmodified_job_conforms_under_the_launcher(framework: str, tmp_path
     script = framework_jobs.__file__
     assert "import gradwatch" not in Path(script).read_text()
     launcher = [*GRADWATCH, "run", "--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0", "--"]
-    done = execute([*launcher, sys.executable, script, framework], tmp_path, HF_HUB_OFFLINE="1")
+    done = execute_warm([*launcher, sys.executable, script, framework], tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"weights {digest(JOBS[framework]())}"
     (journal,) = read_journal(tmp_path / "runs" / "r")

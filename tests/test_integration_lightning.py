@@ -22,7 +22,7 @@ from tests.kept import Kept
 from tests.launch_cases import GRADWATCH, ROOT
 from tests.recorder import norms_of
 from tests.test_frameworks import WINDOWS
-from tests.test_launch_training import execute
+from tests.test_launch_training import execute_warm
 
 with warnings.catch_warnings():  # of the frameworks, about their own imports
     warnings.simplefilter("ignore")
@@ -227,7 +227,7 @@ def test_lightning_callback_under_the_launcher_is_the_one_that_watches(tmp_path:
         "lightning([GradwatchCallback()])\n"
     )
     launcher = [*GRADWATCH, "run", "--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0", "--"]
-    done = execute([*launcher, sys.executable, "train.py"], tmp_path)
+    done = execute_warm([*launcher, sys.executable, "train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     (journal,) = read_journal("runs/r")
     assert [each.record.snapshot.step for each in journal.records()] == list(range(STEPS))

@@ -8,7 +8,8 @@ from pathlib import Path
 from gradwatch.journal import read_journal
 from tests.launch_cases import GRADWATCH, bare_and_watched
 from tests.ports import free_port
-from tests.test_launch_training import execute
+from tests.support import warm
+from tests.test_launch_training import environment, execute_warm
 
 SCRIPT = """
 import torch
@@ -55,6 +56,8 @@ for t in range(12):
 dist.destroy_process_group()
 """
 
+SECONDS = 120
+
 
 def test_ranks_that_average_and_move_weights_by_hand_are_observed_each(tmp_path: Path) -> None:
     """Two ranks without an optimizer: every window of both, the NaN of one at its step, and why nothing is done."""
@@ -68,11 +71,17 @@ def test_ranks_that_average_and_move_weights_by_hand_are_observed_each(tmp_path:
         f"--master-port={port}",
         "x.py",
     ]
-    bare = execute(torchrun, tmp_path)
+    surroundings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        warm.Process([sys.executable, "x.py"], str(tmp_path), environment(**surroundings, RANK=rank))
+        for rank in ("0", "1")
+    ]
+    bare = [one.communicate(SECONDS) for one in started]
     options = ["--dir", str(tmp_path / "runs"), "--run-id", "r", "--listen", "127.0.0.1:0"]
-    done = execute([*GRADWATCH, "run", *options, "--", *torchrun], tmp_path)
-    assert (bare.returncode, done.returncode) == (0, 0), done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(bare.stdout.splitlines())
+    done = execute_warm([*GRADWATCH, "run", *options, "--", *torchrun], tmp_path)
+    assert [status for status, _, _ in bare] == [0, 0], bare
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [line for _, said, _ in bare for line in said.splitlines()]
     journals = sorted(read_journal(tmp_path / "runs" / "r"), key=lambda journal: journal.rank)
     assert [journal.rank for journal in journals] == [0, 1]
     for journal in journals:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwatch.taps.graph_leaves import leaves
 from tests.launch_cases import GRADWATCH, bare_and_watched
+from tests.support import warm
 
 BOTH_SIDES = """
 import torch
@@ -79,12 +79,6 @@ dist.destroy_process_group()
 def test_copies_of_shards_are_no_model_without_an_optimizer(tmp_path: Path) -> None:
     """A backward under FSDP2 fills parameters that are in no optimizer: they are those of the shards that are."""
     (tmp_path / "train.py").write_text(SHARDED)
-    done = subprocess.run(
-        [*GRADWATCH, "run", "--", sys.executable, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = warm.run([*GRADWATCH, "run", "--", sys.executable, "train.py"], tmp_path, check=True)
     assert "gradwatch: 5 of 5 steps watched" in done.stderr
     assert "not seen" not in done.stderr

@@ -19,7 +19,7 @@ from gradwatch.sinks.prometheus.sink import PrometheusSink
 from gradwatch.taps import step_hooks
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
-from tests.test_launch_training import execute
+from tests.test_launch_training import execute_warm
 
 RULES = """version: 1
 groups: {head: {params: ["2.*"]}}
@@ -121,12 +121,12 @@ def test_under_run_the_rest_protects(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [*GRADWATCH, "run", "--rules", "mine.gradwatch.yaml", "--listen", "127.0.0.1:0"]
     script = ["--", sys.executable, "train.py"]
-    done = execute([*command, *script], tmp_path)
+    done = execute_warm([*command, *script], tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "step 7 True"), done.stderr
     assert f"clip.groups.head: {AGC}" in done.stderr
     assert "8 of 8 steps watched" in done.stderr
     assert f"not armed: clip:groups.head ({AGC})" in done.stderr
-    refused = execute([*command, "--strict-rules", *script], tmp_path)
+    refused = execute_warm([*command, "--strict-rules", *script], tmp_path)
     assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
     assert f"clip.groups.head: {AGC}" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -95,11 +95,19 @@ class Process:
 
 
 def run(
-    command: Sequence[str], cwd: str | Path, env: Mapping[str, str], stdin: str = "", timeout: float = 250
+    command: Sequence[str],
+    cwd: str | Path = ROOT,
+    env: Mapping[str, str] = os.environ,
+    stdin: str = "",
+    timeout: float = 250,
+    check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run(command, cwd=…, env=…, input=…, capture_output=True, text=True)` for a command of this Python."""
+    """`subprocess.run(command, capture_output=True, text=True, …)` for a command of this Python."""
     status, stdout, stderr = Process(command, str(cwd), env, stdin).communicate(timeout)
-    return subprocess.CompletedProcess(list(command), status, stdout, stderr)
+    done = subprocess.CompletedProcess(list(command), status, stdout, stderr)
+    if check and status:
+        raise AssertionError(f"exit status {status}\n{stderr}")
+    return done
 
 
 class Server:
