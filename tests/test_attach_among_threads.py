@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.health import Health
 from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
+from tests.support import warm
 
 THREADS, STEPS = 4, 20
 SCRIPT = f"""
@@ -79,13 +79,7 @@ def test_threads_that_start_together_share_one_watch(tmp_path: Path) -> None:
     """Under `gradwatch run` the first steps of four threads come at once: one run, one sound journal, no fault."""
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*GRADWATCH, "run", "--quiet", *options, "--", sys.executable, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run([*GRADWATCH, "run", "--quiet", *options, "--", sys.executable, "train.py"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (journal,) = read_journal(tmp_path / "runs" / "r")
     steps = [(step.record.snapshot.optimizer, step.record.snapshot.step) for step in journal.records()]

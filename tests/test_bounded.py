@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
+from tests.support import warm
 
 
 def descriptors() -> int:
@@ -99,9 +100,8 @@ with gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0"
 
 
 def grown(tmp_path: Path, steps: int) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", GROWTH, str(tmp_path), str(steps)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", GROWTH, str(tmp_path), str(steps)]
+    done = warm.run(command, check=True, timeout=3600)
     return int(done.stdout)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import gradwatch
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch
 from gradwatch.taps import module_calls
+from tests.support import warm
 
 # Every tap at once: marks, tensor hooks, module hooks, samplers.
 RULES = """
@@ -104,7 +104,7 @@ def test_saved_model_loads_where_gradwatch_is_not_installed(watched: Watched, tm
         "model(torch.ones(1, 3)).sum().backward()\n"
         "print(sum(p.grad is not None for p in model.parameters()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, "-c", code])
     assert done.stdout.strip() == "4", done.stderr
 
 

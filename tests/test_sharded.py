@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import warm
 
 CODE = """
 import sys
@@ -45,10 +46,5 @@ print("ok")
 
 def test_a_sharded_step_is_skipped(tmp_path: Path) -> None:
     """A NaN on shards fires the rule, and the optimizer step is skipped."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.run([sys.executable, "-c", CODE, str(tmp_path)])
     assert done.stdout.strip() == "ok", done.stderr

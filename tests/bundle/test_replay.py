@@ -26,6 +26,7 @@ from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from tests.bundle.cases import BAD, Fragile, Run, batch, build, build_with_loss, compared, rules, seeded
 from tests.launch_cases import GRADWATCH
+from tests.support import warm
 
 
 def again(bundle: Path, model: nn.Module | None = None, loss_fn: Any = None) -> Finding:
@@ -250,7 +251,7 @@ def test_the_command_in_another_process(tmp_path: Path) -> None:
     )
     before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
     command = [*GRADWATCH, "replay", str(run.only), "--script", "mine:build"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = warm.run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     for words in (
         "building",
@@ -260,7 +261,7 @@ def test_the_command_in_another_process(tmp_path: Path) -> None:
     ):
         assert words in done.stdout
     assert {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")} == before
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = warm.run([*command, "--json"], tmp_path, check=True)
     told = json.loads(done.stdout)
     assert (told["ran"], told["same_cause"], told["obstacle"]) == (True, True, "")
     assert "building" in done.stderr

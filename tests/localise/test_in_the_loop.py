@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.kept import Kept
 from tests.launch_cases import GRADWATCH
 from tests.localise.models import BAD, SqrtAtZero
 from tests.one_rank import one_rank
+from tests.support import warm
 
 RULES = """
 version: 1
@@ -123,7 +123,7 @@ def test_unmodified_script(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     line = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if text.endswith("# here"))
     command = [*GRADWATCH, "run", "--", sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = warm.run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[1]) < 0.2, done.stdout
     told = next(text for text in done.stderr.splitlines() if "gradwatch cause" in text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from gradwatch.journal import read_journal
 from gradwatch.journal.reader import JournalReader
 from gradwatch.records.snapshot import Event, Record
 from tests.launch_cases import GRADWATCH, ROOT
+from tests.support import warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 240
@@ -50,9 +50,7 @@ def environment(**extra: str) -> dict[str, str]:
 def execute(command: Sequence[str], folder: Path, **env: str) -> Outcome:
     """Run one command in a folder, to its end."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        list(command), cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=SECONDS
-    )
+    done = warm.run(command, folder, environment(**env), timeout=SECONDS)
     return Outcome(done.returncode, done.stdout, done.stderr, folder)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import array
 import atexit
 import builtins
-import functools
 import importlib
 import json
 import multiprocessing.process
@@ -41,11 +40,13 @@ LONGEST = 1 << 20  # bytes of a request
 class Process:
     """One script under way; like `subprocess.Popen` with both streams piped, as far as tests need it."""
 
-    def __init__(self, command: Sequence[str], cwd: str, env: Mapping[str, str], stdin: str = "") -> None:
+    def __init__(
+        self, command: Sequence[str], cwd: str = ROOT, env: Mapping[str, str] = os.environ, stdin: str = ""
+    ) -> None:
         words = list(command)
         if words[0] != sys.executable:
             raise ValueError(f"only this Python can be had warm, not {words[0]}")
-        self._ended = False
+        self._code: int | None = None
         self._status, status = os.pipe()
         self._streams = [os.pipe(), os.pipe()]
         given, giving = os.pipe()
@@ -69,7 +70,7 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended."""
-        if not self._ended:
+        if self._code is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -79,19 +80,19 @@ class Process:
         Raises:
             TimeoutError: after `timeout` seconds; the process is killed then.
         """
-        clock = threading.Timer(timeout, self.kill)
-        clock.start()
-        with os.fdopen(self._status) as stream:
-            status = stream.read()
-        self._ended = True
-        late = not clock.is_alive()
-        clock.cancel()
-        clock.join()
-        for reader in self._readers:
-            reader.join(timeout)
-        if late:
-            raise TimeoutError(f"{timeout} s are over; stderr: {self._texts[1]}")
-        return int(status), self._texts[0], self._texts[1]
+        if self._code is None:
+            clock = threading.Timer(timeout, self.kill)
+            clock.start()
+            with os.fdopen(self._status) as stream:
+                self._code = int(stream.read())
+            late = not clock.is_alive()
+            clock.cancel()
+            clock.join()
+            for reader in self._readers:
+                reader.join(timeout)
+            if late:
+                raise TimeoutError(f"{timeout} s are over; stderr: {self._texts[1]}")
+        return self._code, self._texts[0], self._texts[1]
 
 
 def run(
@@ -145,9 +146,15 @@ class Server:
         self._process.wait()
 
 
-@functools.cache
+_servers: list[Server] = []
+_starting = threading.Lock()
+
+
 def _server() -> Server:
-    return Server()
+    with _starting:
+        if not _servers:
+            _servers.append(Server())
+        return _servers[0]
 
 
 # -- in the process that is forked ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from gradwatch.journal import read_journal
 from tests.launch_cases import GRADWATCH
+from tests.support import warm
 from tests.trainings.situations import Training
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -39,7 +39,7 @@ class Ended:
     """How a process ended."""
 
     status: int
-    stdout: bytes
+    stdout: str
     stderr: str
 
 
@@ -55,7 +55,7 @@ class Compared:
     @property
     def taken(self) -> int:
         """The steps that the script says it took, over all its processes."""
-        line = next(each for each in self.bare.stdout.splitlines() if each.startswith(b"weights "))
+        line = next(each for each in self.bare.stdout.splitlines() if each.startswith("weights "))
         return int(line.split()[-1]) * self.training.ranks
 
     @property
@@ -97,5 +97,5 @@ def execute(command: list[str], folder: Path) -> Ended:
     folder.mkdir(parents=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADWATCH", "PYTHON"))}
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(SCRIPTS)}
-    done = subprocess.run(command, cwd=folder, env={**kept, **own}, capture_output=True, timeout=SECONDS)
-    return Ended(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+    done = warm.run(command, folder, {**kept, **own}, timeout=SECONDS)
+    return Ended(done.returncode, done.stdout, done.stderr)
