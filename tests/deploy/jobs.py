@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support import warm
 
 RULES = """
 version: 1
@@ -57,23 +56,27 @@ assert all(parameter.isfinite().all() for parameter in model.parameters())
 class Job:
     """A running job; `tell` makes the file that its script looks for."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
-        self.folder, self.process = folder, process
+    def __init__(self, folder: Path, process: warm.Process) -> None:
+        self.folder, self._process = folder, process
 
     def tell(self, word: str) -> None:
         """poison (once), hang, enough."""
         (self.folder / word).touch()
 
+    def ended(self) -> tuple[int, str, str]:
+        """(exit status, stdout, stderr), once it has ended by itself."""
+        return self._process.communicate(120)
+
     def end(self) -> str:
         """Let it finish; its stderr. It must have exited with 0."""
         self.tell("enough")
-        out, err = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, out + err
+        status, out, err = self.ended()
+        assert status == 0, out + err
         return err
 
     def kill(self) -> None:
-        """SIGKILL to every process of the job."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """SIGKILL."""
+        self._process.kill()
 
 
 @contextmanager
@@ -85,26 +88,15 @@ def job(
     (folder / "train.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "gradwatch", "run", "--rules", str(rules), "--run-id", run_id]
     where = ["--dir", str(folder.parent / "runs"), *options]
-    process = subprocess.Popen(
-        [*run, *where, "--", *program, str(folder / "train.py"), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    one = Job(folder, process)
+    script = [*program, str(folder / "train.py"), str(folder)]
+    one = Job(folder, warm.Process([*run, *where, "--", *script]))
     try:
         yield one
     finally:
         one.tell("enough")  # torchrun gives its workers sessions of their own: no signal of ours reaches them
         (folder / "hang").unlink(missing_ok=True)
-        if process.poll() is None:
-            one.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+        one.kill()
+        one.ended()
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""The whole way on real servers: a training job, Prometheus, Alertmanager, and somebody who is told."""
+"""The whole way on real servers: a training job, Prometheus, Alertmanager, and somebody who is told.
+
+Each show waits for servers most of its time, and all of them run at once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +36,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, rules: Path) -> Iterator[S
         yield servers
 
 
-def test_a_nan_reaches_the_webhook_and_resolves(servers: Stack, rules: Path, tmp_path: Path) -> None:
+def nan(servers: Stack, rules: Path, tmp_path: Path) -> None:
     """A NaN in a batch → rule → scrape → alert → webhook, which names rule, run, rank and severity; then resolved."""
     with job(tmp_path / "a", "show-nan", rules, "--file-sd", str(servers.targets)) as one:
         wait_until(lambda: servers.up("show-nan") == ["0"], "the job is scraped")
@@ -57,9 +61,7 @@ def test_a_nan_reaches_the_webhook_and_resolves(servers: Stack, rules: Path, tmp
     assert not servers.inbox.matching("firing", alertname="GradwatchTargetDown", run_id="show-nan")
 
 
-def test_both_ranks_of_a_torchrun_are_found_and_gone_after_exit(
-    servers: Stack, rules: Path, tmp_path: Path
-) -> None:
+def ranks(servers: Stack, rules: Path, tmp_path: Path) -> None:
     """Two ranks, two targets, one run; a clean exit takes both off the list and alerts nobody."""
     options = ("--file-sd", str(servers.targets))
     with job(tmp_path / "b", "show-ranks", rules, *options, program=torchrun(2)) as one:
@@ -85,9 +87,7 @@ def aggregator(servers: Stack, runs: Path) -> Iterator[None]:
         yield
 
 
-def test_http_sd_finds_ranks_and_keeps_the_last_counters_of_a_run_that_ended(
-    servers: Stack, rules: Path, tmp_path: Path
-) -> None:
+def http_sd(servers: Stack, rules: Path, tmp_path: Path) -> None:
     """No target files: both ranks by `gradwatch serve`; at the end the same series goes on at its final value."""
     with aggregator(servers, tmp_path / "runs"):
         with job(tmp_path / "e", "show-sd", rules, program=torchrun(2)) as one:
@@ -111,7 +111,7 @@ def test_http_sd_finds_ranks_and_keeps_the_last_counters_of_a_run_that_ended(
     assert not servers.prometheus.query(down)
 
 
-def test_a_killed_job_is_reported_as_down(servers: Stack, rules: Path, tmp_path: Path) -> None:
+def killed(servers: Stack, rules: Path, tmp_path: Path) -> None:
     """SIGKILL: nobody takes the target off the list, so Prometheus notices."""
     with job(tmp_path / "c", "show-killed", rules, "--file-sd", str(servers.targets)) as one:
         wait_until(lambda: servers.up("show-killed") == ["0"], "the job is scraped")
@@ -120,7 +120,7 @@ def test_a_killed_job_is_reported_as_down(servers: Stack, rules: Path, tmp_path:
     assert (told["labels"]["severity"], told["labels"]["rank"]) == ("warning", "0")
 
 
-def test_a_hung_job_is_reported_as_stalled(servers: Stack, rules: Path, tmp_path: Path) -> None:
+def hung(servers: Stack, rules: Path, tmp_path: Path) -> None:
     """The process answers and no step comes: stalled, not down; when it goes on, resolved."""
     with job(tmp_path / "d", "show-hung", rules, "--file-sd", str(servers.targets)) as one:
         wait_until(lambda: servers.up("show-hung") == ["0"], "the job is scraped")
@@ -132,3 +132,30 @@ def test_a_hung_job_is_reported_as_stalled(servers: Stack, rules: Path, tmp_path
         (one.folder / "hang").unlink()
         servers.inbox.wait_for("resolved", alertname="GradwatchRunStalled", run_id="show-hung")
         one.end()
+
+
+SHOWS = {
+    "a NaN reaches the webhook and resolves": nan,
+    "both ranks of a torchrun are found, and gone after exit": ranks,
+    "http_sd finds ranks and keeps the last counters of a run that ended": http_sd,
+    "a killed job is reported as down": killed,
+    "a hung job is reported as stalled": hung,
+}
+
+
+@pytest.fixture(scope="module")
+def shows(
+    servers: Stack, rules: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[None]]]:
+    """Every show, under way."""
+    with ThreadPoolExecutor(len(SHOWS)) as stages:
+        yield {
+            name: stages.submit(show, servers, rules, tmp_path_factory.mktemp(show.__name__))
+            for name, show in SHOWS.items()
+        }
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_a_show_goes_on_to_its_end(name: str, shows: dict[str, Future[None]]) -> None:
+    """A job, servers and somebody who is told do together what the show's function says."""
+    shows[name].result()
