@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.runs import default_directory, journals, newest
+from gradwatch.cli.runs import add_directory, chosen_run, journals
 from gradwatch.cli.terminal import Counter, paint, table
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
-    parser.add_argument(
-        "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
-    )
+    add_directory(parser)
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="read the journal of this rank (default: 0)"
     )
@@ -48,7 +46,7 @@ def handle(arguments: argparse.Namespace) -> int:
     """Print the audit; 1 where an action failed."""
     from gradwatch.journal.audit import Audit
 
-    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
+    where = chosen_run(arguments)
     audit = Audit()
     for journal in journals(where, arguments.rank):
         follow(journal, audit)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.runs import default_directory, journals, newest
-from gradwatch.cli.terminal import Counter, paint
+from gradwatch.cli.runs import add_directory, chosen_run, journals
+from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--run", metavar="RUN", help="folder of a run, or a journal file (default: the newest of --dir)"
     )
-    parser.add_argument(
-        "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
-    )
+    add_directory(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="for an issue or a wiki: no colours, no HTML")
@@ -66,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Print one page per incident; 1 where no cause is known."""
-    where = Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
+    where = chosen_run(arguments)
     best = [explained(where, incident) for incident in chosen(where, arguments.incident)]
     if arguments.incident and not best:
         raise GradwatchError(f"nothing is known of {arguments.incident} in {where}{_known(where)}")
@@ -87,14 +84,13 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def audited(where: Path) -> Audit:
     """What fired, as the journals of all ranks have it; of one rule the rank on which it fired most often."""
-    from gradwatch.journal.audit import Audit, read
+    from gradwatch.cli.audit import follow
+    from gradwatch.journal.audit import Audit
 
     everything = Audit()
     for journal in journals(where):
         found = Audit()
-        with closing(Counter("{:,} steps read")) as count:
-            for steps in read(journal, found):
-                count(steps)
+        follow(journal, found)
         for rule, one in found.rules.items():
             if one.times > getattr(everything.rules.get(rule), "times", 0):
                 everything.rules[rule] = one

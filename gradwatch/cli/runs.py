@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,18 @@ def default_directory() -> str:
     from gradwatch.session.settings import DEFAULT_DIR
 
     return os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
+
+
+def add_directory(parser: argparse.ArgumentParser) -> None:
+    """Describe the option `--dir` to argparse."""
+    parser.add_argument(
+        "--dir", metavar="DIR", help="where runs are (default: GRADWATCH_DIR, else ./gradwatch-runs)"
+    )
+
+
+def chosen_run(arguments: argparse.Namespace) -> Path:
+    """The run named, else the newest of `--dir`; GradwatchError where there is none."""
+    return Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
 
 
 def newest(directory: Path) -> Path:

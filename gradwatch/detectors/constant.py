@@ -20,6 +20,7 @@ from gradwatch.detectors.detector import (
     Column,
     Comparison,
     Detector,
+    Exceeding,
     Sample,
     Scope,
     State,
@@ -167,7 +168,7 @@ class Dead(Detector):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class UpdateRatio(Detector):
+class UpdateRatio(Exceeding):
     """‖Δw‖/‖w‖ > above: the optimizer moves a matrix too far in a step, the best sign of a too high
     learning rate.
 
@@ -186,24 +187,10 @@ class UpdateRatio(Detector):
     min_weight_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     min_ndim: Dimensions = 2
 
-    def __post_init__(self) -> None:
-        if self.clear_below is not None and self.clear_below > self.above:
-            raise ValueError("clear_below must not exceed above")
-
     @property
     def columns(self) -> tuple[str, ...]:
         """The ratio, and the norm it is relative to."""
         return ("update_ratio", "weight_norm")
-
-    @property
-    def fires_at(self) -> float:
-        """`above`."""
-        return self.above
-
-    @property
-    def clears_at(self) -> float:
-        """`clear_below`, or `above`."""
-        return self.above if self.clear_below is None else self.clear_below
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The ratio; NaN where missing, not finite, or relative to almost nothing."""

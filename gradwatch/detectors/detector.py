@@ -201,6 +201,29 @@ class Detector:
         return safe is not None and safe[0] <= low and high <= safe[1]
 
 
+class Exceeding(Detector):
+    """Base of the kinds that fire where the score exceeds `above`, and clear below `clear_below` (default: `above`)."""
+
+    __slots__ = ()
+
+    above: float
+    clear_below: float | None
+
+    def __post_init__(self) -> None:
+        if self.clear_below is not None and self.clear_below > self.above:
+            raise ValueError("clear_below must not exceed above")
+
+    @property
+    def fires_at(self) -> float:
+        """`above`."""
+        return self.above
+
+    @property
+    def clears_at(self) -> float:
+        """`clear_below`, or `above`."""
+        return self.above if self.clear_below is None else self.clear_below
+
+
 DETECTORS: dict[str, type[Detector]] = {}
 """Every kind registered so far, by its name in `detect:`."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gradwatch.detectors.constant import Finite, Positive
-from gradwatch.detectors.detector import STRICT, Detector, NormColumn, Sample, State, register_detector
+from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 SETTLED = 20
@@ -173,21 +173,14 @@ def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
     return np.where(judged(state, warmup) & np.isfinite(x), (x - state.m) / sigma, np.float32(np.nan))
 
 
-class Robust(Detector):
+class Robust(Exceeding):
     """What every kind judged by a robust z has in common: when it fires and clears, and whose baseline it shares."""
 
     __slots__ = ()
     has_baseline: ClassVar[bool] = True
 
-    above: float
-    clear_below: float | None
     half_life: int
     warmup: int
-
-    @property
-    def fires_at(self) -> float:
-        """`above`, in σ̂."""
-        return self.above
 
     @property
     def clears_at(self) -> float:
@@ -293,9 +286,6 @@ class Spike(_Level):
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
-    def __post_init__(self) -> None:
-        check_clear(self.clear_below, self.above)
-
     def scale(self, sample: Sample) -> Array32:
         """ln value."""
         return log_of(sample)
@@ -323,9 +313,6 @@ class LossSpike(_Level):
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
-    def __post_init__(self) -> None:
-        check_clear(self.clear_below, self.above)
-
     def scale(self, sample: Sample) -> Array32:
         """asinh value; NaN where missing or not finite."""
         usable = sample.present & np.isfinite(sample.values)
@@ -334,9 +321,3 @@ class LossSpike(_Level):
     def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """sinh x."""
         return np.sinh(x)
-
-
-def check_clear(clear_below: float | None, above: float) -> None:
-    """A rule must not clear above the level at which it fires."""
-    if clear_below is not None and clear_below > above:
-        raise ValueError("clear_below must not exceed above")

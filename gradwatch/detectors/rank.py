@@ -22,7 +22,6 @@ from gradwatch.detectors.level import (
     Robust,
     Warmup,
     absorb,
-    check_clear,
     deviation,
     judged,
     mature,
@@ -55,9 +54,6 @@ class RankOutlier(Robust):
     clear_below: Finite | None = None
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
-
-    def __post_init__(self) -> None:
-        check_clear(self.clear_below, self.above)
 
     @property
     def columns(self) -> tuple[str, ...]:

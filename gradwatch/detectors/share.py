@@ -15,6 +15,7 @@ from gradwatch.detectors.detector import (
     STRICT,
     Comparison,
     Detector,
+    Exceeding,
     Sample,
     Scope,
     State,
@@ -25,7 +26,6 @@ from gradwatch.detectors.level import (
     Array32,
     HalfLife,
     Warmup,
-    check_clear,
     common_pace,
     gain,
     mature,
@@ -48,7 +48,7 @@ class ShareState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class Drop(Detector):
+class Drop(Exceeding):
     """A parameter's share of the model falls: vanishing that an absolute bound cannot see.
 
     y = ln norm_i - median_j ln norm_j over the selected tensors (a norm of 0 counts as 1e-30); b +=
@@ -72,19 +72,6 @@ class Drop(Detector):
     min_ndim: Dimensions = 2
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
     warmup: Warmup = field(default=40, metadata={"rule_key": True})
-
-    def __post_init__(self) -> None:
-        check_clear(self.clear_below, self.above)
-
-    @property
-    def fires_at(self) -> float:
-        """`above`, a factor."""
-        return self.above
-
-    @property
-    def clears_at(self) -> float:
-        """`clear_below`, or `above`."""
-        return self.above if self.clear_below is None else self.clear_below
 
     def baseline_key(self) -> tuple[Any, ...]:
         """What is learned does not depend on the threshold."""

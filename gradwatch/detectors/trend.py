@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.constant import Positive
-from gradwatch.detectors.detector import STRICT, Detector, NormColumn, Sample, State, register_detector
+from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
 from gradwatch.detectors.level import (
     LARGEST_EXPONENT,
     Array32,
     HalfLife,
     Warmup,
-    check_clear,
     common_pace,
     gain,
     log_of,
@@ -41,7 +40,7 @@ class TrendState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class Drift(Detector):
+class Drift(Exceeding):
     """exp(EW_fast(x) - EW_slow(x)) > above, with x = ln value: the recent level over the long-term one.
 
     Sees steady growth that `spike` is blind to (up to 5 % a step); slower to a single jump. The present
@@ -61,19 +60,9 @@ class Drift(Detector):
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
     def __post_init__(self) -> None:
-        check_clear(self.clear_below, self.above)
+        Exceeding.__post_init__(self)
         if self.fast >= self.slow:
             raise ValueError("fast must be shorter than slow")
-
-    @property
-    def fires_at(self) -> float:
-        """`above`, a factor."""
-        return self.above
-
-    @property
-    def clears_at(self) -> float:
-        """`clear_below`, or `above`."""
-        return self.above if self.clear_below is None else self.clear_below
 
     def baseline_key(self) -> tuple[Any, ...]:
         """What is learned does not depend on the threshold."""

@@ -29,12 +29,13 @@ from gradwatch.endpoint.protocol import (
     plain,
     respond,
 )
+from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPTS_PER_TURN = 32
 _DRAIN_BYTES = 65536
-_LONGEST_PAUSE_SECONDS = 300.0
+_BACKOFF_SECONDS = (1.0, 300.0)  # after the first failure, and at most
 
 Route = Callable[[bool], Content]
 """Makes the answer for a path; called with True when CPU is short and a slightly old answer is preferred."""
@@ -142,7 +143,7 @@ class Endpoint:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        pause = 1.0
+        backoff = Backoff(*_BACKOFF_SECONDS)
         while not self._stop.is_set():
             started = time.thread_time()
             try:
@@ -152,8 +153,7 @@ class Endpoint:
             except Exception as error:
                 # Out of memory, or somebody closed our descriptors: report, and try again ever more rarely.
                 self._on_error(error)
-                self._stop.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                self._stop.wait(backoff.failed())
             self._allowance.spend(time.thread_time() - started, time.monotonic())
             # Peers wait in the kernel meanwhile, and what they send piles up into fewer, larger reads.
             self._stop.wait(min(self._allowance.debt_seconds, 1.0))

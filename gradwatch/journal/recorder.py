@@ -20,13 +20,14 @@ from gradwatch.journal.health_tag import HealthTag
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import GroupNorms, StepRow, StepsEntry, step_row
 from gradwatch.records.snapshot import Event, Record, RunInfo, Sites, Snapshot
+from gradwatch.runtime.backoff import Backoff
 
 _ROWS = 64
 _ROWS_SECONDS = 1.0
 _SYNC_SECONDS = 5.0
 _MOST_WAITING = 1024
 _RING_BYTES = 16 << 20
-_BACKOFF_SECONDS = (0.25, 10.0)
+_BACKOFF_SECONDS = (0.25, 10.0)  # after the first failure, and at most
 
 
 @dataclass(slots=True)
@@ -50,29 +51,6 @@ class _Waiting:
     events: tuple[Event, ...]
     generation: int = -1
     safe: bool = False
-
-
-class _Backoff:
-    """When to try again after a failure: 0.25 s later, then twice as long each time, up to 10 s."""
-
-    def __init__(self) -> None:
-        self._delay = 0.0
-        self._until = 0.0
-
-    @property
-    def clear(self) -> bool:
-        return self._delay == 0
-
-    def ready(self) -> bool:
-        return time.monotonic() >= self._until
-
-    def failed(self) -> None:
-        low, high = _BACKOFF_SECONDS
-        self._delay = min(max(low, 2 * self._delay), high)
-        self._until = time.monotonic() + self._delay
-
-    def reset(self) -> None:
-        self._delay = self._until = 0.0
 
 
 class Recorder:
@@ -105,7 +83,7 @@ class Recorder:
         self._lost = LostEntry()
         self._rows_since = self._synced_at = time.monotonic()
         self._rows_wait = 0.0  # the first rows are written at once: the process may be killed early
-        self._backoff, self._events_backoff = _Backoff(), _Backoff()
+        self._backoff, self._events_backoff = Backoff(*_BACKOFF_SECONDS), Backoff(*_BACKOFF_SECONDS)
         self._urgent = self._failing = False
         self.end = EndEntry(0)  # written by `close`, with the number of records
         self.failures = self._rows = self._records = self._numbers = self._sites = self._rotated = 0
@@ -143,8 +121,8 @@ class Recorder:
         """Write what is due, or everything and sync it where `durable`; whether that left nothing waiting."""
         now, failures = time.monotonic(), self.failures
         if durable:
-            self._backoff.reset()
-            self._events_backoff.reset()
+            self._backoff.succeeded()
+            self._events_backoff.succeeded()
         if durable or now - self._rows_since >= self._rows_wait:
             self._write_rows()
         if durable and self._lost:
@@ -157,7 +135,7 @@ class Recorder:
 
     def _write_tag(self, last: bool) -> None:
         """The checkpoint tag follows what has been recorded; a disk that refuses it is asked again."""
-        if self.files.path is None or not self._backoff.ready():
+        if self.files.path is None or not self._backoff.ready:
             return
         try:
             self._tag.write(self.files.directory, last)
@@ -190,7 +168,7 @@ class Recorder:
 
     def _settle_events(self) -> None:
         """Write the events that are not in the present file, sync, acknowledge."""
-        if not self._events_backoff.ready():
+        if not self._events_backoff.ready:
             return
         try:
             if self._waiting:
@@ -208,8 +186,8 @@ class Recorder:
             self._sync_what_fits()
         else:
             self._urgent = False
-            self._events_backoff.reset()
-            if self._backoff.clear:
+            self._events_backoff.succeeded()
+            if not self._backoff.failing:
                 self._works()
 
     def _sync_what_fits(self) -> None:
@@ -269,7 +247,7 @@ class Recorder:
     def _write_norms(self, track: _Track, chosen: Chosen) -> None:
         snapshot = chosen.record.snapshot
         sampled = chosen.reason in ("sample", "firing")
-        if not (self._backoff.ready() and self._write([self._norms(track, chosen)], track, sampled)):
+        if not (self._backoff.ready and self._write([self._norms(track, chosen)], track, sampled)):
             self.lose(LostEntry(norms=1, first_step=snapshot.step, last_step=snapshot.step))
         self._pause()
 
@@ -294,7 +272,7 @@ class Recorder:
 
     def _write(self, payloads: list[bytes], track: _Track | None = None, sampled: bool = False) -> bool:
         """Append ordinary payloads, behind the sites they need and the count of what is missing."""
-        if not self._backoff.ready():
+        if not self._backoff.ready:
             return False
         try:
             self._open()

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from gradwatch.runtime.backoff import Backoff
 from gradwatch.runtime.health import Health
 
 THREAD_NAME = "gradwatch-courier"
-_LONGEST_PAUSE_SECONDS = 60.0
+_BACKOFF_SECONDS = (1.0, 60.0)  # after the first failure, and at most
 
 Work = Callable[[], float | None]
 """Does what is due and returns the seconds to the next time, None for not before being woken."""
@@ -31,8 +32,8 @@ class Round:
     def __init__(self, name: str, work: Work, health: Health) -> None:
         self.name, self.work, self.health = name, work, health
         self.due: float | None = None
-        self.not_before = 0.0
-        self.asked = self.done = self.failures = 0
+        self.backoff = Backoff(*_BACKOFF_SECONDS)
+        self.asked = self.done = 0
 
     def make(self) -> float | None:
         """Do what is due, whatever comes of it; returns the seconds to the next time."""
@@ -41,12 +42,9 @@ class Round:
         except Exception as error:
             self.health.report(self.name, error)
             self.health.mark(self.name, False)
-            pause: float = min(2.0 ** min(self.failures, 16), _LONGEST_PAUSE_SECONDS)
-            self.failures += 1
-            self.not_before = time.monotonic() + pause
-            return pause
+            return self.backoff.failed()
         self.health.mark(self.name, True)
-        self.failures, self.not_before = 0, 0.0
+        self.backoff.succeeded()
         return again
 
 
@@ -74,7 +72,7 @@ class Courier:
         """There is something to do; returns at once. A round that failed waits its time all the same."""
         with self._condition:
             one.asked += 1
-            one.due = one.not_before
+            one.due = one.backoff.until
             self._condition.notify_all()
 
     def settle(self, one: Round, timeout: float) -> bool:
@@ -88,7 +86,7 @@ class Courier:
             self._condition.notify_all()
             while one.done < asked and one in self._rounds and (left := deadline - time.monotonic()) > 0:
                 self._condition.wait(left)
-            return one.done >= asked and not one.failures
+            return one.done >= asked and not one.backoff.failing
 
     def leave(self, one: Round) -> None:
         """Forget a round; the thread ends with the last one. Idempotent."""

@@ -21,7 +21,7 @@ from gradwatch.localise.hold.randomness import Generators
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.localise.replay.live import backwards_watched
 from gradwatch.localise.replay.recorder import Recorder
-from gradwatch.localise.replay.replay import Trace, blame_nodes, blame_outputs, eager, sources, unchecked
+from gradwatch.localise.replay.replay import Trace, blame_backward, eager, sources, unchecked
 from gradwatch.localise.replay.state_restored import stand_ins, undisturbed
 from gradwatch.taps.process_totals import uncounted
 
@@ -76,14 +76,7 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
     trace = Trace(sources=sources({name.split(".", 2)[2]: tensor for name, tensor in given.items()}))
 
     def backward(roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        if trace.blamed:
-            return run()
-        with torch.no_grad():
-            blame_outputs(trace, roots, recorder)
-        with recorder.backward(roots):
-            result = run()
-        blame_nodes(trace, recorder)
-        return result
+        return blame_backward(trace, recorder, roots, run)
 
     def closure() -> None:
         kept.generators.restore()

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.compiled import anything_compiled
 from gradwatch.localise.replay.recorder import Recorder
-from gradwatch.localise.replay.replay import Trace, blame_nodes, blame_outputs, sources
+from gradwatch.localise.replay.replay import Trace, blame_backward, sources
 from gradwatch.taps import modes
 
 RUN_BACKWARD = "_engine_run_backward"  # through which every backward() and grad() of torch goes
@@ -86,15 +86,9 @@ class Live:
         self.end()
 
     def _backward(self, roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        recorder, trace = self._recorder, self._trace
-        if recorder is None or trace.origin is not None or trace.culprits:
+        if self._recorder is None:
             return run()
-        with torch.no_grad():
-            blame_outputs(trace, roots, recorder)
-        with recorder.backward(roots):
-            result = run()
-        blame_nodes(trace, recorder)
-        return result
+        return blame_backward(self._trace, self._recorder, roots, run)
 
 
 def refuse() -> None:

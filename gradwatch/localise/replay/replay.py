@@ -175,6 +175,18 @@ def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return tensors(made[-1] if made else returned)
 
 
+def blame_backward(trace: Trace, recorder: Recorder, roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+    """Run a backward that starts at `roots`; note what made them or a gradient non-finite, unless that is known."""
+    if trace.blamed:
+        return run()
+    with torch.no_grad():
+        blame_outputs(trace, roots, recorder)
+    with recorder.backward(roots):
+        result = run()
+    blame_nodes(trace, recorder)
+    return result
+
+
 def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -> None:
     """The origin of what is not finite among outputs, NaN before Inf."""
     found = []
