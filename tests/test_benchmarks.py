@@ -5,7 +5,6 @@ No test here decides anything by a time it measured.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +30,7 @@ from tests.benchmarks.peers import (
 from tests.benchmarks.tables import report
 from tests.benchmarks.targets import parameter_targets, targets
 from tests.benchmarks.workloads import WORKLOADS, Batch, Task, Workload
+from tests.support import warm
 
 QUICK = [name for name, contender in CONTENDERS.items() if contender.package in ("torch", "gradwatch")]
 MILLISECOND = 1e-3
@@ -420,9 +420,7 @@ def test_a_fast_path_is_switched_off() -> None:
         "gw = gradwatch.watch(task.model, task.optimizer, sinks=[]); [task.step() for _ in range(80)]; "
         "assert gw.health.errors() == {}, gw.health.errors(); print(gw.status()['account']['watched']['steps'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=versions.ROOT, timeout=120
-    )
+    done = warm.run([sys.executable, "-c", script], versions.ROOT)
     assert done.stdout.split() == ["80"], done.stderr
 
 

@@ -25,6 +25,7 @@ from gradwatch.sinks.prometheus.run_totals import Tally
 from gradwatch.sinks.trackers.points import MOST_OPTIMIZERS, Point, Points
 from gradwatch.sinks.trackers.tracker import MAX_QUEUE, Tracker
 from tests.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
+from tests.support import warm
 
 SITES = make_sites(4)
 ROOT = Path(__file__).parents[1]
@@ -328,15 +329,7 @@ sinks:
 
 def run_job(folder: Path, *args: str) -> str:
     surroundings: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, *args],
-        cwd=folder,
-        env=surroundings,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = warm.run([sys.executable, "-c", JOB, *args], folder, surroundings)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

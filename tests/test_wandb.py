@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.wandb_file import OfflineRun, offline_runs
 from tests.wandb_job import STEPS
 
@@ -38,16 +39,8 @@ def run_script(folder: Path, *args: str, **env: str) -> subprocess.CompletedProc
         "NETRC": str(folder / "netrc"),
         **env,
     }
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        env={name: value for name, value in surroundings.items() if value},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    given = {name: value for name, value in surroundings.items() if value}
+    return warm.run([sys.executable, *args], folder, given)
 
 
 @pytest.fixture(scope="module")
