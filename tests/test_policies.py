@@ -234,7 +234,7 @@ def test_a_method_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     def entry_points(group: str, name: str) -> list[Entry]:
         return [Entry()] if (group, name) == ("gradwatch.policies", "halve") else []
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr("gradwatch.runtime.registry.entry_points", entry_points)
     try:
         rules = parse_rules("version: 1\nclip: {total: {method: halve, most: 2}}")
         assert rules.clip is not None

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import BoolArray, FloatArray
+from gradwatch.runtime.registry import Registry
 
 State = tuple[Any, ...]
 """What `init` returns: a NamedTuple of arrays whose last axis is K (empty for a kind without memory)."""
@@ -224,31 +223,26 @@ class Exceeding(Detector):
         return self.above if self.clear_below is None else self.clear_below
 
 
-DETECTORS: dict[str, type[Detector]] = {}
+ENTRY_POINT_GROUP = "gradwatch.detectors"
+
+DETECTORS: Registry[type[Detector]] = Registry("detector kind", ENTRY_POINT_GROUP)
 """Every kind registered so far, by its name in `detect:`."""
 
 KNOWN_NOT_BUILT: frozenset[str] = frozenset()
 """Kinds of the rule language that this version cannot evaluate yet."""
-
-ENTRY_POINT_GROUP = "gradwatch.detectors"
 
 D = TypeVar("D", bound=type[Detector])
 
 
 def register_detector(cls: D) -> D:
     """Make `cls.kind` usable in `detect:`; a second class of the same kind raises `GradwatchError`."""
-    if DETECTORS.get(cls.kind, cls) is not cls:
-        raise GradwatchError(f"detector kind {cls.kind!r} is registered already, by {DETECTORS[cls.kind]!r}")
-    DETECTORS[cls.kind] = cls
+    DETECTORS.register(cls.kind, cls)
     return cls
 
 
 def find_detector(kind: str) -> type[Detector] | None:
     """The class of a kind, built in or from an installed package's entry point; None when there is none."""
-    if kind not in DETECTORS:
-        for entry in entry_points(group=ENTRY_POINT_GROUP, name=kind):
-            register_detector(entry.load())
-    return DETECTORS.get(kind)
+    return DETECTORS.find(kind, register_detector)
 
 
 def rule_keys(cls: type[Detector]) -> frozenset[str]:

@@ -12,7 +12,6 @@ Axes: K series.
 from __future__ import annotations
 
 from dataclasses import fields
-from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from pydantic import Field
 
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import BoolArray
+from gradwatch.runtime.registry import Registry
 
 ENTRY_POINT_GROUP = "gradwatch.policies"
 
@@ -90,7 +90,7 @@ def finite(norms: Floats, present: BoolArray) -> BoolArray:
     return present & np.isfinite(norms)
 
 
-POLICIES: dict[str, type[AnyPolicy]] = {}
+POLICIES: Registry[type[AnyPolicy]] = Registry("clip method", ENTRY_POINT_GROUP)
 """Every method registered so far, by name."""
 
 P = TypeVar("P", bound=type[AnyPolicy])
@@ -100,15 +100,10 @@ def register_policy(cls: P) -> P:
     """Make `cls.method` usable in `clip:`; a second class of the same method raises `GradwatchError`."""
     if not isinstance(getattr(cls, "method", None), str):
         raise GradwatchError(f"{cls!r} lacks the name of its clip method: `method: ClassVar[str] = ...`")
-    if POLICIES.get(cls.method, cls) is not cls:
-        raise GradwatchError(f"clip method {cls.method!r} is registered already, by {POLICIES[cls.method]!r}")
-    POLICIES[cls.method] = cls
+    POLICIES.register(cls.method, cls)
     return cls
 
 
 def find_policy(method: str) -> type[AnyPolicy] | None:
     """The class of a method, built in or from an installed package's entry point; None when there is none."""
-    if method not in POLICIES:
-        for entry in entry_points(group=ENTRY_POINT_GROUP, name=method):
-            register_policy(entry.load())
-    return POLICIES.get(method)
+    return POLICIES.find(method, register_policy)

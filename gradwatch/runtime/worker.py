@@ -34,6 +34,12 @@ class Round:
         self.due: float | None = None
         self.backoff = Backoff(*_BACKOFF_SECONDS)
         self.asked = self.done = 0
+        self._pid = os.getpid()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it is of the process that this one was forked from: nothing is to be done here."""
+        return self._pid != os.getpid()
 
     def make(self) -> float | None:
         """Do what is due, whatever comes of it; returns the seconds to the next time."""
@@ -56,7 +62,6 @@ class Courier:
         self._condition = threading.Condition()
         self._rounds: list[Round] = []
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
 
     def enter(self, name: str, work: Work, health: Health) -> Round:
         """Take a round on; nothing is done before it is woken. RuntimeError where no thread can be had."""
@@ -77,8 +82,8 @@ class Courier:
 
     def settle(self, one: Round, timeout: float) -> bool:
         """Have the round made once more, from now on; False where that fails or takes longer."""
-        if self._pid != os.getpid():
-            return True  # a forked child: the parent's thread is at work
+        if one.inherited:
+            return True  # the parent's thread is at work
         deadline = time.monotonic() + timeout
         with self._condition:
             one.asked += 1
@@ -90,7 +95,7 @@ class Courier:
 
     def leave(self, one: Round) -> None:
         """Forget a round; the thread ends with the last one. Idempotent."""
-        if self._pid != os.getpid():
+        if one.inherited:
             return
         with self._condition:
             if one in self._rounds:

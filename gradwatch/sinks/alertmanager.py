@@ -7,7 +7,6 @@ run, route one of the two (label `via: direct`) to nobody, or be told twice.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -79,11 +78,10 @@ class AlertmanagerSink:
         self._run, self._health = RunInfo("", ""), Health()
         self._columns: dict[str, str] = {}
         self._round: Round | None = None
-        self._pid = 0
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Get a courier; nothing is sent before a rule fires."""
-        self._run, self._health, self._pid = run, health, os.getpid()
+        self._run, self._health = run, health
         self._columns = {rule.id: rule.of for rule in run.rules}
         if self._round is None:
             self._round = courier().enter(self.name, self._deliver, health)
@@ -100,7 +98,7 @@ class AlertmanagerSink:
 
     def flush(self, timeout: float) -> bool:
         """Wait until Alertmanager has what is known; False where it has not after `timeout` seconds."""
-        if self._round is None or self._pid != os.getpid():
+        if self._round is None or self._round.inherited:
             return True
         with self._lock:
             if not self._unsent:
@@ -110,7 +108,7 @@ class AlertmanagerSink:
     def close(self) -> None:
         """Resolve what fires, unless training was stopped for it, and wait at most 2 s for the last letter."""
         ended, self._round = self._round, None
-        if ended is None or self._pid != os.getpid():
+        if ended is None or ended.inherited:
             return
         now = self._clock()
         with self._lock:

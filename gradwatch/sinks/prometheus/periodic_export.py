@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 from gradwatch.records.snapshot import Record, RunInfo
@@ -28,19 +27,17 @@ class Shipment:
         self._metrics = PrometheusSink(None, params="off")
         self._labels: Labels = ()
         self._round: Round | None = None
-        self._pid = 0
 
     @property
     def is_open(self) -> bool:
         """Whether this process has begun to ship and has not ended it."""
-        return self._round is not None and self._pid == os.getpid()
+        return self._round is not None and not self._round.inherited
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Begin; the first shipment is on its way at once."""
         self._labels = tuple(
             (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
         )
-        self._pid = os.getpid()
         self._metrics.open(run, health)
         if self._round is None:
             self._round = courier().enter(self._name, self._ship, health)
@@ -62,9 +59,8 @@ class Shipment:
 
     def end(self, timeout: float = 0.0) -> bool:
         """Ship no more, after a last time that may take `timeout` seconds (0: none). False where it was not open."""
-        ended, was_open = self._round, self.is_open
-        self._round = None
-        if ended is None or not was_open:
+        ended, self._round = self._round, None
+        if ended is None or ended.inherited:
             return False
         if timeout:
             courier().settle(ended, timeout)

@@ -7,7 +7,6 @@ has it keeps for ever, so a run takes away what an earlier attempt of its own ra
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -45,12 +44,10 @@ class PushgatewaySink:
         self._group: dict[str, str] = {}
         self._stopped = self._ended = False
         self._round: Round | None = None
-        self._pid = 0
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Have what an earlier attempt left deleted."""
         self._group = {"run_id": printable(run.run_id), "rank": str(run.rank)}
-        self._pid = os.getpid()
         self._metrics.open(run, health)
         if self._round is None:
             self._round = courier().enter(self.name, self._deliver, health)
@@ -72,7 +69,7 @@ class PushgatewaySink:
     def close(self) -> None:
         """Push the outcome, waiting at most 2 s."""
         ended, self._round = self._round, None
-        if ended is None or self._pid != os.getpid():
+        if ended is None or ended.inherited:
             return
         self._ended = True
         courier().settle(ended, _CLOSE_SECONDS)

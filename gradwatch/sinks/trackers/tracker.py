@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -45,7 +44,6 @@ class Tracker(ABC):
         self._run, self._health = RunInfo("", ""), Health()
         self._round: Round | None = None
         self._started = self._stopped = self._ended = False
-        self._pid = 0
 
     @abstractmethod
     def load(self, run: RunInfo) -> None:
@@ -67,7 +65,7 @@ class Tracker(ABC):
         """Import the library, and get a thread; every rank but 0 stays silent."""
         if run.rank != 0 or self._round is not None:
             return
-        self._run, self._health, self._pid = run, health, os.getpid()
+        self._run, self._health = run, health
         self._points = Points(run.rules, self._every)
         with undisturbed():
             self.load(run)
@@ -76,7 +74,7 @@ class Tracker(ABC):
 
     def write(self, record: Record) -> None:
         """Keep one step where it is due; microseconds, whatever the tracker does."""
-        if self._round is None or self._pid != os.getpid():
+        if self._round is None or self._round.inherited:
             return
         self._stopped |= record.decision.stop
         point = self._points.observe(record)
@@ -96,14 +94,14 @@ class Tracker(ABC):
 
     def flush(self, timeout: float) -> bool:
         """Wait until the tracker has what was written; False where it has not after `timeout` seconds."""
-        if self._round is None or self._pid != os.getpid():
+        if self._round is None or self._round.inherited:
             return True
         return self._courier.settle(self._round, timeout)
 
     def close(self) -> None:
         """Hand over what waits and end the run; gives up after `close_seconds`."""
         ended, self._round = self._round, None
-        if ended is None or self._pid != os.getpid():
+        if ended is None or ended.inherited:
             return
         self._ended = True
         if not self._courier.settle(ended, self.close_seconds):

@@ -1,0 +1,38 @@
+"""Names that two packages may want, and packages that are not imported yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwatch.errors import GradwatchError
+from gradwatch.runtime.registry import Registry
+
+
+def test_a_name_belongs_to_the_first() -> None:
+    """The same again is harmless; another one is refused, with what has the name."""
+    numbers: Registry[int] = Registry("number", "no-such-group")
+    thousand = 1000
+    assert numbers.register("k", thousand) is thousand
+    assert numbers.register("k", thousand) is thousand
+    with pytest.raises(GradwatchError, match="number 'k' is registered already, by 1000"):
+        numbers.register("k", 1024)
+    assert numbers == {"k": thousand}
+
+
+def test_plugins_are_loaded_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by the name of their entry point; None where no package has one."""
+    loaded: list[str] = []
+
+    class Entry:
+        def load(self) -> int:
+            loaded.append("k")
+            return 1000
+
+    def entry_points(group: str, name: str) -> list[Entry]:
+        return [Entry()] if (group, name) == ("plugins", "k") else []
+
+    monkeypatch.setattr("gradwatch.runtime.registry.entry_points", entry_points)
+    numbers: Registry[int] = Registry("number", "plugins")
+    found = [numbers.find(name, lambda entry: numbers.register("k", entry)) for name in ("k", "k", "m")]
+    assert found == [1000, 1000, None]
+    assert loaded == ["k"]
