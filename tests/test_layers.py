@@ -52,12 +52,7 @@ AT_ROOT = {"__init__.py", "__main__.py", "errors.py", "checkpoint.py", "testing.
 MOST_FILES = 20
 # Imports from above that are still there, file and module. What is mended comes off the list; nothing is added.
 UPWARD = {
-    ("capture/columns/modules.py", "gradwatch.actions.backward.modules"),
     ("capture/optimizer.py", "gradwatch.actions.clip"),
-    ("incidents/bundle/writing.py", "gradwatch.journal.files"),
-    ("rules/files/__init__.py", "gradwatch.engine.rules_fit"),
-    ("rules/files/resolve.py", "gradwatch.engine.series"),
-    ("taps/step_hooks.py", "gradwatch.actions.skip.copies"),
 }
 # Where private names of torch may stand, and where they still do elsewhere: nothing is added here either.
 PRIVATE_ROOMS = ("taps/", "reading/", "distributed/group.py")

@@ -13,9 +13,8 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from gradwatch.journal.files import make_directory
 from gradwatch.records.snapshot import RunInfo
-from gradwatch.runtime.files import read_regular, write_whole
+from gradwatch.runtime.files import make_directory, read_regular, write_whole
 from gradwatch.runtime.process import start_ticks
 
 DEFAULT_LISTEN = "127.0.0.1:29440"

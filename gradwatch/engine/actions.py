@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.ladder import due_actions
 from gradwatch.engine.plan import Plan, RulePlan
-from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
-from gradwatch.records.snapshot import RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
+from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
 from gradwatch.rules.model import Action
 
 Array32 = NDArray[np.float32]

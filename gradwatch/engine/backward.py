@@ -5,7 +5,6 @@ Axes: S sites (parameters, then modules), K series of one rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -16,15 +15,12 @@ from gradwatch.detectors.level import LevelState
 from gradwatch.engine.baseline_bounds import bounds_of_rules, own_state
 from gradwatch.engine.clipping import BoundPolicy
 from gradwatch.engine.plan import Plan, RulePlan
-from gradwatch.engine.series import MODULE_COLUMNS
 from gradwatch.engine.state import EngineState
 from gradwatch.policies import Baseline, BlockRMS, ClipByNorm, ElementwisePolicy, Normalize, State
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.snapshot import BoolArray
-from gradwatch.rules.model import Action, Rule, RuleSet
-
-BOUNDED = frozenset({"grad_input_norm"})
-"""Module columns that a full-backward hook can bound: it returns the gradient that the module passes on."""
+from gradwatch.records.snapshot import MODULE_COLUMNS, BoolArray
+from gradwatch.rules.model import Action, RuleSet
+from gradwatch.rules.objections import BOUNDED, at_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +40,7 @@ def clips_in_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
         (rule.id, bool(action.params.get("local")))
         for rule in ruleset.rules
         for action in rule.do
-        if rule.acts and _at_backward(action)
+        if rule.acts and at_backward(action)
     ]
 
 
@@ -69,7 +65,7 @@ def drops_micro(ruleset: RuleSet) -> bool:
 
 def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
     """Whether all that a rule does is done in the backward, so that its step need not wait for a verdict."""
-    return all(map(_at_backward, ruleset.rule(rule_id).do))
+    return all(map(at_backward, ruleset.rule(rule_id).do))
 
 
 def at_step(ruleset: RuleSet) -> RuleSet:
@@ -88,7 +84,7 @@ def at_step(ruleset: RuleSet) -> RuleSet:
 
 
 def _moved_to_step(action: Action) -> Action:
-    return replace(action, params={**action.params, "at": "step"}) if _at_backward(action) else action
+    return replace(action, params={**action.params, "at": "step"}) if at_backward(action) else action
 
 
 def asked(plan: Plan) -> Asked:
@@ -106,7 +102,7 @@ def asked(plan: Plan) -> Asked:
 def asks_of_modules(ruleset: RuleSet) -> bool:
     """Whether some rule bounds the gradient between modules."""
     return any(
-        rule.acts and rule.detect.columns[0] in BOUNDED and _at_backward(action)
+        rule.acts and rule.detect.columns[0] in BOUNDED and at_backward(action)
         for rule in ruleset.rules
         for action in rule.do
     )
@@ -132,11 +128,7 @@ def module_bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
 
 
 def _clips_in_backward(one: RulePlan) -> bool:
-    return one.rule.acts and any(map(_at_backward, one.rule.do))
-
-
-def _at_backward(action: Action) -> bool:
-    return action.name == "clip" and action.params.get("at") == "backward"
+    return one.rule.acts and any(map(at_backward, one.rule.do))
 
 
 def _index(one: RulePlan, plan: Plan) -> NDArray[np.intp]:
@@ -183,37 +175,3 @@ def _normalizing(policy: Normalize, size: int) -> Bound:
     return Bound(
         np.full(size, low), np.full(size, high), np.full(size, policy.target), policy.eps, enlarges=True
     )
-
-
-def misplaced(rule: Rule, ruleset: RuleSet) -> Iterator[str]:
-    """What of a rule cannot be done in the backward by any hook, one sentence each."""
-    for action in rule.do:
-        if action.name == "drop_micro" and rule.detect.kind != "nonfinite":
-            yield "`drop_micro` drops what is not finite, so it needs kind: nonfinite"
-        if _at_backward(action):
-            reason = _cannot(rule, action.params.get("to"), ruleset)
-            if reason:
-                yield f"`clip: {{at: backward}}` {reason}; use `at: step`"
-
-
-def _cannot(rule: Rule, to: object, ruleset: RuleSet) -> str:
-    detector, column = rule.detect, rule.detect.columns[0]
-    if not detector.invertible or detector.comparison != "above":
-        return f"needs a detector with a limit known beforehand (above, spike), not {detector.kind!r}"
-    if rule.for_ != 1:
-        return "acts on the first gradient above the limit, so it needs `for: 1`"
-    if column in MODULE_COLUMNS:
-        return _cannot_on_modules(column, to, ruleset)
-    if rule.scope != "param":
-        return f"sees one parameter at a time, not scope {rule.scope!r}"
-    return ""
-
-
-def _cannot_on_modules(column: str, to: object, ruleset: RuleSet) -> str:
-    if column not in BOUNDED:
-        return f"bounds what a module passes on, `grad_input_norm`, not {column!r}"
-    if to == "baseline":
-        return "bounds what a module passes on by a number: write `to: NUMBER`"
-    if ruleset.modules is None or ruleset.modules.tap != "full_backward":
-        return "on modules needs `modules: {tap: full_backward}`"
-    return ""

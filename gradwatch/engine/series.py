@@ -15,16 +15,19 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.needs import BURSTS, source_of
-from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, BoolArray, FloatArray, Sites, Snapshot
+from gradwatch.records.snapshot import (
+    MODULE_COLUMNS,
+    RANK_COLUMNS,
+    SCALAR_COLUMNS,
+    BoolArray,
+    FloatArray,
+    Sites,
+    Snapshot,
+)
 from gradwatch.rules.model import SAMPLED, Group, Rule, RuleSet
 
 SeriesScope = Literal["param", "group", "total", "scalar"]
 Index = NDArray[np.intp]
-
-MODULE_COLUMNS = frozenset(
-    {"grad_output_norm", "grad_input_norm", "activation_mean", "activation_std", "activation_near_zero"}
-)
-"""Columns measured on tapped modules; every other per-site column is measured on parameters."""
 
 COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow"})
 """Columns filled on suspicion only: when absent and the norms are finite, they are zero."""

@@ -6,17 +6,17 @@ reason at once, or switches just those actions off, so that all else protects (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from gradwatch.account import NOT_ARMED
 from gradwatch.errors import UnfitRulesError
 from gradwatch.rules.model import Action, Clip, RuleSet
+from gradwatch.rules.objections import TOTAL, clip_places
 
 CLIP = "clip:"
 """Before a place of `clip:`, where rules that are off are listed: no rule id holds a colon."""
-TOTAL = "total"
 
 
 class Refusal(NamedTuple):
@@ -80,14 +80,6 @@ def _clip_without(clip: Clip | None, places: set[str]) -> Clip | None:
     groups = {name: said for name, said in clip.groups.items() if f"groups.{name}" not in places}
     total = None if TOTAL in places else clip.total
     return replace(clip, total=total, groups=groups) if total is not None or groups else None
-
-
-def clip_places(clip: Clip | None) -> Mapping[str, str]:
-    """The places of `clip:`, each with its method."""
-    if clip is None:
-        return {}
-    total = {} if clip.total is None else {TOTAL: clip.total.method}
-    return {**total, **{f"groups.{name}": said.method for name, said in clip.groups.items()}}
 
 
 def only_at(clip: Clip | None, place: str) -> Clip | None:

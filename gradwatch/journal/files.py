@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from gradwatch.journal.frames import encode_frame
 from gradwatch.journal.reader import JournalName
 from gradwatch.journal.retention import RESERVE, Retention
+from gradwatch.runtime.files import make_directory
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -209,31 +209,3 @@ class JournalFiles:
         self._salt = int.from_bytes(os.urandom(4), "little")
         self._end = self._allocated = self._sequence = self._sampled = 0
         self._dirty = False
-
-
-def make_directory(directory: Path) -> None:
-    """The run directory, 0700, its name durable, and a `.gitignore` of its own.
-
-    The parent gets one as well when it is made here: a folder the user already had is not ours to ignore.
-    """
-    missing = [each for each in (directory, *directory.parents) if not each.exists()]
-    for each in reversed(missing):
-        each.mkdir(mode=0o700, exist_ok=True)
-        sync_directory(each.parent)
-    for each in {directory, *(each for each in missing if each == directory.parent)}:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with suppress(FileExistsError):
-            fd = os.open(each / ".gitignore", flags, 0o600)
-            try:
-                os.write(fd, b"*\n")
-            finally:
-                os.close(fd)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import numpy as np
 
 from gradwatch.detectors.detector import Column
-from gradwatch.engine.series import COUNT_COLUMNS, MODULE_COLUMNS
+from gradwatch.engine.series import COUNT_COLUMNS
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, STANDING_CLIP, Sites
+from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS, STANDING_CLIP, Sites
 from gradwatch.rule_tests.notation import NotationError, expand
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
 from gradwatch.rules.files import load_rules

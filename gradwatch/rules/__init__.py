@@ -1,1 +1,1 @@
-"""Rule files: the model they resolve to and the codes of their problems; `yaml` and `files` read them."""
+"""Rule files: the model they resolve to, codes, and what no model could have (`objections`); `yaml`, `files`."""

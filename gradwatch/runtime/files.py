@@ -1,4 +1,4 @@
-"""Small files in folders that others read and write: written whole or not at all, read only where they are regular."""
+"""Files and folders that others read and write: replaced whole or not at all, read only where they are regular."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO
 
 
@@ -57,3 +58,31 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{os.fspath(path)} is not a regular file")
         return file.read(most_bytes)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a run directory: 0700, its name durable, with a `.gitignore` of its own. Raises OSError.
+
+    The parent gets one as well where it is made here; a folder that the user already had is left as it is.
+    """
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(each.parent)
+    for each in {directory, *(each for each in missing if each == directory.parent)}:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(FileExistsError):
+            fd = os.open(each / ".gitignore", flags, 0o600)
+            try:
+                os.write(fd, b"*\n")
+            finally:
+                os.close(fd)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.actions.skip.copies import with_inner
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_entry, closure_calls, modes
+from gradwatch.taps.inner_optimizers import with_inner
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-TORCHS = ("params", "state", "param_groups", "defaults")
+from gradwatch.taps.inner_optimizers import DEPTH, TORCHS, contained
+
 COUNTED_BY_TORCH = frozenset({"_step_count"})  # LR schedulers look at it: a skipped step was called
-DEPTH = 3  # containers within containers in which an optimizer may keep parameters
 
 
 class Copy:
@@ -68,33 +67,7 @@ def _reaches(value: Any, mine: set[int], groups: list[dict[str, Any]], depth: in
     if isinstance(value, Optimizer):
         emptied = set(map(id, groups))
         return not all(id(group) in emptied for group in value.param_groups)
-    return depth > 0 and any(_reaches(each, mine, groups, depth - 1) for each in _contained(value))
-
-
-def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those it wraps, in containers too."""
-    found = [optimizer]
-    for one in found:  # grows on the way
-        for name, value in vars(one).items():
-            if name not in TORCHS:
-                found += [
-                    inner for inner in _optimizers(value, DEPTH) if not any(inner is each for each in found)
-                ]
-    return found
-
-
-def _optimizers(value: Any, depth: int) -> Iterator[Optimizer]:
-    if isinstance(value, Optimizer):
-        yield value
-    elif depth:
-        for each in _contained(value):
-            yield from _optimizers(each, depth - 1)
-
-
-def _contained(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return (*value.keys(), *value.values())
-    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
+    return depth > 0 and any(_reaches(each, mine, groups, depth - 1) for each in contained(value))
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

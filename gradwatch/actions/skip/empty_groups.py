@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.skip.copies import Copy, params_of, with_inner
+from gradwatch.actions.skip.copies import Copy, params_of
 from gradwatch.actions.skip.shadow_optimizer import unhooked
+from gradwatch.taps.inner_optimizers import with_inner
 
 
 class EmptyLists:

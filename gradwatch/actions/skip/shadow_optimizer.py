@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
-from gradwatch.actions.skip.copies import Copy, params_of, with_inner
+from gradwatch.actions.skip.copies import Copy, params_of
 from gradwatch.taps import step_hooks
+from gradwatch.taps.inner_optimizers import with_inner
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 

@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.actions.skip.copies import Copy, keeps_own_lists, with_inner
+from gradwatch.actions.skip.copies import Copy, keeps_own_lists
 from gradwatch.actions.skip.empty_groups import EmptyLists
 from gradwatch.actions.skip.shadow_optimizer import RandomNumbers, stand_in_for
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
+from gradwatch.taps.inner_optimizers import with_inner
 
 
 class Skips:

@@ -13,7 +13,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
-from gradwatch.actions.backward.modules import ModuleBounds
 from gradwatch.capture.columns.sampled import Sampled
 from gradwatch.capture.names import named_modules
 from gradwatch.engine.needs import BURSTS, Needs
@@ -60,6 +59,16 @@ def taps_on(
     return ModuleTaps(pairs, tap, needs, failed)
 
 
+class GradInputBounds(Protocol):
+    """Replaces the gradients that M modules pass on; only the `full_backward` tap can."""
+
+    def bounded(self, m: int, grad_input: Any) -> Any:
+        """The `grad_input` that torch goes on with after module m; None = as it is."""
+
+    def taken(self) -> Mapping[int, float | Tensor]:
+        """By module, the factor by which its `grad_input` was multiplied since this was last asked."""
+
+
 class ModuleTaps:
     """Taps on M named modules; `collect` gives their columns for the step that ends."""
 
@@ -78,7 +87,7 @@ class ModuleTaps:
         self._failed = failed
         self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
         self._ignore: list[Callable[[], None]] = []
-        self.bounds: ModuleBounds | None = None  # on what the modules pass on, where a rule acts on it
+        self.bounds: GradInputBounds | None = None  # where a rule acts on what the modules pass on
         self._step = 0
         for m, (_, module) in enumerate(modules):
             if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradwatch.incidents.bundle.document import TENSORS
 from gradwatch.incidents.bundle.folders import FOLDER
-from gradwatch.journal.files import make_directory, sync_directory
+from gradwatch.runtime.files import make_directory, sync_directory
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from gradwatch.engine.rules_fit import objections
 from gradwatch.rules.files.canonical import canonical, digest
 from gradwatch.rules.files.clips import clip
 from gradwatch.rules.files.files import Collector, locate, pack_directory, pack_names, read, start
@@ -23,6 +22,7 @@ from gradwatch.rules.files.resolve import Resolver, groups
 from gradwatch.rules.files.schema import MOST_OVERRIDES
 from gradwatch.rules.files.structure import structure
 from gradwatch.rules.model import Modules, RuleSet
+from gradwatch.rules.objections import Objection, objections
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data
 
 __all__ = ["canonical", "json_schema", "load_rules", "pack_directory", "pack_names", "parse_rules"]
@@ -64,7 +64,10 @@ def _load(text: str, path: str, run: str, problems: Problems, refuse: Refuse | N
     document = _merged(collector.files, run, problems)
     ruleset = _resolve(document, problems)
     if not len(problems):
-        for place, reason in (*objections(ruleset), *(refuse(ruleset) if refuse is not None else ())):
+        for place, reason in (
+            *map(_placed, objections(ruleset)),
+            *(refuse(ruleset) if refuse is not None else ()),
+        ):
             problems.add(_mark_of(place, document), "GW215", reason)
     if len(problems):
         raise problems.error()
@@ -127,8 +130,15 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
     )
 
 
+def _placed(one: Objection) -> tuple[str, str]:
+    """(place, reason) of an objection, as a `Refuse` gives them; the place may also be "clip"."""
+    if one.rule:
+        return f"{one.rule}.do", f"rule {one.rule!r}: {one.reason}"
+    return "clip", f"clip.{one.clip}: {one.reason}"
+
+
 def _mark_of(place: str, document: Map) -> Mark:
-    """Where a place of `objections` or of a `Refuse` stands."""
+    """The position in the text of a place that `_placed` or a `Refuse` gives."""
     name, _, key = place.rpartition(".")
     listed = document.get("sinks")
     if name == "sinks" and isinstance(listed, Seq):

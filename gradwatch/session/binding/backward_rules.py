@@ -21,9 +21,10 @@ from gradwatch.engine.backward import (
     drop_micro_rules,
     drops_micro,
 )
-from gradwatch.engine.unfit import Refusal, clip_places
+from gradwatch.engine.unfit import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.rules.model import RuleSet
+from gradwatch.rules.objections import clip_places
 
 AT_STEP = (
     "use `at: step`, or insist with `local: true`: then each rank bounds what it has before the reduction"

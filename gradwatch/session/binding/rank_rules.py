@@ -10,8 +10,9 @@ from gradwatch.capture.columns.sampled import COLUMNS as SAMPLED_COLUMNS
 from gradwatch.distributed.ranks import Wants
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
-from gradwatch.engine.unfit import Refusal, clip_places, only_at
+from gradwatch.engine.unfit import Refusal, only_at
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
+from gradwatch.rules.objections import clip_places
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""

@@ -1,0 +1,120 @@
+"""What a rule file asks for that no model could have: actions that contradict their rule, or that are not built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from gradwatch.policies import POLICIES, find_policy
+from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.rules.model import NOT_BUILT, Action, Clip, Rule, RuleSet
+
+BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
+"""Columns of which a baseline is something that a gradient's norm can be brought down to."""
+BOUNDED = frozenset({"grad_input_norm"})
+"""Module columns that a full-backward hook can bound: it returns the gradient that the module passes on."""
+TOTAL = "total"
+
+
+class Objection(NamedTuple):
+    """Why the actions of `rule`, or the clip at the place `clip` (see `clip_places`), cannot be carried out."""
+
+    reason: str
+    rule: str = ""
+    clip: str = ""
+
+
+def objections(ruleset: RuleSet) -> Iterator[Objection]:
+    """Everything that cannot be carried out whatever the model; rules that are switched off are not looked at."""
+    for rule in ruleset.rules:
+        reasons = [*_not_built(rule), *_meaningless(rule), *_misplaced(rule, ruleset)] if rule.enabled else []
+        if rule.acts and ruleset.modules is None and rule.detect.columns[0] in MODULE_COLUMNS:
+            reasons.append(
+                f"{rule.detect.columns[0]} is read by module taps only: add `modules: {{tap: output}}`"
+            )
+        for reason in reasons:
+            yield Objection(reason, rule=rule.id)
+    for place, method in clip_places(ruleset.clip).items():
+        if find_policy(method) is None:
+            yield Objection(f"no method {method!r}; known: {', '.join(sorted(POLICIES))}", clip=place)
+
+
+def clip_places(clip: Clip | None) -> Mapping[str, str]:
+    """The places of `clip:` ("total", "groups.NAME"), each with its method."""
+    if clip is None:
+        return {}
+    total = {} if clip.total is None else {TOTAL: clip.total.method}
+    return {**total, **{f"groups.{name}": said.method for name, said in clip.groups.items()}}
+
+
+def at_backward(action: Action) -> bool:
+    """True for a clip that is done inside the backward."""
+    return action.name == "clip" and action.params.get("at") == "backward"
+
+
+def _not_built(rule: Rule) -> Iterator[str]:
+    """What a rule asks for that this version does not have."""
+    for action in rule.do:
+        name = str(action.params["to"]) if action.name == "escalate" else action.name
+        if name in NOT_BUILT:
+            yield f"action {name!r} is not built yet; remove it from `do:`, or set `enabled: false`"
+
+
+def _meaningless(rule: Rule) -> Iterator[str]:
+    """Why actions of a rule mean nothing, one sentence each."""
+    column, names = rule.detect.columns[0], {action.name for action in rule.do}
+    clips = [action for action in rule.do if action.name == "clip"]
+    escalates = any(action.name == "escalate" and action.params["to"] == "clip" for action in rule.do)
+    touching = names & {"clip", "rescale", "zero_nonfinite"} or ({"clip"} if escalates else set())
+    local = all(action.params.get("at") == "backward" for action in clips)
+    if touching and column in RANK_COLUMNS:
+        yield f"{_listed(touching)} cannot act on ranks; skip_step, localise and stop can"
+    elif touching and column in MODULE_COLUMNS and not (touching == {"clip"} and local and clips):
+        yield f"{_listed(touching)} at the step acts on parameters, and {column} is measured on modules"
+    learns = rule.detect.has_baseline and rule.detect.invertible
+    to_baseline = any(action.params["to"] == "baseline" for action in clips) or (escalates and not clips)
+    if to_baseline and not (learns and column in BASELINE_COLUMNS):
+        yield (
+            f"clip to the baseline needs one of gradient norms ({', '.join(BASELINE_COLUMNS)}) that `spike` learns; "
+            f"this rule has kind {rule.kind} on {column}; clip to a number instead"
+        )
+    if "zero_nonfinite" in names and not rule.detect.finiteness:
+        yield f"zero_nonfinite needs a rule about NaN and Inf; kind {rule.kind} is about finite numbers"
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names))
+
+
+def _misplaced(rule: Rule, ruleset: RuleSet) -> Iterator[str]:
+    """What of a rule cannot be done in the backward by any hook, one sentence each."""
+    for action in rule.do:
+        if action.name == "drop_micro" and rule.detect.kind != "nonfinite":
+            yield "`drop_micro` drops what is not finite, so it needs kind: nonfinite"
+        if at_backward(action):
+            reason = _cannot(rule, action.params.get("to"), ruleset)
+            if reason:
+                yield f"`clip: {{at: backward}}` {reason}; use `at: step`"
+
+
+def _cannot(rule: Rule, to: object, ruleset: RuleSet) -> str:
+    detector, column = rule.detect, rule.detect.columns[0]
+    if not detector.invertible or detector.comparison != "above":
+        return f"needs a detector with a limit known beforehand (above, spike), not {detector.kind!r}"
+    if rule.for_ != 1:
+        return "acts on the first gradient above the limit, so it needs `for: 1`"
+    if column in MODULE_COLUMNS:
+        return _cannot_on_modules(column, to, ruleset)
+    if rule.scope != "param":
+        return f"sees one parameter at a time, not scope {rule.scope!r}"
+    return ""
+
+
+def _cannot_on_modules(column: str, to: object, ruleset: RuleSet) -> str:
+    if column not in BOUNDED:
+        return f"bounds what a module passes on, `grad_input_norm`, not {column!r}"
+    if to == "baseline":
+        return "bounds what a module passes on by a number: write `to: NUMBER`"
+    if ruleset.modules is None or ruleset.modules.tap != "full_backward":
+        return "on modules needs `modules: {tap: full_backward}`"
+    return ""
