@@ -7,7 +7,6 @@ import hashlib
 import os
 import pickle
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from tests.bare_torch import by_bare_torch
+from tests.support import warm
 from tests.zoo import MODELS
 
 
@@ -119,7 +119,8 @@ def test_what_sinks_import_draws_no_number(tmp_path: Path) -> None:
     """A library that draws from `random` while it is imported (rich does) leaves the job's generators alone."""
     (tmp_path / "rich.py").write_text("import random\nrandom.random()\n")
     code = (
-        "import random, tempfile\n"
+        "import random, sys, tempfile\n"
+        "assert 'rich' not in sys.modules\n"
         "import numpy as np, torch\n"
         "model = torch.nn.Linear(2, 2)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
@@ -128,18 +129,11 @@ def test_what_sinks_import_draws_no_number(tmp_path: Path) -> None:
         "import gradwatch\n"
         "with gradwatch.watch(model, optimizer, run_dir=tempfile.mkdtemp(), listen='127.0.0.1:0', strict=True):\n"
         "    model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
-        "import sys\n"
         "assert 'rich' in sys.modules\n"
         "assert states() == before\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = warm.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,15 +231,18 @@ def test_asking_from_another_thread_judges_nothing(tmp_path: Path) -> None:
         while not done.is_set():
             gw.status()
 
+    interval = sys.getswitchinterval()
     with gw:
         thread = threading.Thread(target=poll)
         thread.start()
+        sys.setswitchinterval(1e-5)  # threads take turns often, and neither waits long for the other
         try:
             for _ in range(400):
                 optimizer.zero_grad()
                 model(X).pow(2).mean().backward()
                 optimizer.step()
         finally:
+            sys.setswitchinterval(interval)
             done.set()
             thread.join()
     assert [record.snapshot.step for record in records] == list(range(400))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -54,9 +53,7 @@ print(json.dumps(sorted(set(events))))
 
 def test_start_makes_no_connection_and_resolves_no_name(tmp_path: Path) -> None:
     """Attaching, watching and closing never connect anywhere and never ask a resolver (it may hang for seconds)."""
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = warm.run([sys.executable, "-c", START, str(tmp_path)], check=True)
     used = json.loads(done.stdout)
     forbidden = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.getnameinfo")
     assert not [name for name in used if name in forbidden]

@@ -13,7 +13,7 @@ from gradwatch.records.snapshot import Snapshot
 from tests.framework_jobs import MAX_NORM, examples, network
 from tests.launch_cases import GRADWATCH, ROOT
 from tests.test_frameworks import slope
-from tests.test_launch_training import execute
+from tests.test_launch_training import execute_warm
 
 RULES = """
 version: 1
@@ -86,7 +86,7 @@ def test_ranks_that_lightning_starts_itself(unmodified: bool, tmp_path: Path) ->
     script.write_text(TRAIN.replace("CALLBACKS", imports).replace("ROOT", repr(ROOT)))
     launcher = [*GRADWATCH, "run", "--rules", "always.gradwatch.yaml", "--dir", "runs"]
     command = [*launcher, "--listen", "127.0.0.1:0", "--"] if unmodified else []
-    done = execute([*command, sys.executable, str(script)], tmp_path)
+    done = execute_warm([*command, sys.executable, str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = by_rank(tmp_path)
     assert sorted(ranks) == [0, 1]

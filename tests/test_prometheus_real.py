@@ -15,6 +15,7 @@ from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.binaries import require
 from tests.real_prometheus import prometheus
 from tests.sink_records import make_event, make_record, make_sites, serving, skip
+from tests.support import warm
 
 
 def train(sink: PrometheusSink, first: int, steps: int, broken: bool = False) -> None:
@@ -106,32 +107,32 @@ def test_an_unmodified_script_under_a_real_prometheus(tmp_path: Path) -> None:
         str(tmp_path / "train.py"),
         str(tmp_path),
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        try:
-            endpoint = tmp_path / "runs" / "job" / "endpoint-rank0.json"
-            deadline = time.monotonic() + 60
-            while not endpoint.exists() and time.monotonic() < deadline and job.poll() is None:
-                time.sleep(0.05)
-            url = str(json.loads(endpoint.read_text())["url"])
-            with prometheus(tmp_path, url.removeprefix("http://").removesuffix("/metrics")) as server:
-                server.wait_for("gradwatch_steps_total > 5")
-                server.wait_for("gradwatch_nonfinite_steps_total == 0")
-                (tmp_path / "poison").touch()
-                server.wait_for("gradwatch_nonfinite_steps_total == 1")
-                server.wait_for("gradwatch_skipped_steps_total == 1")
-                assert server.query('gradwatch_rule_firings_total{rule="non-finite"}')[0][1] == 1
-                assert server.query("gradwatch_internal_errors_total > 0") == []
-                body = urllib.request.urlopen(url, timeout=10).read().decode()
-                checked = subprocess.run(
-                    [require("promtool"), "check", "metrics"],
-                    input=body,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-        finally:
-            (tmp_path / "enough").touch()
-            out, err = job.communicate(timeout=60)
-    assert (job.returncode, out) == (0, ""), err
+    job = warm.Process(command)
+    try:
+        endpoint = tmp_path / "runs" / "job" / "endpoint-rank0.json"
+        deadline = time.monotonic() + 60
+        while not endpoint.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        url = str(json.loads(endpoint.read_text())["url"])
+        with prometheus(tmp_path, url.removeprefix("http://").removesuffix("/metrics")) as server:
+            server.wait_for("gradwatch_steps_total > 5")
+            server.wait_for("gradwatch_nonfinite_steps_total == 0")
+            (tmp_path / "poison").touch()
+            server.wait_for("gradwatch_nonfinite_steps_total == 1")
+            server.wait_for("gradwatch_skipped_steps_total == 1")
+            assert server.query('gradwatch_rule_firings_total{rule="non-finite"}')[0][1] == 1
+            assert server.query("gradwatch_internal_errors_total > 0") == []
+            body = urllib.request.urlopen(url, timeout=10).read().decode()
+            checked = subprocess.run(
+                [require("promtool"), "check", "metrics"],
+                input=body,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+    finally:
+        (tmp_path / "enough").touch()
+        status, out, err = job.communicate(60)
+    assert (status, out) == (0, ""), err
     assert "non-finite" in err  # one line for the person at the terminal
