@@ -22,6 +22,8 @@ scrape_configs:
   - job_name: gradwatch
     static_configs: [{{targets: ['{target}'], labels: {{run_id: run-1, rank: '0'}}}}]
 """
+AT_ONCE = "--scrape.discovery-reload-interval=100ms"
+"""Targets that were found are scraped; by default after up to five seconds."""
 
 
 class Prometheus:
@@ -66,6 +68,7 @@ def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
+                AT_ONCE,
             ],
             stdout=log,
             stderr=subprocess.STDOUT,

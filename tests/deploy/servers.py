@@ -18,7 +18,7 @@ from typing import Any
 from gradwatch.cli import main
 from tests.binaries import require
 from tests.ports import free_port
-from tests.real_prometheus import Prometheus
+from tests.real_prometheus import AT_ONCE, Prometheus
 
 PATIENCE_SECONDS = 90.0
 """On a busy machine; what a show takes on a quiet one stands in deploy/README.md."""
@@ -164,6 +164,7 @@ def stack(folder: Path, rules: str) -> Iterator[Stack]:
             f"--config.file={folder / 'stack/prometheus/prometheus.yml'}",
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
+            AT_ONCE,
         ]
         servers.enter_context(running(command, folder / "prometheus.log"))
         wait_until(lambda: _get(f"http://127.0.0.1:{port}/-/ready"), "Prometheus")
