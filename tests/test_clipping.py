@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import gradwatch
-from gradwatch.capture import user_clip
 from gradwatch.reading.batched import CpuReader
+from gradwatch.taps import clip_functions
 from tests.kept import Kept
 from tests.recorder import norms_of
 
@@ -134,20 +134,19 @@ def test_somebody_elses_wrapper_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     """A function that another library put over ours stays."""
     gw = gradwatch.watch(wide(2), sinks=[])
     theirs = lambda *args, **kwargs: ORIGINAL(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(clip_grad, user_clip.SORTER, theirs)
+    monkeypatch.setattr(clip_grad, clip_functions.SORTER, theirs)
     gw.close()
     assert clip_grad._group_tensors_by_device_and_dtype is theirs
     monkeypatch.undo()
-    user_clip._put_back()
-    setattr(clip_grad, user_clip.SORTER, ORIGINAL)
+    setattr(clip_grad, clip_functions.SORTER, ORIGINAL)
 
 
 def test_without_torchs_sorter_clipping_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that has no such function is left as it is, and watching works."""
     with monkeypatch.context() as patch:
-        patch.delattr(clip_grad, user_clip.SORTER)
+        patch.delattr(clip_grad, clip_functions.SORTER)
         gradwatch.watch(wide(2), sinks=[], strict=True).close()
-        assert not hasattr(clip_grad, user_clip.SORTER)
+        assert not hasattr(clip_grad, clip_functions.SORTER)
 
 
 def test_clipping_is_bit_identical_and_a_fault_of_ours_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:

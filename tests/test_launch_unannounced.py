@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.taps.graph_leaves import leaves
+from gradwatch.taps.graph.leaves import leaves
 from tests.launch_cases import GRADWATCH, bare_and_watched
 from tests.support import warm
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.capture import user_clip
 from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.window import Window
 from gradwatch.reading.batched import CpuReader, Detail, inspect
 from gradwatch.reading.host import HostReading
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
-from gradwatch.taps import backward, modes
+from gradwatch.taps import backward, clip_functions, modes
 from gradwatch.taps.dynamo import untraced
 
 SCALED = (
@@ -63,7 +62,7 @@ class MicroDrop:
         self.off = ""
         self._handles = [_listen(k, param, self) for k, param in enumerate(lane.params)]
         before_clip = self._guard(self.correct)
-        self._unlisten = user_clip.listen(lambda _: before_clip())
+        self._unlisten = clip_functions.listen(lambda _: before_clip())
 
     def close(self) -> None:
         """Remove the hooks, with every gradient where it belongs."""

@@ -1,6 +1,6 @@
 """The part of `gradwatch run` that lives in the script's process, armed by the import of torch.
 
-Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizer_init`). Otherwise it is idle:
+Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizers.init`). Otherwise it is idle:
 DataLoader workers, compile workers and git helpers start no thread, open no socket and print nothing. Before the first
 `backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one Watch,
 which lives as long as the process. What the forward before was like is held from the making of the optimizer on
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.capture import user_clip
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import ending, refusal
 from gradwatch.launch.discovery import discover, parameters_of, trains
@@ -29,7 +28,8 @@ from gradwatch.launch.unannounced import Unannounced
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.taps import backward_entry, grad_scaler, optimizer_init, step_hooks
+from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
+from gradwatch.taps.optimizers import init as optimizer_init
 from gradwatch.taps.process_totals import count_backwards
 from gradwatch.taps.registered import Registered
 
@@ -70,7 +70,7 @@ class Agent:
         self._unannounced = Unannounced(self.registered)
         optimizer_init.listen(self._making)
         backward_entry.listen(self._about_to_run)
-        user_clip.listen(self._about_to_clip)
+        clip_functions.listen(self._about_to_clip)
         grad_scaler.hear_scale(self._scaled)
         step_hooks.listen(self)
         guard.listen(_strictly)

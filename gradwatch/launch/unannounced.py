@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwatch.taps import tree
 from gradwatch.taps.backward_entry import BackwardCall
-from gradwatch.taps.graph_leaves import leaves
+from gradwatch.taps.graph.leaves import leaves
 from gradwatch.taps.registered import Registered
 
 SPARED = 8  # of so many backwards one is looked at, once so many have passed

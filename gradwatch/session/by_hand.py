@@ -23,15 +23,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.actions.skip.copies import params_of
-from gradwatch.capture import user_clip
 from gradwatch.capture.columns.loss import Root
-from gradwatch.capture.known_scaling import Announced
 from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import Number
 from gradwatch.runtime.process import here
 from gradwatch.session.in_backward import Judge
-from gradwatch.taps import backward_entry
+from gradwatch.taps import backward_entry, clip_functions
+from gradwatch.taps.clip_functions import Multiplication
 
 PROBED = 8  # parameters compared, and elements of each
 MOST = 1 << 22  # elements of a gradient of which the largest is looked for
@@ -57,7 +56,7 @@ class ByHand:
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.unowned_unscaled = self._unscaled
         capture.before_drop = self.settle  # a model may be gone before another backward begins
-        self._removes = [backward_entry.listen(self._begins), user_clip.listen(self._clipped)]
+        self._removes = [backward_entry.listen(self._begins), clip_functions.listen(self._clipped)]
 
     def close(self) -> None:
         """Judge the last steps, where the weights have moved since their backward; listen no more."""
@@ -138,13 +137,13 @@ class ByHand:
             elif loop.claimed and loop.thread == thread and loop.lane.begins():
                 self._capture.cleared(loop.lane)
 
-    def _clipped(self, clip: Announced | None) -> None:
+    def _clipped(self, clip: Multiplication | None) -> None:
         if self._loops and clip is not None:
-            self._guarded(lambda: self._multiplied(clip))
+            self._guarded(lambda: self._multiplied({id(grad) for grad in clip.grads}))
 
-    def _multiplied(self, clip: Announced) -> None:
+    def _multiplied(self, ids: set[int]) -> None:
         for loop in self._open():
-            loop.clip_seen |= {id(grad) for grad in loop.lane.grads() if grad is not None} <= clip.ids
+            loop.clip_seen |= {id(grad) for grad in loop.lane.grads() if grad is not None} <= ids
 
     # -- the step ----------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch.autograd import Variable
 from gradwatch.runtime import guard
 from gradwatch.taps import modes
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.patch import Layer, Patch
 
 _ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__
 """Of torch's function in which every backward from Python runs; its first argument is what it begins at."""
@@ -48,26 +49,33 @@ class BackwardCall(NamedTuple):
 
 Listener = Callable[[BackwardCall], None]
 
-_listeners: tuple[Listener, ...] = ()  # replaced, never changed: another one is known by identity
-_original: list[Any] = []  # torch's engine while a listener is there
-
 
 class _Engine(ImperativeEngine):
     """torch's engine with a `run_backward` that is noticed when it is looked up."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: Layer[Listener]) -> None:
+        self.layer = layer
 
     @property
     @untraced
     def run_backward(self) -> Any:
         """torch's own method, after the listeners were called."""
         try:
+            layer = self.layer
+            listeners = layer.listeners
+            if not listeners:
+                return _run_backward(self)
             call = _call_of(sys._getframe(1))
             aside = modes.Aside() if modes.dispatching() or modes.functions() else None
             try:
-                listeners = _listeners
                 for listener in listeners:
                     listener(call)
-                if _listeners is not listeners:  # one may have begun to watch: this is its first backward
-                    for listener in _listeners:
+                if (
+                    layer.listeners is not listeners
+                ):  # one may have begun to watch: this is its first backward
+                    for listener in layer.listeners:
                         if listener not in listeners:
                             listener(call)
             finally:
@@ -79,27 +87,15 @@ class _Engine(ImperativeEngine):
         return _run_backward(self)
 
 
+_engine = Patch(Variable, "_execution_engine", _Engine)
+
+
 def listen(about_to_run: Listener) -> Callable[[], None]:
     """Call `about_to_run` before every call of the engine; the returned call ends that. It must not raise.
 
-    Not noticed: engines started from C++ (TorchScript's, an extension's). The last listener out gives torch its engine
-    back, unless another library has replaced it since.
+    Not noticed: engines started from C++ (TorchScript's, an extension's).
     """
-    global _listeners
-    _listeners += (about_to_run,)
-    if not _original:
-        _original.append(Variable._execution_engine)
-        Variable._execution_engine = _Engine()
-
-    def remove() -> None:
-        global _listeners
-        if about_to_run in _listeners:
-            at = _listeners.index(about_to_run)
-            _listeners = _listeners[:at] + _listeners[at + 1 :]
-        if not _listeners and _original and type(Variable._execution_engine) is _Engine:
-            Variable._execution_engine = _original.pop()
-
-    return remove
+    return _engine.listen(about_to_run)
 
 
 def entry_frame() -> FrameType | None:

@@ -28,6 +28,7 @@ from gradwatch.reading.device import Number, kept
 from gradwatch.runtime import guard
 from gradwatch.taps import modes, step_hooks
 from gradwatch.taps.dynamo import untraced, untraced_itself
+from gradwatch.taps.patch import Layer, Patch
 from gradwatch.taps.process_totals import step_rejected
 
 
@@ -45,7 +46,7 @@ class ScalerListener(Protocol):
 
 
 _listeners: list[ScalerListener] = []
-_originals: dict[tuple[type[GradScaler], str], tuple[Any, Any]] = {}
+_patched: dict[tuple[type[GradScaler], str], Callable[[], None]] = {}  # what restores each method
 _hearing: list[Callable[[Tensor], None]] = []
 _inside: set[tuple[str, int]] = set()
 """Calls under way, by method and `id(optimizer)`: a subclass's method may call the one it replaces."""
@@ -62,11 +63,8 @@ def listen(listener: ScalerListener) -> Callable[[], None]:
         if listener in _listeners:
             _listeners.remove(listener)
         if not _listeners:
-            for (kind, name), (original, wrapped) in _originals.items():
-                # Left alone where somebody has wrapped it again since.
-                if kind.__dict__.get(name) is wrapped:
-                    setattr(kind, name, original)
-            _originals.clear()
+            while _patched:
+                _patched.popitem()[1]()
 
     return remove
 
@@ -88,21 +86,21 @@ def hear_scale(told: Callable[[Tensor], None]) -> Callable[[], None]:
 
 def _wrap_with_subclasses(kind: type[GradScaler]) -> None:
     for name in (*_BEFORE, "scale") if _hearing else _BEFORE:  # `scale` only where it is asked for
-        if name in kind.__dict__ and (kind, name) not in _originals:
-            _wrap(kind, name)
+        if name in kind.__dict__ and (kind, name) not in _patched:
+            _patched[kind, name] = Patch(kind, name, functools.partial(_make, name)).listen(None)
     for subclass in kind.__subclasses__():
         _wrap_with_subclasses(subclass)
 
 
-def _wrap(kind: type[GradScaler], name: str) -> None:
-    original = kind.__dict__[name]
+def _make(name: str, layer: Layer[None]) -> Callable[..., Any]:
+    original = layer.original
     before, after = _BEFORE.get(name), _AFTER.get(name)
 
     @functools.wraps(original)
     @untraced_itself
     def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         try:
-            call = _entered(name, scaler, args, kwargs)
+            call = _entered(name, scaler, args, kwargs) if layer.listeners else None
         except Exception as error:
             call = None
             guard.fault("precision", error)
@@ -114,8 +112,7 @@ def _wrap(kind: type[GradScaler], name: str) -> None:
         _tell(after, scaler, call)
         return result
 
-    _originals[kind, name] = (original, wrapped)
-    setattr(kind, name, wrapped)
+    return wrapped
 
 
 class _Call:

@@ -31,6 +31,7 @@ from torch import nn
 from gradwatch.runtime import guard
 from gradwatch.taps import modes
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.patch import Layer, Patch
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 """Called with (module, args, kwargs) before the module's own pre-hooks; what is not None replaces `args`."""
@@ -58,6 +59,7 @@ class _Heard:
         self.module = weakref.ref(module)
         self.before: list[Before] = []
         self.after: list[After] = []
+        self.release = _nothing  # of the class of the module: its lookup need not be noticed for this one
 
 
 class _AndOurs:
@@ -83,8 +85,9 @@ class _AndOurs:
 class _Noticed:
     """In the place of `nn.Module._call_impl`: gives the twin to calls of modules that have listeners."""
 
-    def __init__(self, original: FunctionType) -> None:
-        self.original = original
+    def __init__(self, patch: Patch[_Heard], layer: Layer[_Heard]) -> None:
+        self.patch = patch
+        self.original = original = layer.original
         seen = dict(original.__globals__)
         for name, hook in (("_global_forward_pre_hooks", _before), ("_global_forward_hooks", _after)):
             seen[name] = _AndOurs(seen[name], hook)
@@ -112,23 +115,23 @@ class _Noticed:
 
 
 _heard: dict[int, _Heard] = {}  # by id of the module
-_placed: list[weakref.ref[type[nn.Module]]] = []  # classes that have the descriptor
 
 
 def listen(module: nn.Module, before: Before | None = None, after: After | None = None) -> Callable[[], None]:
     """Call `before` and `after` around every call of the module; the returned call ends that.
 
     Neither may raise. Where torch's function is not what it was (a later version, another library's), nothing is
-    noticed. The last listener out gives torch its function back.
+    noticed. The last listener of a class gives it its function back.
     """
     for identity in [identity for identity, one in _heard.items() if one.module() is None]:
-        del _heard[identity]
+        _heard.pop(identity).release()
     heard = _heard.setdefault(id(module), _Heard(module))
     if before is not None:
         heard.before.append(before)
     if after is not None:
         heard.after.append(after)
-    _install(type(module))
+    if heard.release is _nothing:
+        heard.release = _install(type(module), heard)
 
     def remove() -> None:
         for listeners, listener in ((heard.before, before), (heard.after, after)):
@@ -136,7 +139,7 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
                 listeners.remove(listener)  # type: ignore[arg-type]
         if not heard.before and not heard.after and _heard.get(identity) is heard:
             del _heard[identity]
-            _uninstall()
+            heard.release()
 
     identity = id(module)
     return remove
@@ -148,29 +151,28 @@ def noticed(module: nn.Module) -> bool:
     return heard is not None and heard.module() is module
 
 
-def _install(kind: type[nn.Module]) -> None:
+def _install(kind: type[nn.Module], heard: _Heard) -> Callable[[], None]:
     """Have the lookup go through the descriptor for modules of this class: others would pay for it at every call."""
     found = next(vars(base)[_NAME] for base in kind.__mro__ if _NAME in vars(base))
-    if not (isinstance(found, FunctionType) and found is vars(nn.Module)[_NAME]):
-        return
-    if _names(found.__code__) >= _REPLACED:
-        try:
-            type.__setattr__(kind, _NAME, _Noticed(found))
-        except TypeError:  # a class that cannot be changed
-            return
-        _placed.append(weakref.ref(kind))
+    if isinstance(found, _Noticed):  # of this class, or of one that it is derived from
+        return found.patch.listen(heard)
+    if not (isinstance(found, FunctionType) and found is _torchs() and _names(found.__code__) >= _REPLACED):
+        return _nothing
+    patch: Patch[_Heard] = Patch(kind, _NAME, lambda layer: _Noticed(patch, layer))
+    try:
+        return patch.listen(heard)
+    except TypeError:  # a class that cannot be changed
+        return _nothing
 
 
-def _uninstall() -> None:
-    while _placed and not _heard:
-        kind = _placed.pop()()
-        found = None if kind is None else vars(kind).get(_NAME)
-        if not isinstance(found, _Noticed):  # the class is gone, or another library has replaced it since
-            continue
-        if kind is nn.Module:
-            type.__setattr__(kind, _NAME, found.original)
-        else:
-            type.__delattr__(kind, _NAME)
+def _nothing() -> None:
+    """No class was changed that could be put back."""
+
+
+def _torchs() -> Any:
+    """torch's own function, also while it is patched."""
+    found = vars(nn.Module)[_NAME]
+    return found.original if isinstance(found, _Noticed) else found
 
 
 def _names(code: CodeType) -> set[str]:

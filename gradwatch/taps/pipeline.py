@@ -16,31 +16,30 @@ from torch import nn
 
 from gradwatch.runtime import guard
 from gradwatch.taps import modes
+from gradwatch.taps.patch import Layer, Patch
 
 STAGE_MODULE = "torch.distributed.pipelining.stage"
-_listeners: list[PipelineStages] = []
-_wrapped: list[tuple[type, Any, Any]] = []
+_METHOD = "scale_grads"
+_patches: dict[type, Patch[Callable[[Any], None]]] = {}
 
 
 class PipelineStages:
     """Calls `scaled` with the module of a stage whose gradients are final now.
 
-    The method is wrapped on torch's class once for all listeners, and only where a pipeline is in use; the
-    last `close` puts it back as found.
+    The method is wrapped on torch's class once for all listeners, and only where a pipeline is in use.
     """
 
     def __init__(self, scaled: Callable[[nn.Module], None]) -> None:
         self._scaled = scaled
         self._taken: set[int] = set()
-        _listeners.append(self)
+        self._remove: Callable[[], None] | None = None
         self.look()
 
     def look(self) -> None:
         """Wrap the stages' method, once a pipeline has been imported; a dictionary look-up until then."""
-        module = sys.modules.get(STAGE_MODULE)
-        base = getattr(module, "_PipelineStageBase", None)
-        if not _wrapped and hasattr(base, "scale_grads"):
-            _wrap(base)
+        base = getattr(sys.modules.get(STAGE_MODULE), "_PipelineStageBase", None)
+        if self._remove is None and isinstance(base, type) and hasattr(base, _METHOD):
+            self._remove = _patches.setdefault(base, Patch(base, _METHOD, _make)).listen(self.notice)
 
     def notice(self, stage: Any) -> None:
         """A stage has scaled its gradients."""
@@ -52,31 +51,26 @@ class PipelineStages:
         return tuple(sorted(self._taken))
 
     def close(self) -> None:
-        """Stop listening; the last one out puts torch's class back, unless somebody wrapped it again since."""
-        if self in _listeners:
-            _listeners.remove(self)
-        if not _listeners and _wrapped:
-            base, original, wrapped = _wrapped.pop()
-            if base.__dict__.get("scale_grads") is wrapped:
-                base.scale_grads = original  # type: ignore[attr-defined]
+        """Stop listening."""
+        if self._remove is not None:
+            self._remove()
 
 
-def _wrap(base: Any) -> None:
-    original = base.scale_grads
+def _make(layer: Layer[Callable[[Any], None]]) -> Callable[..., Any]:
+    original = layer.original
 
     @functools.wraps(original)
     def wrapped(stage: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stage, *args, **kwargs)
-        _tell(stage)
+        _tell(layer.listeners, stage)
         return result
 
-    base.scale_grads = wrapped
-    _wrapped.append((base, original, wrapped))
+    return wrapped
 
 
-def _tell(stage: Any) -> None:
+def _tell(listeners: tuple[Callable[[Any], None], ...], stage: Any) -> None:
     try:
-        for listener in tuple(_listeners):
-            modes.unseen(listener.notice, stage)
+        for listener in listeners:
+            modes.unseen(listener, stage)
     except Exception as error:
         guard.fault("capture", error)

@@ -3,7 +3,7 @@
 Beside these totals stands what was watched (`gradwatch.account`): where the two differ, something was not seen. Each
 number is written by the one tap that notices it, while that tap is installed: backwards and calls of
 `torch.autograd.grad` by `gradwatch.taps.backward_entry` (`count_backwards`), the others by `gradwatch.taps.step_hooks`
-and `gradwatch.capture.user_clip`.
+and `gradwatch.taps.clip_functions`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 
 from gradwatch.runtime import guard
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.patch import OnLookup, Patch
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which DDP, torch.compile, FSDP1 and activation checkpointing hold what they wrap."""
@@ -53,7 +54,7 @@ class Registered:
         self._removes: list[Callable[[], None]] = [
             register_module_parameter_registration_hook(self._parameter).remove,
             register_module_module_registration_hook(self._module).remove,
-            _notice_states(self._state),
+            _states.listen(self._state),
         ]
 
     def close(self) -> None:
@@ -201,7 +202,9 @@ class Registered:
         except Exception as error:
             guard.fault("capture", error)
 
-    def _state(self, module: nn.Module) -> None:
+    def _state(self, module: nn.Module | None) -> None:
+        if module is None:  # looked up on the class
+            return
         self.clock += 1
         self._unread.append((weakref.ref(module), self.clock))
         if len(self._unread) > self._prune_at:
@@ -214,30 +217,6 @@ def _nothing() -> None:
     """In the place of a listener."""
 
 
-class _Noticed:
-    """In the place of `nn.Module.__setstate__`: notes whose it is when it is looked up."""
-
-    def __init__(self, original: Any, noticed: Callable[[nn.Module], None]) -> None:
-        self.original = original
-        self._noticed = noticed
-
-    @untraced
-    def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
-        try:
-            if instance is not None:
-                self._noticed(instance)
-            return self.original.__get__(instance, owner)
-        except Exception as error:
-            guard.fault("capture", error)
-        return self.original.__get__(instance, owner)
-
-
-def _notice_states(noticed: Callable[[nn.Module], None]) -> Callable[[], None]:
-    mine = _Noticed(vars(nn.Module)["__setstate__"], noticed)
-    setattr(nn.Module, "__setstate__", mine)  # noqa: B010  (mypy: a method is being assigned to)
-
-    def remove() -> None:
-        if vars(nn.Module)["__setstate__"] is mine:  # else another library has replaced it since
-            setattr(nn.Module, "__setstate__", mine.original)  # noqa: B010
-
-    return remove
+_states: Patch[Callable[[nn.Module | None], object]] = Patch(
+    nn.Module, "__setstate__", lambda layer: OnLookup(nn.Module, "__setstate__", layer)
+)

@@ -8,20 +8,24 @@ step, before the next backward outside one.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_entry, closure_calls, modes
-from gradwatch.taps.inner_optimizers import with_inner
+from gradwatch.taps.optimizers.inner import with_inner
+from gradwatch.taps.patch import Patch
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 
@@ -72,6 +76,19 @@ def ignore(optimizer: Optimizer) -> None:
 def installed() -> int:
     """How many of torch's global step hooks are ours at present."""
     return len(_handles)
+
+
+@contextlib.contextmanager
+def global_hooks_silenced() -> Iterator[None]:
+    """No step calls torch's global hooks meanwhile; their dicts stay whole, for torch may be walking over them."""
+    with _pre_hooks.listening(None), _post_hooks.listening(None):
+        yield
+
+
+_pre_hooks, _post_hooks = (
+    Patch[None](torch_optimizer, f"_global_optimizer_{kind}_hooks", lambda _: OrderedDict())
+    for kind in ("pre", "post")
+)
 
 
 def begun() -> int:

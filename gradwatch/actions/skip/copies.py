@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.taps.inner_optimizers import DEPTH, TORCHS, contained
+from gradwatch.taps.optimizers.inner import DEPTH, TORCHS, contained
 
 COUNTED_BY_TORCH = frozenset({"_step_count"})  # LR schedulers look at it: a skipped step was called
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradwatch.actions.skip.copies import Copy, params_of
 from gradwatch.actions.skip.shadow_optimizer import unhooked
-from gradwatch.taps.inner_optimizers import with_inner
+from gradwatch.taps.optimizers.inner import with_inner
 
 
 class EmptyLists:

@@ -14,17 +14,16 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
 
 from gradwatch.actions.skip.copies import Copy, params_of
 from gradwatch.taps import step_hooks
-from gradwatch.taps.inner_optimizers import with_inner
+from gradwatch.taps.optimizers.inner import with_inner
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -77,7 +76,7 @@ def _steps_among_copies(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dic
     """Whether the step raises nothing on a stand-in and leaves every weight alone; what it moved is put back."""
     stand_in, before = _copied(optimizer), Copy(optimizer, whole=True)
     fine = False
-    with _unheard(), contextlib.suppress(Exception):
+    with step_hooks.global_hooks_silenced(), contextlib.suppress(Exception):
         unhooked(type(optimizer).step)(stand_in, *args[1:], **kwargs)
         fine = not before.moved()
     if not fine:
@@ -116,17 +115,3 @@ def _as_of(real: Optimizer, hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(real, args, kwargs)
 
     return hear
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """No step calls torch's global hooks meanwhile; their dicts stay whole, for torch is walking over them."""
-    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    hooks = {name: getattr(torchs, name) for name in names}
-    try:
-        for name in names:
-            setattr(torchs, name, collections.OrderedDict())
-        yield
-    finally:
-        for name in names:
-            setattr(torchs, name, hooks[name])

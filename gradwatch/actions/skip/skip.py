@@ -31,7 +31,7 @@ from gradwatch.actions.skip.empty_groups import EmptyLists
 from gradwatch.actions.skip.shadow_optimizer import RandomNumbers, stand_in_for
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
-from gradwatch.taps.inner_optimizers import with_inner
+from gradwatch.taps.optimizers.inner import with_inner
 
 
 class Skips:

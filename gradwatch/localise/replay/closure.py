@@ -19,10 +19,10 @@ from gradwatch.localise.hold.attributes import Refused, written_in_place
 from gradwatch.localise.hold.held import MAX_BYTES, shared
 from gradwatch.localise.hold.randomness import Generators
 from gradwatch.localise.replay.all_gathered import is_spread
-from gradwatch.localise.replay.live import backwards_watched
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, eager, sources, unchecked
 from gradwatch.localise.replay.state_restored import stand_ins, undisturbed
+from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
 
@@ -80,7 +80,7 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
 
     def closure() -> None:
         kept.generators.restore()
-        with torch.enable_grad(), recorder.forward(), backwards_watched(backward):
+        with torch.enable_grad(), recorder.forward(), around_backward.watched(backward):
             kept.run()
 
     everything = _Models(kept.models, closure)

@@ -8,13 +8,10 @@ recording ends by itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -23,8 +20,7 @@ from gradwatch.localise.hold.compiled import anything_compiled
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, sources
 from gradwatch.taps import modes
-
-RUN_BACKWARD = "_engine_run_backward"  # through which every backward() and grad() of torch goes
+from gradwatch.taps.graph import around_backward
 
 
 class Live:
@@ -57,7 +53,7 @@ class Live:
         self._trace = Trace(sources=sources(_named(self._models)))
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._recorder.forward(functions=False))
-        self._stack.enter_context(backwards_watched(self._backward))
+        self._stack.enter_context(around_backward.watched(self._backward))
         self._began = time.perf_counter()
 
     @property
@@ -95,33 +91,10 @@ def refuse() -> None:
     """Raise `Refused` where looking at every operation could disturb the job."""
     if _get_current_dispatch_mode_stack():
         raise Refused("the script is inside a dispatch mode of its own")
-    if not hasattr(torch.autograd, RUN_BACKWARD):
+    if not around_backward.possible():
         raise Refused("this torch has no place at which every backward begins")
     if anything_compiled():
         raise Refused("parts of the job are compiled, and recording them would compile them anew")
-
-
-@contextlib.contextmanager
-def backwards_watched(watch: Callable[[Sequence[Tensor], Callable[[], Any]], Any]) -> Any:
-    """Have `watch(roots, run)` called in place of every backward of this thread; it calls `run()`."""
-    original = getattr(torch.autograd, RUN_BACKWARD)
-    thread, process = threading.get_ident(), os.getpid()
-
-    def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            return original(roots, *args, **kwargs)
-
-        if threading.get_ident() != thread or os.getpid() != process:
-            return run()
-        tensors = [root for root in roots if isinstance(root, Tensor)]
-        return watch(tensors, run)
-
-    setattr(torch.autograd, RUN_BACKWARD, watched)
-    try:
-        yield
-    finally:
-        if getattr(torch.autograd, RUN_BACKWARD) is watched:
-            setattr(torch.autograd, RUN_BACKWARD, original)
 
 
 def _named(models: Sequence[nn.Module]) -> dict[str, Tensor]:

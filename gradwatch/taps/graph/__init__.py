@@ -1,0 +1,1 @@
+"""The autograd graph, read: `leaves` the tensors that a backward fills."""

@@ -1,0 +1,1 @@
+"""Optimizers: `init` their making; `inner` those that another one wraps."""
