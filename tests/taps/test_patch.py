@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -169,26 +168,22 @@ def test_a_class_that_cannot_be_changed_is_refused_and_nothing_is_left() -> None
     assert patch.listeners == ()
 
 
-def test_threads_come_and_go(request: pytest.FixtureRequest) -> None:
-    """However threads interleave, the attribute is the one that was found when all have left."""
-    owner = of_class()
-    found = vars(owner)["name"]
-    patch: Patch[Listener] = Patch(owner, "name", calling)
-    start = threading.Barrier(8)
-    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
-    sys.setswitchinterval(1e-6)
+def test_threads_that_come_at_once_share_one_replacement() -> None:
+    """A thread that listens while another one is putting the replacement in place waits for it."""
+    owner, heard = of_class(), []
+    second = threading.Thread(target=lambda: patch.listen(lambda: heard.append("second")))
 
-    def come_and_go() -> None:
-        start.wait()
-        for _ in range(200):
-            patch.listen(list)()
+    def made(layer: Layer[Listener]) -> Any:
+        if second.ident is None:
+            second.start()
+            second.join(0.1)  # it cannot end: it waits for this
+        return calling(layer)
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert vars(owner)["name"] is found
+    patch: Patch[Listener] = Patch(owner, "name", made)
+    patch.listen(lambda: heard.append("first"))
+    second.join()
+    owner.name()
+    assert heard == ["first", "second"]
 
 
 def test_what_is_looked_up_is_the_method_itself() -> None:
