@@ -54,55 +54,8 @@ MOST_FILES = 20
 UPWARD = {
     ("capture/optimizer.py", "gradwatch.actions.clip"),
 }
-# Where private names of torch may stand, and where they still do elsewhere: nothing is added here either.
+# Where private names of torch may stand.
 PRIVATE_ROOMS = ("taps/", "reading/", "distributed/group.py")
-PRIVATE = {
-    "actions/apply.py": ("torch._foreach_mul_",),
-    "actions/backward/limiter.py": ("torch._C._current_graph_task_id",),
-    "actions/clip.py": ("torch._foreach_copy_", "torch._foreach_mul_"),
-    "actions/drop_micro.py": ("torch._C._current_graph_task_id", "torch._foreach_mul_"),
-    "actions/elementwise.py": ("torch._foreach_clamp_max_", "torch._foreach_clamp_min"),
-    "capture/columns/modules.py": ("torch.utils._pytree.tree_leaves",),
-    "capture/columns/running_statistics.py": ("torch.nn.modules.batchnorm._BatchNorm",),
-    "capture/fsdp1.py": ("torch.utils._pytree.tree_leaves",),
-    "capture/optimizer.py": ("torch._foreach_mul_",),
-    "capture/parameters.py": ("torch._C._set_grad_enabled",),
-    "distributed/placement.py": ("torch.distributed.distributed_c10d._get_default_store",),
-    "launch/probes.py": (
-        "torch._C._current_graph_task_id",
-        "torch._foreach_mul_",
-        "torch._foreach_norm",
-        "torch.autograd.Variable._execution_engine.queue_callback",
-    ),
-    "launch/refusal.py": ("torch.distributed.distributed_c10d._get_default_store",),
-    "localise/diagnosis/calls.py": ("torch.autograd._get_sequence_nr",),
-    "localise/diagnosis/module_attribution.py": ("torch.autograd._get_sequence_nr",),
-    "localise/diagnosis/values.py": (
-        "torch._C._functorch.is_batchedtensor",
-        "torch.utils._pytree.tree_leaves",
-    ),
-    "localise/hold/attributes.py": ("torch._C._autograd._unsafe_set_version_counter",),
-    "localise/hold/compiled.py": ("torch._dynamo.utils",),
-    "localise/hold/held.py": (
-        "torch._C",
-        "torch.autograd._get_sequence_nr",
-        "torch.utils._pytree.tree_map_only",
-    ),
-    "localise/replay/backward.py": ("torch.utils._python_dispatch._disable_current_modes",),
-    "localise/replay/forward.py": (
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._pytree.tree_leaves",
-    ),
-    "localise/replay/live.py": ("torch.utils._python_dispatch._get_current_dispatch_mode_stack",),
-    "localise/replay/recorder.py": ("torch.utils._python_dispatch._get_current_dispatch_mode_stack",),
-    "localise/replay/replay.py": (
-        "torch._dynamo",
-        "torch.utils._pytree.keystr",
-        "torch.utils._pytree.tree_leaves_with_path",
-        "torch.utils._pytree.tree_map",
-    ),
-    "session/boundary.py": ("torch._C._set_grad_enabled",),
-}
 SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if "bootstrap" not in path.parts]
 FOLDERS = sorted({path.parent for path in SOURCES})
@@ -236,9 +189,9 @@ def private_names(tree: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=place_of)
 def test_private_names_of_torch_are_confined(path: Path) -> None:
-    """What torch may change in any release is used where torch is hooked and read, and where it is listed."""
+    """What torch may change in any release is used where torch is hooked and read, and nowhere else."""
     if not place_of(path).startswith(PRIVATE_ROOMS):
-        assert private_names(ast.parse(path.read_text())) == set(PRIVATE.get(place_of(path), ()))
+        assert private_names(ast.parse(path.read_text())) == set()
 
 
 def test_a_private_name_of_torch_is_found() -> None:
@@ -253,8 +206,7 @@ def test_a_private_name_of_torch_is_found() -> None:
 def test_what_is_listed_is_there() -> None:
     """A file that was moved or mended leaves no entry behind."""
     places = {place_of(path) for path in MODULES}
-    assert {place for place, _ in UPWARD} | PRIVATE.keys() <= places
-    assert not [place for place in PRIVATE if place.startswith(PRIVATE_ROOMS)]
+    assert {place for place, _ in UPWARD} <= places
 
 
 def test_p_half_imports_without_torch() -> None:

@@ -27,6 +27,7 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device
 from gradwatch.reading.device import arrived, clip_factor, kept
+from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
 from gradwatch.records.snapshot import PARTLY, STANDING_CLIP, Decision, Order
@@ -318,11 +319,9 @@ def _reshape(lane: Lane, decision: Decision, total: float) -> None:
     if clipped:
         grads_, factors_ = map(list, zip(*clipped, strict=True))
         if lane.on_cpu:
-            torch._foreach_mul_(
-                grads_, factors_
-            )  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
+            multiply(grads_, factors_)  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
         else:
-            torch._foreach_mul_(grads_, [float(factor) for factor in factors_])  # one launch
+            multiply(grads_, [float(factor) for factor in factors_])  # one launch
 
 
 def _zero_nonfinite(grad: Tensor) -> None:

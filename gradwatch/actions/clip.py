@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.actions.elementwise import Elementwise, Scale
+from gradwatch.reading import foreach
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.device import DeviceReading, clip_factor, on_host
 
@@ -146,16 +147,16 @@ def multiply(factors: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> N
     alone = [(members[0], factor) for factor, members in shared.values() if len(members) == 1]
     for factor, members in shared.values():
         if len(members) > 1:
-            torch._foreach_mul_(members, factor)
+            foreach.multiply(members, factor)
     if alone:
-        torch._foreach_mul_([grad for grad, _ in alone], [factor for _, factor in alone])
+        foreach.multiply([grad for grad, _ in alone], [factor for _, factor in alone])
 
 
 def put(made: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> None:
     """Write these values into the gradients they were made of."""
     pairs = [(grad, tensor) for k, tensor in made.items() if (grad := grads[k]) is not None]
     if pairs:
-        torch._foreach_copy_([grad for grad, _ in pairs], [tensor for _, tensor in pairs])
+        foreach.overwrite([grad for grad, _ in pairs], [tensor for _, tensor in pairs])
 
 
 def carried_scale(optimizer: Optimizer | None) -> Scale:

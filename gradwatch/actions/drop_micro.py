@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.window import Window
 from gradwatch.reading.batched import CpuReader, Detail, inspect
+from gradwatch.reading.foreach import multiply
 from gradwatch.reading.host import HostReading
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
@@ -198,7 +199,7 @@ class MicroDrop:
 
 def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
     owner, failed, seen = weakref.ref(drop), drop._failed, drop._ends.task
-    current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
+    current, tracing = backward.current, torch.compiler.is_dynamo_compiling
 
     @untraced
     def first(grad: Tensor | None) -> None:
@@ -243,4 +244,4 @@ def _sum(old: Tensor, new: Tensor) -> Tensor:
 def _multiply(grads: Sequence[Tensor | None], factor: float) -> None:
     present = [grad for grad in grads if grad is not None]
     if present:
-        torch._foreach_mul_(present, factor)
+        multiply(present, factor)

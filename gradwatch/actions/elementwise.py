@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
+from gradwatch.reading import foreach
 from gradwatch.reading.layouts import REDUCED, local
 from gradwatch.records.snapshot import BoolArray
 
@@ -78,9 +79,7 @@ class Elementwise:
                 found[k] = shaped(grad, local(params[k].detach()), policies, factor, scale, finite)
         for bound, members in plain.items():
             chosen = [grad for k in members if (grad := grads[k]) is not None]
-            made = torch._foreach_clamp_min(chosen, -bound * float(scale))
-            torch._foreach_clamp_max_(made, bound * float(scale))
-            found.update(zip(members, made, strict=True))
+            found.update(zip(members, foreach.clamped(chosen, bound * float(scale)), strict=True))
         return found
 
     def _check_dense(self, k: int, grad: Tensor) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gradwatch.capture.shards import offloaded
-from gradwatch.taps import modes, module_calls
+from gradwatch.taps import containers, modes, module_calls
 from gradwatch.taps.mute import is_silent
 
 
@@ -43,7 +42,7 @@ class FlatTaps:
         try:
             if is_silent() or not torch.is_grad_enabled():
                 return
-            for leaf in pytree.tree_leaves(output):
+            for leaf in containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._begin, module))
         except Exception as error:

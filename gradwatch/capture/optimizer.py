@@ -29,6 +29,7 @@ from gradwatch.capture.window import Reading, Repeats, State, Window, as_usual, 
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.device import DeviceReading, Number, arrived
+from gradwatch.reading.foreach import multiply
 from gradwatch.reading.host import HostReading
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.rows import UNDERFLOW
@@ -362,7 +363,7 @@ class Lane:
         present = [grad for grad in self.grads() if grad is not None]
         if coefficient != 1.0 and present:
             # As a tensor, which is how torch multiplies: the result is then bit-equal to clip_grad_norm_.
-            torch._foreach_mul_(present, torch.tensor(coefficient, device="cpu"))
+            multiply(present, torch.tensor(coefficient, device="cpu"))
 
     @property
     def on_device(self) -> DeviceReading | None:

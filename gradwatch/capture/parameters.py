@@ -31,7 +31,7 @@ from gradwatch.taps import backward, modes, tree
 from gradwatch.taps.grad_ready import Marks
 
 # By name: to walk torch's module from cold caches costs microseconds.
-_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
 REMARK = 16  # steps between looks for parameters that want a gradient again

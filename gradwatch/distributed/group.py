@@ -85,8 +85,13 @@ def announce(name: str) -> None:
         _settle(store, {"alone": "rank 0 has no rule that needs the other ranks"})
 
 
+def default_store() -> Any:
+    """The store of the default process group. Raises where torch no longer shows it."""
+    return _c10d.distributed_c10d._get_default_store()
+
+
 def _store(name: str) -> Any:
-    return _c10d.PrefixStore(f"gradwatch/{name}", _c10d.distributed_c10d._get_default_store())
+    return _c10d.PrefixStore(f"gradwatch/{name}", default_store())
 
 
 def _collect(store: Any, world: int) -> dict[str, Any]:

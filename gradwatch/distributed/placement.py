@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gradwatch.distributed.group import default_store
 from gradwatch.records.snapshot import RunInfo
 
 WAIT_SECONDS = 10.0
@@ -40,7 +41,7 @@ def _agreed(rank: int, made_up: str) -> str:
     """
     try:
         key = f"gradwatch/run-id/{next(_named)}"
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         if rank == 0:
             store.set(key, made_up)
             return made_up

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
@@ -49,10 +48,11 @@ def engine_callback() -> str:
     first, last = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen: list[bool] = []
     tasks: list[int] = []
-    queue = Variable._execution_engine.queue_callback
+    from gradwatch.taps.backward import current
+    from gradwatch.taps.backward import queue_callback as queue
 
     def mark(leaf: Tensor) -> None:
-        tasks.append(torch._C._current_graph_task_id())
+        tasks.append(current())
         queue(lambda: queue(lambda: seen.append(first.grad is not None and last.grad is not None)))
 
     handle = last.register_post_accumulate_grad_hook(mark)
@@ -92,9 +92,11 @@ def step_hooks() -> str:
 
 
 def batched_norm() -> str:
-    """`torch._foreach_norm` gives the L2 norm of each tensor and carries NaN and Inf through."""
+    """One call gives the L2 norm of each tensor and carries NaN and Inf through."""
     tensors = [torch.full((4,), 2.0), torch.tensor([float("nan"), 1.0]), torch.tensor([float("inf"), 1.0])]
-    norms = [float(norm) for norm in torch._foreach_norm(tensors)]
+    from gradwatch.reading import foreach
+
+    norms = [float(norm) for norm in foreach.norms(tensors)]
     expect(norms[0] == 4.0 and norms[1] != norms[1] and norms[2] == float("inf"), f"gave {norms}")
     return "exact on a known vector; NaN and Inf come through"
 
@@ -103,7 +105,9 @@ def version_counter() -> str:
     """A tensor's version changes when it is written in place: how a user's clipping is noticed."""
     grad = torch.ones(4)
     before = grad._version
-    torch._foreach_mul_([grad], 0.5)
+    from gradwatch.reading import foreach
+
+    foreach.multiply([grad], 0.5)
     expect(grad._version != before, "an in-place multiplication left it as it was")
     return "sees a clip of the gradients"
 

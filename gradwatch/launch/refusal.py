@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwatch.distributed.group import default_store
+
 WAIT_SECONDS = 2.0
 """How long a rank that is about to end waits for the words of rank 0; ranks of one training attach together."""
 _KEY = "gradwatch/refused"
@@ -17,7 +19,7 @@ def words(text: str) -> str:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return text
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
     except Exception:  # torch no longer shows it
         return text
     return words_of_rank(text, dist.get_rank(), store)

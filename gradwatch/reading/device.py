@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwatch.reading import foreach
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.pinned import RING
@@ -174,7 +175,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
         by_dtype.setdefault(tensor.dtype, []).append(index)
     for indices in by_dtype.values():
         group = [tensors[index] for index in indices]
-        for index, norm in zip(indices, torch._foreach_norm(group, 2, dtype=wide), strict=True):
+        for index, norm in zip(indices, foreach.norms(group, 2, dtype=wide), strict=True):
             norms[index] = norm
     return [norm for norm in norms if norm is not None]
 
@@ -192,7 +193,7 @@ def clip(grads: Sequence[Tensor | None], total: Tensor, max_norm: float) -> None
         if grad is not None:
             by_device.setdefault(grad.device, []).append(grad)
     for where, group in by_device.items():
-        torch._foreach_mul_(group, factor.to(where, non_blocking=True))
+        foreach.multiply(group, factor.to(where, non_blocking=True))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -37,7 +37,7 @@ from gradwatch.session.protocol import Judge
 from gradwatch.taps import backward, closure_calls, grad_scaler, modes, process_totals, step_hooks
 
 # By name: to walk torch's module from cold caches costs microseconds.
-_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
 

@@ -20,7 +20,10 @@ IDLE = -2
 """No graph task has this number."""
 _FUNCTION = BackwardCFunction.apply.__code__
 # By name: to walk torch's module from cold caches costs microseconds.
-_queue = torch.autograd.Variable._execution_engine.queue_callback
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Have the engine call a function at the end of the running backward; for use inside one only."""
 
 
 current: Callable[[], int] = torch._C._current_graph_task_id
@@ -88,7 +91,7 @@ class Ends:
         self.ready[task] = self.ready[others[-1]] if within else []
         if task != NONE:
             self._threads[task] = thread
-            _queue(functools.partial(_queue, functools.partial(_end, self._itself, task)))
+            queue_callback(functools.partial(queue_callback, functools.partial(_end, self._itself, task)))
 
     def left_over(self, thread: int) -> list[int]:
         """The slots of backwards of this thread for which `ended` will not be called; to be asked outside one.

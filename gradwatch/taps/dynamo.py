@@ -8,10 +8,12 @@ is not run at all; a hook that may be captured asks `torch.compiler.is_dynamo_co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
@@ -40,3 +42,20 @@ def _told(entry: Callable[..., Any], deep: bool) -> None:
         action = dynamo._FrameAction
         calls = action.SKIP if deep else action.DEFAULT
         dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(action.SKIP, calls))
+
+
+def imported() -> bool:
+    """True where something of this process may be compiled: dynamo is imported by the first use."""
+    return "torch._dynamo" in sys.modules
+
+
+def anything_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    # With `fullgraph=True` dynamo counts graphs and no frames.
+    return dynamo is not None and any(dynamo.counters.get(name) for name in ("frames", "stats"))
+
+
+def compiles(module: nn.Module) -> bool:
+    """Whether this module, as it is called, runs compiled: the calls of its parts are not seen."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None

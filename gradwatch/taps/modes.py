@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradwatch.taps.dynamo import untraced
 
@@ -25,6 +26,14 @@ dispatching: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are active in this thread."""
 functions: Callable[[], int] = torch._C._len_torch_function_stack
 """How many function modes are active in this thread, the default device included."""
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Switch grad mode in this thread: a tenth of `with torch.no_grad()` in cold caches."""
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""False where autocast is off for every device in this thread; True also where torch does not tell."""
+dispatch_disabled: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
+"""No dispatch mode sees what runs inside, in this thread."""
+DispatchMode = TorchDispatchMode
+"""Base of a mode that runs every operation of its thread: torch's documented class, in a module that is not public."""
 _tracing = torch.compiler.is_dynamo_compiling  # the lengths of the stacks would break its graph
 _dispatch_at, _function_at = torch._C._get_dispatch_stack_at, torch._C._get_function_stack_at
 _pop_dispatch, _pop_function = torch._C._pop_torch_dispatch_stack, torch._C._pop_torch_function_stack
@@ -32,6 +41,12 @@ _push_dispatch, _push_function = (
     torch._C._push_on_torch_dispatch_stack,
     torch._C._push_on_torch_function_stack,
 )
+
+
+def innermost_dispatch() -> Any:
+    """The dispatch mode that this thread entered last and has not left; None without any."""
+    depth = dispatching()
+    return _dispatch_at(depth - 1) if depth else None
 
 
 class _Here(threading.local):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 _local = threading.local()
 # Inside `grad` or `vmap` tensors are stand-ins that mean nothing after it, and no gradient reaches `.grad`.
@@ -22,6 +23,10 @@ def silent() -> Iterator[None]:
         yield
     finally:
         _local.silent = before
+
+
+batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
+"""True for the stand-in of a batch inside `vmap`: its numbers cannot be read."""
 
 
 def is_silent() -> bool:

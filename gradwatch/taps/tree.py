@@ -9,6 +9,10 @@ found here all the same.
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+WITH_RUNNING_STATISTICS = (_BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Modules that write a running mean and variance in their forward; of torch's and derived from torch's."""
 
 
 def modules(root: nn.Module) -> list[nn.Module]:

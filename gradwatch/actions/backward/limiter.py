@@ -35,7 +35,7 @@ from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.plan import SMALL
 from gradwatch.reading.rows import ROW
 from gradwatch.reading.single import exact_norm
-from gradwatch.taps import grad_ready, modes
+from gradwatch.taps import backward, grad_ready, modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swapped import contents, revive
 
@@ -144,7 +144,7 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
 
 def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
-    tracing, current = torch.compiler.is_dynamo_compiling, torch._C._current_graph_task_id
+    tracing, current = torch.compiler.is_dynamo_compiling, backward.current
     dispatching, functions = modes.dispatching, modes.functions
     task, low, high, seen, versions = turn.task, turn.low, turn.high, turn.seen, turn.versions
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
@@ -181,7 +181,7 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
 
 def _closely(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
     """The hook of any other parameter."""
-    tracing, current = torch.compiler.is_dynamo_compiling, torch._C._current_graph_task_id
+    tracing, current = torch.compiler.is_dynamo_compiling, backward.current
     dispatching, functions = modes.dispatching, modes.functions
     task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
     seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL

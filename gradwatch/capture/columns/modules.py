@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from gradwatch.capture.columns.sampled import Sampled
@@ -28,7 +27,7 @@ from gradwatch.errors import AttachError
 from gradwatch.reading.device import Arriving, Number, capturing
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.records.snapshot import Sites
-from gradwatch.taps import modes, module_calls
+from gradwatch.taps import containers, modes, module_calls
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.mute import is_silent
 
@@ -151,7 +150,7 @@ class ModuleTaps:
             try:
                 if is_silent() or capturing():
                     return
-                leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                leaves = [leaf for leaf in containers.leaves(output) if isinstance(leaf, Tensor)]
                 if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
                     self._activation(m, leaves[0])
                 if gradients and torch.is_grad_enabled():

@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradwatch.errors import GradwatchError
+from gradwatch.taps.tree import WITH_RUNNING_STATISTICS
 
-NORMS = (_BatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
 STATISTICS = ("running_mean", "running_var")
 AGAIN = 50
 """Steps between two looks at statistics that were not finite: on a device each look waits."""
@@ -52,7 +50,7 @@ class RunningStatistics:
             f"{name}.{statistic}": buffer
             for model in self._models()
             for name, module in model.named_modules()
-            if isinstance(module, NORMS)
+            if isinstance(module, WITH_RUNNING_STATISTICS)
             for statistic in STATISTICS
             if isinstance(buffer := getattr(module, statistic, None), torch.Tensor)
         }

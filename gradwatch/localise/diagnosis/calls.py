@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from gradwatch.localise.diagnosis.module_attribution import LEAF
+from gradwatch.taps.graph.nodes import next_number
 
 
 class Calls(TorchFunctionMode):
@@ -41,7 +41,7 @@ class Calls(TorchFunctionMode):
 
     def _note(self, name: str) -> None:
         self.now = name
-        number = _get_sequence_nr()
+        number = next_number()
         if not self._numbers or number >= self._numbers[-1]:
             self._numbers.append(number)
             self._names.append(name)

@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradwatch.capture.names import named_modules
+from gradwatch.taps.graph.nodes import next_number
 
 LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 
@@ -87,7 +87,7 @@ class Whereabouts:
         self._note()
 
     def _note(self) -> None:
-        number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        number = next_number()
         if self._numbers and number < self._numbers[-1]:
             return  # another thread's count: a checkpoint run again inside a device's backward
         self._numbers.append(number)

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import Operand
+from gradwatch.taps import containers
+from gradwatch.taps.mute import batched
 
 
 class State(NamedTuple):
@@ -36,7 +37,7 @@ FINITE = State()
 def tensors(tree: Any) -> list[Tensor]:
     """Every tensor in nested containers, in order; objects with attributes (a dataclass) are opened too."""
     found = []
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in containers.leaves(tree):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
@@ -48,7 +49,7 @@ def readable(tensor: Tensor) -> bool:
     """Whether it holds numbers that may be NaN or Inf and that can be read here."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return False
-    return tensor.device.type != "meta" and not torch._C._functorch.is_batchedtensor(tensor)
+    return tensor.device.type != "meta" and not batched(tensor)
 
 
 def state(tensor: Tensor) -> State:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.taps import tree
+from gradwatch.taps.graph.nodes import set_version
 
 DEPTH = 6  # containers within containers
 CONTAINERS = (list, dict, set)  # whose contents are put back
@@ -100,7 +101,7 @@ def _numbers(tensor: Tensor) -> Restore:
     def restore() -> None:
         if tensor._version != version:
             tensor.data.copy_(kept)
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            set_version(tensor, version)
 
     return restore
 

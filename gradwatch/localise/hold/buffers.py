@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from gradwatch.capture.columns.running_statistics import NORMS
 from gradwatch.taps import tree
+from gradwatch.taps.tree import WITH_RUNNING_STATISTICS
 
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
@@ -26,7 +26,7 @@ class Buffers:
             (f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
             for prefix, module in _named_modules(model)
             if not isinstance(
-                module, NORMS
+                module, WITH_RUNNING_STATISTICS
             )  # written in training, read in evaluation: no forward hangs on them
             for name, buffer in module._buffers.items()
             if buffer is not None

@@ -19,23 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from gradwatch.localise.diagnosis.frames import Callers
 from gradwatch.localise.diagnosis.losses import Losses
 from gradwatch.localise.diagnosis.values import tensors
 from gradwatch.localise.hold.buffers import Buffers
-from gradwatch.localise.hold.compiled import anything_compiled
 from gradwatch.localise.hold.kinds import Kind
 from gradwatch.localise.hold.randomness import Generators, Held
 from gradwatch.localise.replay.all_gathered import is_spread, ungatherable
 from gradwatch.reading.device import capturing
 from gradwatch.reading.layouts import alias
 from gradwatch.taps import backward, modes, module_calls, tree
-from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.containers import tensors_replaced
+from gradwatch.taps.dynamo import anything_compiled, untraced
+from gradwatch.taps.graph.nodes import next_number
 from gradwatch.taps.mute import is_silent
 
 MAX_BYTES = 64 << 20
@@ -45,7 +44,6 @@ MAX_CALLS = 256
 TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 _tracing = torch.compiler.is_dynamo_compiling
-ANY_AUTOCAST: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 
@@ -308,7 +306,7 @@ class Holding:
             self.parts = ()
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
-        call.ended = _get_sequence_nr()
+        call.ended = next_number()
         self._buffers.learn()
         for position, tensor in enumerate(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -388,7 +386,7 @@ def _held(
     if not kwargs and all(isinstance(value, Tensor) for value in args):
         given = [_alias(value) for value in args]  # nearly every model; a walk through containers takes 10 us
         return (tuple(given), {}), given
-    held = pytree.tree_map_only(Tensor, _alias, (args, kwargs))
+    held = tensors_replaced(_alias, (args, kwargs))
     return held, tensors(held)
 
 
@@ -404,7 +402,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
     """Of every device that may compute here; {} where it is off on all."""
-    if not ANY_AUTOCAST():
+    if not modes.any_autocast():
         return {}
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.hold.caller_scope import beside
-from gradwatch.localise.hold.compiled import anything_compiled, compiles
 from gradwatch.localise.hold.held import Call, Holding, Outermost
 from gradwatch.localise.hold.kinds import Kind, Kinds, kind_of
 from gradwatch.taps import tree
+from gradwatch.taps.dynamo import anything_compiled, compiles
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children

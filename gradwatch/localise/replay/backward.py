@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradwatch.localise.diagnosis import frames
 from gradwatch.localise.diagnosis.module_attribution import Whereabouts
@@ -22,6 +21,7 @@ from gradwatch.localise.diagnosis.operations import of_node
 from gradwatch.localise.diagnosis.values import describe, finite
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.modes import dispatch_disabled
 
 COUNTED = 16  # further culprits looked for
 
@@ -89,7 +89,7 @@ class BackwardTracer:
         if len(self.culprits) > COUNTED or finite(made) or not finite(given):
             return
         with (
-            _disable_current_modes()
+            dispatch_disabled()
         ):  # a mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here
             self.culprits.append(self._culprit(node, made, given))
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwatch.localise.diagnosis import frames
 from gradwatch.localise.diagnosis.operations import CONTRACTIONS, NOT_READ, of_kernel, read_by
 from gradwatch.localise.diagnosis.values import State, describe, readable, state, tensors
 from gradwatch.reading.device import capturing
 from gradwatch.records.finding import Frame, Operand
+from gradwatch.taps import containers
+from gradwatch.taps.modes import DispatchMode
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
@@ -48,7 +48,7 @@ class Origin:
     source: int = 0
 
 
-class ForwardTracer(TorchDispatchMode):
+class ForwardTracer(DispatchMode):
     """Looks at every operation while it is entered; `of(tensor)` tells where what a tensor holds came from.
 
     `module` says which module is under way, `function` which torch function of the user's. `failed` hears of a
@@ -181,7 +181,7 @@ class ForwardTracer(TorchDispatchMode):
         self._held.setdefault(key_of(tensor), (tensor, {}))[1].setdefault(nan, origin)
 
     def _new(self, name: str, arguments: Any, given: list[Tensor], made: Tensor, found: State) -> Origin:
-        numbers = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, float))
+        numbers = (leaf for leaf in containers.leaves(arguments) if isinstance(leaf, float))
         return self._add(
             op=of_kernel(name),
             operands=tuple(describe(f"input {n}", tensor) for n, tensor in enumerate(given)),

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.compiled import anything_compiled
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, sources
 from gradwatch.taps import modes
+from gradwatch.taps.dynamo import anything_compiled
 from gradwatch.taps.graph import around_backward
 
 
@@ -89,7 +88,7 @@ class Live:
 
 def refuse() -> None:
     """Raise `Refused` where looking at every operation could disturb the job."""
-    if _get_current_dispatch_mode_stack():
+    if modes.dispatching():
         raise Refused("the script is inside a dispatch mode of its own")
     if not around_backward.possible():
         raise Refused("this torch has no place at which every backward begins")

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gradwatch.localise.diagnosis.calls import Calls
 from gradwatch.localise.diagnosis.module_attribution import Whereabouts
 from gradwatch.localise.replay.backward import BackwardTracer, Culprit
 from gradwatch.localise.replay.forward import ForwardTracer, Origin
+from gradwatch.taps.modes import innermost_dispatch
 
 
 class Recorder:
@@ -53,8 +53,7 @@ class Recorder:
     @property
     def innermost(self) -> bool:
         """Whether nobody has entered a dispatch mode since `forward()` was entered, and not left it."""
-        modes = _get_current_dispatch_mode_stack()
-        return bool(modes) and modes[-1] is self._forward
+        return innermost_dispatch() is self._forward
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """A write into one of these is put back: it is nothing to speak of."""

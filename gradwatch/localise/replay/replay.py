@@ -7,7 +7,6 @@ generators (see `undisturbed`). Must run before the optimizer steps, while the w
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradwatch.localise.diagnosis.frames import frame_of
@@ -29,7 +27,7 @@ from gradwatch.localise.replay.forward import Origin, key_of
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.state_restored import stand_ins, undisturbed
 from gradwatch.records.finding import Frame, Operand
-from gradwatch.taps import module_calls
+from gradwatch.taps import containers, dynamo, module_calls
 from gradwatch.taps.process_totals import uncounted
 
 
@@ -231,7 +229,7 @@ def _fresh(tree: Any) -> Any:
             return leaf.detach().requires_grad_()
         return leaf
 
-    return pytree.tree_map(fresh, tree)
+    return containers.replaced(fresh, tree)
 
 
 def sources(given: Mapping[str, Tensor], args: Any = (), kwargs: Any = None) -> dict[int, tuple[str, str]]:
@@ -240,23 +238,16 @@ def sources(given: Mapping[str, Tensor], args: Any = (), kwargs: Any = None) -> 
         key_of(tensor): ("parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
         for name, tensor in given.items()
     }
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs or {})):
+    for name, leaf in containers.named_leaves(args, kwargs or {}):
         if isinstance(leaf, Tensor):
-            found[key_of(leaf)] = ("input", _spelled(path))
+            found[key_of(leaf)] = ("input", name)
     return found
-
-
-def _spelled(path: Any) -> str:
-    """`args[0]["x"]`, or the name of a keyword."""
-    first, *rest = path
-    tail = pytree.keystr(tuple(rest))
-    return f"args{tail}" if first.idx == 0 else tail.strip("[]'")
 
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Compiled regions run as they are written: inside them nothing could be told apart."""
-    if "torch._dynamo" not in sys.modules:
+    if not dynamo.imported():
         yield
         return
     with torch.compiler.set_stance("force_eager"):

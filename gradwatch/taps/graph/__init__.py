@@ -1,1 +1,1 @@
-"""The autograd graph, read: `leaves` the tensors that a backward fills."""
+"""The autograd graph: `leaves` that a backward fills, `nodes` and their numbers, `around_backward` what runs it."""
