@@ -1,4 +1,4 @@
-"""Real hooks without rules: everything a Watch would see, collected as Snapshots."""
+"""Real hooks without rules: everything a session would see, collected as Snapshots."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.optim import Optimizer
 
 from gradwatch.capture.assemble import Extras, assemble
 from gradwatch.capture.optimizer import Lane
-from gradwatch.capture.parameters import Capture
-from gradwatch.capture.window import Window
 from gradwatch.reading.device import arrived
 from gradwatch.records.snapshot import Decision, Snapshot
-from gradwatch.session.boundary import Boundary
-from gradwatch.session.deferred import Measured
+from gradwatch.rules.model import RuleSet
+from gradwatch.session.context import OptimizerContext
+from gradwatch.session.measuring import Measurement
+from gradwatch.session.pipeline import StepPipeline
+from gradwatch.session.publish import Judged
+from gradwatch.session.session import Session
+from gradwatch.session.settings import Settings
 
 
 class Recorder:
-    """Capture and Boundary with a judge that only notes; `decide` may be set to act."""
+    """A session whose pipeline only notes what it is given; `decide` may be set to act."""
 
     def __init__(self, models: nn.Module | Iterable[nn.Module], *, on_device: bool = False) -> None:
         self.snapshots: list[Snapshot] = []
@@ -32,8 +34,14 @@ class Recorder:
         self.clip: float | None = None
         self.on_device = on_device
         listed = [models] if isinstance(models, nn.Module) else list(models)
-        self.capture = Capture(listed, self._backward_ended, self.failed)
-        self.boundary = Boundary(self.capture, self)
+        self.session = session = Session(listed, [], RuleSet(), Settings.resolve(), (), "script")
+        session.health.report = lambda component, error: self.errors.append((component, error))  # type: ignore[method-assign]
+        self.capture, self.boundary = session._capture, session._boundary
+        session._before_clip.close()
+        self._bind, session._binder.bind = session._binder.bind, self.bound  # type: ignore[method-assign]
+        noting = Noting.of(session._pipeline, self)
+        for one in (self.boundary, self.boundary._in_backward, self.boundary._by_hand):
+            one._pipeline = noting  # type: ignore[attr-defined]
 
     def __enter__(self) -> Recorder:
         return self
@@ -42,66 +50,46 @@ class Recorder:
         self.close()
 
     def close(self) -> None:
-        """Remove every hook; a fault inside gradwatch fails the test."""
-        self.boundary.close()
-        self.capture.close()
+        """Remove every hook; an internal error fails the test."""
+        self.session.close()
         assert self.errors == []
 
-    def resting(self) -> bool:
-        return False
-
-    def owns(self, optimizer: Optimizer) -> bool:
-        return self.capture.lane_of(optimizer) is not None or self.capture.holds(optimizer)
-
-    def bound(self, lane: Lane) -> None:
+    def bound(self, lane: Lane) -> OptimizerContext:
+        """Bind it, as on a device and with the clip of the total where the test asks for them."""
+        ctx = self._bind(lane)
         lane.on_cpu = lane.on_cpu and not self.on_device
+        ctx.rules.bound.max_norm = self.clip
+        return ctx
 
-    def needs_host(self, lane: Lane) -> bool:
-        return self.wait
 
-    def pooled(self, lane: Lane) -> bool:
-        return False
+class Noting(StepPipeline):
+    """Notes every step's Snapshot, and decides as its Recorder says."""
 
-    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
-        return Decision(max_norm=self.clip)
+    recorder: Recorder
 
-    def skips_nonfinite(self, lane: Lane) -> bool:
-        return self.gate
+    @classmethod
+    def of(cls, real: StepPipeline, recorder: Recorder) -> Noting:
+        noting = cls.__new__(cls)
+        noting.__dict__.update(real.__dict__)
+        noting.recorder = recorder
+        return noting
 
-    def arrive(self, lane: Lane | None) -> None: ...
+    def needs_host(self, ctx: OptimizerContext) -> bool:
+        return self.recorder.wait
 
-    def enter(self, lane: Lane) -> None: ...
+    @property
+    def skips_nonfinite(self) -> bool:
+        return self.recorder.gate
 
-    def depart(self, lane: Lane | None) -> None: ...
+    def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
+        return Decision(max_norm=self.recorder.clip)
 
-    def max_norm(self, lane: Lane) -> float | None:
-        return self.clip
-
-    def captured(self) -> None:
-        raise AssertionError("no test captures a graph")
-
-    def measure(self, lane: Lane, window: Window) -> Measured:
-        def judge() -> Decision:
-            scalars = {} if window.skipped is None else {"scaler_skip": arrived(window.skipped)}
-            snapshot = assemble(lane.index, lane.sites, window, Extras(), scalars, 1.0)
-            self.snapshots.append(snapshot)
-            return self.decide(snapshot)
-
-        return Measured(window.ready, judge)
-
-    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None: ...
-
-    def forget(self, lane: Lane) -> None:
-        pass
-
-    def failed(self, component: str, error: BaseException) -> None:
-        self.errors.append((component, error))
-
-    def _backward_ended(self, told: list[Lane]) -> None:
-        with torch.no_grad():
-            for lane in told:
-                if lane.due():
-                    lane.read()
+    def judge(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool = False) -> Judged:
+        lane, window = measurement.lane, measurement.window
+        scalars = {} if window.skipped is None else {"scaler_skip": arrived(window.skipped)}
+        snapshot = assemble(lane.index, lane.sites, window, Extras(), scalars, 1.0)
+        self.recorder.snapshots.append(snapshot)
+        return Judged(self.recorder.decide(snapshot))
 
 
 def norms_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.records.snapshot import Record
+from gradwatch.session.watch import session_of
 from tests.kept import Kept
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -264,6 +265,6 @@ def test_gradients_of_autograd_grad_are_not_held(tmp_path: Path) -> None:
         torch.autograd.grad(model(X).pow(2).mean(), list(model.parameters()))
         optimizer.zero_grad()
         model(X).pow(2).mean().backward()
-        local = gw._judging._courses.by_lane[0].local
+        local = next(iter(session_of(gw)._courses)).local
         assert local is not None
         assert not local._running.arriving

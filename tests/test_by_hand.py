@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.session.watch import session_of
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.kept import Kept
@@ -34,7 +35,7 @@ class Trained:
         if gw is not None:
             self.status = gw.status()
             gw.close()
-            self.account = gw.account()
+            self.account = session_of(gw).account()
 
     def step(self, step: int, clip: bool, micros: int, in_place: bool) -> None:
         """Backwards, perhaps a clip, and the move; gradients are not finite in the last step but one."""
@@ -201,7 +202,7 @@ def test_what_is_observed_only_is_labelled_so_wherever_it_is_shown() -> None:
         for _ in range(2):
             alone.zero_grad()
             by_hand(alone, alone(torch.randn(3, 4)).square().mean())
-        gw.account()
+        session_of(gw).account()
         assert 'gradwatch_steps_total{optimizer="none"} 2\n' in metrics.render().decode()
 
 
@@ -215,7 +216,7 @@ def test_weights_that_are_not_finite_and_never_move_are_no_loop() -> None:
             optimizer.zero_grad()
             head(backbone(torch.randn(3, 4))).square().mean().backward()
             optimizer.step()
-    assert gw.account().watched.unowned == 0
+    assert session_of(gw).account().watched.unowned == 0
 
 
 def test_one_side_of_a_pair_may_be_trained_by_hand() -> None:
@@ -237,7 +238,7 @@ def test_one_side_of_a_pair_may_be_trained_by_hand() -> None:
     assert [one.step for one in observed] == [one.step for one in stepped] == list(range(8))
     assert {one.optimizer for one in observed} == {1}
     assert {int(one.sites.numels.sum()) for one in observed} == {20}  # made, and nothing of judge
-    assert (gw.account().watched.unowned, gw.account().watched.steps) == (8, 8)
+    assert (session_of(gw).account().watched.unowned, session_of(gw).account().watched.steps) == (8, 8)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same model", "another"])
@@ -280,7 +281,7 @@ def test_weights_that_never_move_are_claimed_by_none_and_soon_read_no_more() -> 
     assert [one.step for one in observed] == list(
         range(9)
     )  # the first was not read, and is said to be missing
-    assert gw.account().watched.cleared == 1
+    assert session_of(gw).account().watched.cleared == 1
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -298,7 +299,7 @@ def test_an_embedding_of_which_few_rows_move_is_seen(sparse: bool) -> None:
             table(torch.randint(2000, 2010, (4,))).square().mean().backward()
             assert table.weight.grad is not None
             table.weight.data.add_(table.weight.grad, alpha=-0.05)
-    assert (gw.account().watched.unowned, gw.account().watched.steps) == (6, 6)
+    assert (session_of(gw).account().watched.unowned, session_of(gw).account().watched.steps) == (6, 6)
 
 
 def test_weights_moved_inside_the_backward_are_told() -> None:
@@ -319,7 +320,7 @@ def test_weights_moved_inside_the_backward_are_told() -> None:
             other(torch.randn(3, 4)).square().mean().backward()
             optimizer.step()
             model(torch.randn(3, 4)).square().mean().backward()
-    assert gw.account().watched.cleared == 6
+    assert session_of(gw).account().watched.cleared == 6
 
 
 def test_loops_by_hand_in_threads_are_counted_each() -> None:
@@ -338,7 +339,7 @@ def test_loops_by_hand_in_threads_are_counted_each() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert gw.account().watched.unowned == 60
+    assert session_of(gw).account().watched.unowned == 60
     assert not gw.status()["internal_errors"]
     for lane in range(3):
         steps = [one.snapshot.step for one in kept.records if one.snapshot.optimizer == lane]
@@ -352,12 +353,12 @@ def test_a_model_made_anew_for_each_task_takes_the_place_of_the_one_before() -> 
     with gradwatch.watch(outer, sinks=[kept], strict=True) as gw:
         for _ in range(12):
             inner = copy.deepcopy(outer)
-            gw.join([inner], [])
+            session_of(gw).join([inner], [])
             for _ in range(3):
                 inner.zero_grad()
                 by_hand(inner, inner(torch.randn(3, 4)).square().mean())
-        assert len(gw.lanes()) <= 2
-    assert gw.account().watched.unowned == 36
+        assert len(session_of(gw).lanes()) <= 2
+    assert session_of(gw).account().watched.unowned == 36
 
 
 def test_a_model_trained_by_hand_is_freed_when_another_one_is_built() -> None:
@@ -365,7 +366,7 @@ def test_a_model_trained_by_hand_is_freed_when_another_one_is_built() -> None:
     kept, other = Kept(), nn.Linear(2, 2)
     with gradwatch.watch([other], sinks=[kept], strict=True) as gw:
         model = nn.Linear(4, 4)
-        gw.join([model], [])
+        session_of(gw).join([model], [])
         for _ in range(3):
             model.zero_grad()
             by_hand(model, model(torch.randn(3, 4)).square().mean())
@@ -395,4 +396,4 @@ def test_what_a_thread_has_trained_is_settled_by_others_once_it_has_ended() -> N
         for _ in range(3):
             second.zero_grad()
             by_hand(second, second(torch.randn(3, 4)).square().mean())
-        assert gw.account().watched.unowned == 3
+        assert session_of(gw).account().watched.unowned == 3

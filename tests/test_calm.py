@@ -22,10 +22,9 @@ from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.host import HostReading
 from gradwatch.records.snapshot import Decision, Record
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import deferred
-from gradwatch.session import step as judging
+from gradwatch.session import deferral, measuring, pipeline
 from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN
-from gradwatch.session.deferred import LONGEST, MOST, Deferred, Measured
+from gradwatch.session.deferral import LONGEST, MOST, Deferral, Deferred
 from tests.kept import Kept
 from tests.support import warm
 
@@ -134,7 +133,8 @@ def test_put_off_or_not_the_records_are_the_same(
     late, judged = run(case, layers, tmp_path / "late")
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(judging, "CALM", 10**9)
+        patch.setattr(measuring, "CALM", 10**9)
+        patch.setattr(pipeline, "CALM", 10**9)
         at_once, judged = run(case, layers, tmp_path / "at_once")
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)
@@ -150,27 +150,27 @@ def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
 def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock, too, steps become due; all are judged, in order, though one of them fails."""
     now, judged, failed = [100.0], [], []
-    monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
-    waiting = Deferred()
+    monkeypatch.setattr(deferral.time, "monotonic", lambda: now[0])
+    waiting = Deferral()
 
-    def step(number: int) -> Measured:
+    def step(number: int) -> Deferred:
         def judge() -> Decision:
             judged.append(number)
             if number == 0:
                 raise ValueError
             return Decision()
 
-        return Measured(lambda: False, judge)
+        return Deferred(lambda: False, judge)
 
-    assert not waiting.add(step(0))
+    assert not waiting.submit(step(0))
     now[0] += LONGEST * 0.9
-    assert not waiting.add(step(1))
+    assert not waiting.submit(step(1))
     now[0] += LONGEST * 0.1 + 1e-6
-    assert waiting.add(step(2))
-    waiting.judge_all(failed.append)
+    assert waiting.submit(step(2))
+    waiting.flush(failed.append)
     assert judged == [0, 1, 2]
     assert len(failed) == 1
-    assert not waiting.add(step(3))
+    assert not waiting.submit(step(3))
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 100.0])
@@ -260,7 +260,7 @@ def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches that differ by a factor of three, as in embeddings, are no reason to judge each step at once."""
-    monkeypatch.setattr(deferred, "LONGEST", 60.0)
+    monkeypatch.setattr(deferral, "LONGEST", 60.0)
     model, optimizer = build()
     sink, judged, large = Kept(), [], set(range(0, 200, 5))
     for parameter in model.parameters():
@@ -288,7 +288,8 @@ def test_a_clip_is_in_time_though_its_verdict_waits(
     late, judged, weights = clipped_run(max_norm, tmp_path / "late", layers, jumps)
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(judging, "CALM", 10**9)
+        patch.setattr(measuring, "CALM", 10**9)
+        patch.setattr(pipeline, "CALM", 10**9)
         at_once, judged, wanted = clipped_run(max_norm, tmp_path / "at_once", layers, jumps)
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.reading import batched
+from gradwatch.session.watch import session_of
 from gradwatch.taps import step_hooks
 from tests.kept import Kept
 from tests.recorder import Recorder, norms_of, seen
@@ -585,7 +586,7 @@ def test_a_new_optimizer_of_the_same_parameters_is_read_as_its_predecessor_was(
         for number in range(3):
             if number:
                 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-                gw.join([model], [optimizer])
+                session_of(gw).join([model], [optimizer])
             for _ in range(2):
                 optimizer.zero_grad()
                 model(torch.randn(5, 3)).pow(2).sum().backward()

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import gradwatch
 from gradwatch.reading.batched import CpuReader
+from gradwatch.session.watch import session_of
 from gradwatch.taps import clip_functions
 from tests.kept import Kept
 from tests.recorder import norms_of
@@ -156,7 +157,7 @@ def test_clipping_is_bit_identical_and_a_fault_of_ours_stays_ours(monkeypatch: p
     for model in (bare, watched):
         model(X).square().mean().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(gw._capture, "lanes", None)
+        patch.setattr(session_of(gw)._capture, "lanes", None)
         totals = [clip_grad_norm_(model.parameters(), 0.1) for model in (bare, watched)]
     gw.close()
     assert "capture" in gw.health.errors()

@@ -70,7 +70,7 @@ def test_observing_reads_one_step_late_and_right() -> None:
             wants.append(norms_of(model.named_parameters()))
             optimizer.step()
             assert len(recorder.snapshots) == step
-        recorder.boundary.settle_deferred()
+        recorder.boundary.flush()
         assert [snapshot.step for snapshot in recorder.snapshots] == [0, 1, 2, 3, 4]
         for snapshot, want in zip(recorder.snapshots, wants, strict=True):
             assert seen(snapshot) == pytest.approx(want, rel=1e-5)

@@ -23,8 +23,10 @@ from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.rules.files import parse_rules
 from gradwatch.runtime import spent
 from gradwatch.runtime.health import Health
-from gradwatch.session import boundary, session, watch
-from gradwatch.session import step as judging
+from gradwatch.session import activity
+from gradwatch.session import pipeline as judging
+from gradwatch.session.boundary import optimizer_step
+from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
@@ -58,10 +60,10 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "read": (lane.Lane, "read", "capture"),
     "clock": (spent, "perf_counter", "capture"),
     "settle": (lane.Lane, "settle", "boundary"),
-    "changed": (boundary.Boundary, "_changed", "boundary"),
+    "changed": (optimizer_step.Boundary, "_changed", "boundary"),
     "look_after": (parameters.Capture, "look_after", "boundary"),
-    "adopt": (boundary.Boundary, "_lane", "boundary"),
-    "measure": (watch.Watch, "measure", "boundary"),
+    "adopt": (optimizer_step.Boundary, "_current", "boundary"),
+    "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (sampled.Sampler, "collect", "boundary"),
     "local_collect": (local.LocalNorms, "collect", "boundary"),
     "taps_collect": (modules.ModuleTaps, "collect", "boundary"),
@@ -69,7 +71,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "at_step_scale": (grad_scaler, "at_step", "boundary"),
     "evaluate": (BoundEngine, "evaluate", "engine"),
     "decide": (BoundEngine, "decide", "engine"),
-    "skip": (skip.Skips, "skip", "action"),
+    "skip": (skip.Withheld, "begin", "action"),
     "advance": (lane.Lane, "advance", "boundary"),
     "thinnable": (lane.Lane, "thinnable", "boundary"),
     "norm_local": (local, "exact_norm", "norm_local"),
@@ -202,10 +204,10 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(lane.Lane, "settle", broken)
             train(gw, model, optimizer, skip_nan=False)
-        assert len(calls) == session.FAILURES
+        assert len(calls) == activity.FAILURES
         assert gw.health.up()["boundary"] is False
-        monkeypatch.setattr(session, "PAUSE_SECONDS", 0.0)
-        gw._paused_until = 0.0
+        monkeypatch.setattr(activity, "PAUSE_SECONDS", 0.0)
+        session_of(gw)._activity._paused_until = 0.0
         train(gw, model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0
 

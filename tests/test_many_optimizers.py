@@ -22,7 +22,7 @@ SCRIPT = (
     + """
 import json, urllib.request
 from gradwatch.taps import module_calls
-from gradwatch.session.watch import live_watches
+from gradwatch.session.session import live_sessions
 
 net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 meta = torch.optim.SGD(net.parameters(), 0.1)
@@ -35,7 +35,7 @@ def size(gw):
         series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
     return {
         "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
-        "marks": len(capture._marks._marked_as), "lanes": len(capture.lanes), "courses": len(gw._courses.by_lane),
+        "marks": len(capture._marks._marked_as), "lanes": len(capture.lanes), "courses": len(list(gw._courses)),
         "weights": len(gw.weights._reference), "families": len(causes._localiser._holdings._families),
         "series": len(series), "called": len(module_calls._heard),
     }
@@ -66,7 +66,7 @@ for k in range(60):
     odd = nn.Sequential(nn.Linear(8, 3 + k % 2), nn.Linear(3 + k % 2, 1))
     step(odd, torch.optim.AdamW(odd.parameters(), 1e-3))
     if k in (10, 59):
-        sizes[k] = size(*live_watches())
+        sizes[k] = size(*live_sessions())
 for k in range(60, 63):  # the model that the last one trained
     counted = [0]
     inner = torch.optim.SGD(copied.parameters(), 0.05)

@@ -14,6 +14,7 @@ import gradwatch
 from gradwatch.engine.unfit import Refusal, disarmed
 from gradwatch.errors import AttachError, UnfitRulesError
 from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import session_of
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from gradwatch.taps import step_hooks
@@ -57,11 +58,11 @@ def test_what_cannot_be_carried_out_is_off_and_said(tmp_path: Path) -> None:
             optimizer.zero_grad()
             (model(torch.ones(2, 4)).pow(2).mean() * (float("nan") if step == 2 else 1)).backward()
             optimizer.step()
-        off = gw.inactive()
+        off = gw.health.inactive()
         assert gw.status()["inactive"] == off
         assert gw.health.errors() == {}
         scrape = endpoint.render().decode()
-        account = gw.account()
+        account = session_of(gw).account()
     assert off.keys() == {"clip:groups.head", "modules:full_backward", "passed-on"}
     assert off["clip:groups.head"] == f"not armed: {AGC}"
     assert f'gradwatch_rule_inactive{{rule="clip:groups.head",reason="not armed: {AGC}"}} 1' in scrape

@@ -24,9 +24,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("arrive", "enter", "depart"):
         original = getattr(Ranks, name)
 
-        def noted(self: Ranks, lane: Any, name: str = name, original: Any = original) -> Any:
+        def noted(self: Ranks, *args: Any, name: str = name, original: Any = original) -> Any:
             calls.append(name)
-            return original(self, lane)
+            return original(self, *args)
 
         monkeypatch.setattr(Ranks, name, noted)
     return calls

@@ -21,7 +21,8 @@ from gradwatch.policies import Policy, State, register_policy
 from gradwatch.policies.policy import POLICIES, Coefficients, Floats
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import step as judging
+from gradwatch.session import pipeline as judging
+from gradwatch.session import publish
 from tests.kept import Kept
 
 SKIP = """
@@ -35,7 +36,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "health tag": (Vitals, "after", "boundary"),
     "verdict": (Step, "finish", "engine"),
     "decision": (BoundEngine, "decide", "engine"),
-    "what is told": (judging, "Record", "boundary"),
+    "what is told": (publish, "Record", "boundary"),
     "measured": (judging, "assemble", "boundary"),
 }
 

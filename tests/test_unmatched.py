@@ -51,10 +51,10 @@ def test_the_rest_protects_and_what_is_off_is_said(tmp_path: Path) -> None:
     with gradwatch.watch(
         model, optimizer, rules=rules, run_dir=tmp_path, sinks=[sink, endpoint, LogSink(stream=said)]
     ) as gw:
-        assert gw.inactive() == {"group:layer4": "matches no parameter", "mine": REASON}
+        assert gw.health.inactive() == {"group:layer4": "matches no parameter", "mine": REASON}
         step(model, optimizer)
         step(model, optimizer, float("nan"))
-        inactive = gw.inactive()
+        inactive = gw.health.inactive()
         assert gw.status()["inactive"] == inactive
         assert gw.health.errors() == {}
         scrape = endpoint.render().decode()
@@ -82,11 +82,11 @@ def test_a_parameter_that_comes_later_ends_it(tmp_path: Path) -> None:
     )
     with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[Kept()]) as gw:
         step(model, optimizer)
-        assert gw.inactive() == {"r": "matches no parameter"}
+        assert gw.health.inactive() == {"r": "matches no parameter"}
         late = nn.ModuleDict({"late": nn.Linear(4, 1)})
         gw.add([late])
         step(late["late"], torch.optim.SGD(late.parameters(), 0.1))
-        assert gw.inactive() == {}
+        assert gw.health.inactive() == {}
 
 
 def test_strict_rules_refuse_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -401,7 +401,7 @@ def another_watch() -> None:
 AFTERWARDS: dict[str, Callable[[], object]] = {
     "backward": lambda: torch.ones(1, requires_grad=True).sum().backward(),
     "watch": another_watch,
-    "asked": lambda: gradwatch.session.watch.live_watches(),
+    "asked": lambda: gradwatch.session.session.live_sessions(),
 }
 
 

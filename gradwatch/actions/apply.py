@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.clip import Found, carried_scale, put
+from gradwatch.actions.clip import Found, StandingClips, carried_scale, put
 from gradwatch.actions.closures import Evaluations
-from gradwatch.actions.skip.skip import Skips
+from gradwatch.actions.skip.empty_groups import EmptyLists
+from gradwatch.actions.skip.skip import Withheld
 from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.versions import versions_of
 from gradwatch.engine.outcome import factors_of, uniform_factor
-from gradwatch.errors import TrainingStopped
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device
 from gradwatch.reading.device import arrived, clip_factor, kept
@@ -36,122 +36,107 @@ from gradwatch.taps.grad_scaler import supports_scaling
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Factors below this have no reciprocal in float32, or not all their digits."""
 
-Done = Callable[[Lane, Decision, Exception | None], None]
-"""Told once a Decision was carried out: what really was, and the fault that kept it from being as decided."""
+
+class Outcome(NamedTuple):
+    """What was really done of a Decision.
+
+    `error` is what kept it from being as decided, `passing` one that a second try overcame; None where there was none.
+    """
+
+    done: Decision
+    error: Exception | None = None
+    passing: Exception | None = None
 
 
 class Acting:
-    """Carries out Decisions on the gradients of lanes.
+    """Carries out Decisions on the gradients of one optimizer, and undoes what lasts for the length of a step.
 
-    `failed(component, error)` counts a fault of ours; `done` is told how each Decision went, and publishes it.
+    `failed(component, error)` counts an internal error; `empty_lists` is what is known of types of optimizers.
     """
 
-    def __init__(self, failed: Callable[[str, BaseException], None], done: Done) -> None:
+    __slots__ = ("_empty_lists", "_failed", "_gates", "_withheld", "held")
+
+    def __init__(self, failed: Callable[[str, BaseException], None], empty_lists: EmptyLists) -> None:
         self._failed = failed
-        self._done = done
-        self._skips = Skips()
-        self._gates: dict[int, list[Gate]] = {}
-        # Lanes for whose step something may be set aside, or set on their optimizer.
-        self.held: set[int] = set()
+        self._empty_lists = empty_lists
+        self._withheld: Withheld | None = None
+        self._gates: list[Gate] = []
+        self.held = False  # something may be set aside for the step under way, or set on its optimizer
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
-        for index in list(self._gates):
-            self.open_gate(index)
-        for index in list(self.held):
-            self.let_go(index, finished=True)
+        if self._gates:
+            self.open_gate()
+        if self.held:
+            self.let_go(finished=True)
 
-    def carry_out(
+    def apply(
         self,
         optimizer: Optimizer,
         lane: Lane,
         decision: Decision,
         turn: Evaluations | None,
         max_norm: float | None = None,
-    ) -> None:
-        """Do what was decided of a step on the host; `turn` is its closure's, None without one.
+        standing: StandingClips | None = None,
+    ) -> Outcome:
+        """Do what was decided of a step on the host, but for a stop; `turn` is its closure's, None without one.
 
-        `max_norm` is the file's own bound on the total, which holds where the action of a rule fails.
+        `max_norm` is the file's own bound on the total, which holds where the action of a rule fails; `standing` what
+        the file clips beside the total. Where an action fails, the gradient passes unchanged, or what the rule's
+        `on_error` says is done instead.
 
-        Raises `TrainingStopped` where a rule says stop. Where an action fails, the gradient passes unchanged, or
-        what the rule's `on_error` says is done instead.
+        What fails is tried once more, if nothing was changed or all of it could be put back: a passing error on one
+        rank must not make it diverge from the others, who have none and act.
         """
-        error: Exception | None = None
-        passing: Exception | None = None
-        if not decision.stop:
-            decision, error, passing = self._attempt(optimizer, lane, decision, turn, max_norm)
-        self._done(lane, decision, error)
-        if (fault := error or passing) is not None:
-            self._failed("action", fault)
         if decision.stop:
-            if turn is not None and turn.memory is not None:
-                turn.memory.restore()
-            raise TrainingStopped(why_stopped(decision, lane))
-
-    def _attempt(
-        self,
-        optimizer: Optimizer,
-        lane: Lane,
-        decision: Decision,
-        turn: Evaluations | None,
-        max_norm: float | None,
-    ) -> tuple[Decision, Exception | None, Exception | None]:
-        """Carry it out; what was done in the end, the fault that made it differ from what was decided, and one that
-        did not.
-
-        What fails is tried once more, if nothing was changed or all of it could be put back: a passing fault on one
-        rank must not part it from the others, who have none and act.
-        """
+            return Outcome(decision)
         found = versions_of(lane.grads()) if decision.touches and not decision.skip else None
         aside = put_aside(lane) if found is not None and lane.on_cpu and by_rule(decision) else {}
         passing: Exception | None = None
         for last in (False, True):
             try:
-                self._carry_out(optimizer, lane, decision, turn)
+                self._carry_out(optimizer, lane, decision, turn, standing)
             except Exception as error:
-                self.give_back(lane.index)  # the gradient passes unchanged
-                self.open_gate(lane.index)
+                self.give_back()  # the gradient passes unchanged
+                self.open_gate()
                 changed = found is not None and versions_of(lane.grads()) != found
                 if changed and put_back(lane, aside):
                     changed, found = False, versions_of(lane.grads())
                 if changed or last:
-                    return (
-                        self._instead(optimizer, lane, decision, turn, max_norm, error, changed),
-                        error,
-                        None,
-                    )
+                    instead = in_place_of(decision, max_norm)
+                    return Outcome(self._instead(optimizer, lane, instead, turn, error, changed), error)
                 passing = error
             else:
                 break
-        return decision, None, passing
+        return Outcome(decision, passing=passing)
 
     def _instead(
         self,
         optimizer: Optimizer,
         lane: Lane,
-        decision: Decision,
+        instead: Decision,
         turn: Evaluations | None,
-        max_norm: float | None,
         error: Exception,
         changed: bool,
     ) -> Decision:
         """Do what is to be done where a Decision failed; `changed`: after it had changed some gradients."""
         if changed:
             error.__dict__.setdefault("__notes__", []).append(PARTLY)
-        instead = in_place_of(decision, max_norm)
         try:
-            self._carry_out(optimizer, lane, instead, turn)
+            self._carry_out(optimizer, lane, instead, turn, None)  # it asks for nothing per element
         except Exception:  # not even that can be done: it is told as a failure all the same
-            self.give_back(lane.index)
+            self.give_back()
             instead = replace(instead, skip=False, max_norm=None)
         return instead
 
-    def clip_again(self, lane: Lane, decision: Decision, total: float) -> None:
+    def clip_again(
+        self, lane: Lane, decision: Decision, total: float, standing: StandingClips | None
+    ) -> None:
         """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
         if decision.max_norm is not None and only_total(decision):
             lane.multiply(clip_coefficient(total, decision.max_norm))
         elif decision.touches:
-            _reshape(lane, decision, total)
+            _reshape(lane, decision, total, standing)
 
     def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
@@ -168,19 +153,28 @@ class Acting:
         return True
 
     def _carry_out(
-        self, optimizer: Optimizer, lane: Lane, decision: Decision, turn: Evaluations | None
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        decision: Decision,
+        turn: Evaluations | None,
+        standing: StandingClips | None,
     ) -> None:
         if turn is not None:
             turn.skipped, turn.max_norm = decision.skip, decision.max_norm
         if decision.skip:
             if turn is None or not turn.must_finish:
-                self.held.add(lane.index)
-                self._skips.skip(lane.index, optimizer, at_once=turn is not None)
+                self.held = True
+                at_once, known = turn is not None, self._empty_lists
+                withheld = Withheld(optimizer, lambda: known.do_for(optimizer, at_once))
+                self._withheld = withheld
+                withheld.begin(at_once)
         elif decision.max_norm is not None and only_total(decision):
             coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
             self._multiply(optimizer if turn is None else None, lane, coefficient)
         elif decision.touches:
-            _reshape(lane, decision, lane.total_applied() if decision.max_norm is not None else 0.0)
+            total = lane.total_applied() if decision.max_norm is not None else 0.0
+            _reshape(lane, decision, total, standing)
 
     def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
         """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
@@ -190,12 +184,20 @@ class Acting:
         else:
             self._divide(optimizer, lane, torch.tensor(1.0 / float(coefficient), device=where(lane)))
 
-    def on_device(self, optimizer: Optimizer, lane: Lane, max_norm: float | None, skips: bool) -> None:
+    def on_device(
+        self,
+        optimizer: Optimizer,
+        lane: Lane,
+        max_norm: float | None,
+        standing: StandingClips | None,
+        skips: bool,
+    ) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
 
-        `max_norm` bounds the total norm; `skips`: a step whose gradients are not finite is skipped.
+        `max_norm` bounds the total norm, `standing` is what is clipped beside it; `skips`: a step whose gradients are
+        not finite is skipped.
         """
-        standing, reading = lane.standing, lane.on_device
+        reading = lane.on_device
         if reading is None or not (skips or max_norm is not None or standing is not None):
             return
         total = reading.device_total()  # loss scale included
@@ -232,30 +234,41 @@ class Acting:
 
     def _set(self, optimizer: Optimizer, lane: Lane, name: str, value: Tensor) -> None:
         gate = Gate(optimizer, name, value, getattr(optimizer, name, None))
-        self.held.add(lane.index)
-        self._gates.setdefault(lane.index, []).append(gate)
+        self.held = True
+        self._gates.append(gate)
         setattr(optimizer, name, value)
 
-    def open_gate(self, index: int) -> None:
-        """Restore `found_inf` and `grad_scale` as they were; not where they are no longer ours."""
-        for gate in self._gates.pop(index, ()):
+    def open_gate(self) -> None:
+        """Restore `found_inf` and `grad_scale` as they were; not where somebody else has set them since."""
+        gates, self._gates = self._gates, []
+        for gate in gates:
             gate.restore()
 
-    def let_go(self, index: int, finished: bool) -> None:
-        """Restore everything as it was before a lane's step, which has `finished` or raised."""
-        self.held.discard(index)
+    def let_go(self, finished: bool) -> None:
+        """Restore everything as it was before the step, which has `finished` or raised."""
+        self.held = False
         try:
-            self.give_back(index, finished)
+            self.give_back(finished)
         finally:
-            self.open_gate(index)
+            self.open_gate()
 
-    def emptied(self, index: int) -> bool:
-        """Whether the parameter lists of this lane's optimizer are empty for the length of a step."""
-        return self._skips.unfinished(index)
+    @property
+    def emptied(self) -> bool:
+        """Whether the optimizer's parameter lists are empty for the length of a step: it raised if it is over."""
+        return self._withheld is not None and self._withheld.emptied
 
-    def give_back(self, index: int, finished: bool = True) -> None:
-        """Restore what a skip set aside; `finished` False: the step raised, so its gradients are let go."""
-        self._skips.give_back(index, finished)
+    def give_back(self, finished: bool = True) -> None:
+        """Put back what a skip set aside, but no gradient where a newer backward has already made one.
+
+        `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
+        """
+        withheld, self._withheld = self._withheld, None
+        if withheld is None:
+            return
+        if not finished and withheld.emptied:  # it raised for another reason, or not: copies from now on
+            self._empty_lists.refuse(withheld.optimizer)
+        withheld.give_back(finished)
+        withheld.let_go()
 
 
 class Gate(NamedTuple):
@@ -294,7 +307,7 @@ def where(lane: Lane) -> torch.device:
     return lane.params[0].device
 
 
-def _reshape(lane: Lane, decision: Decision, total: float) -> None:
+def _reshape(lane: Lane, decision: Decision, total: float, standing: StandingClips | None) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = lane.grads()
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
@@ -305,10 +318,10 @@ def _reshape(lane: Lane, decision: Decision, total: float) -> None:
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
     ahead: dict[int, Tensor] = {}
-    if decision.elementwise and lane.standing is not None:
+    if decision.elementwise and standing is not None:
         optimizer = None if lane.optimizer is None else lane.optimizer()
         scale = arrived(kept(carried_scale(optimizer)))
-        ahead = lane.standing.take(Found(grads, lane.params, scale), coef)
+        ahead = standing.take(Found(grads, lane.params, scale), coef)
         put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.actions.clip import StandingClips
 from gradwatch.capture.accumulation import Habit
 from gradwatch.capture.arrivals import Arrivals
 from gradwatch.capture.columns.loss import Root, WindowLoss
@@ -71,13 +70,9 @@ class Lane:
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
-        self.solitary = (
-            False  # known to need nobody at its boundaries: no other rank, no micro-batches to weigh
-        )
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self.announced: list[Announced] = []  # clips since the read, by the one who clips
-        self.standing: StandingClips | None = None
         self._reader = CpuReader()
         self._sentinels = Sentinels(sites.numels)
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW

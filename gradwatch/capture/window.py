@@ -31,7 +31,7 @@ class Window:
     gradients at the boundary (fused optimizers). `calm`: nothing looked unusual, so `resolve` may wait a few
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
-    0, None without a scaler. `at_hand`: the boundary carries out what is decided at once, and says how it went.
+    0, None without a scaler.
     `empty`: every micro-batch of it was dropped, so there is nothing to step by. `loss` is the sum of what its
     backwards started from, a loss scale still in it; None where that is not known. `applied_known` False: nothing is
     known of what came of the gradients, and `after` stands for nothing.
@@ -50,7 +50,6 @@ class Window:
     repeats: Repeats | None = None
     loss_scale: Number | None = None
     skipped: Number | None = None
-    at_hand: bool = False
     empty: bool = False
     loss: float | Tensor | None = None
     applied_known: bool = True

@@ -29,8 +29,24 @@ class Seat:
     usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
     lost: bool = False
     told: Told | None = None
+    owes: bool = False  # at a step boundary, and the others have not been sent its facts yet
     parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
     reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the ranks exchange the facts of every step, and so wait for them."""
+        return self.layout is not None or bool(self.alone)
+
+    @property
+    def waits_for_none(self) -> bool:
+        """Whether no other rank, and no news of them, is waited for at the step boundaries."""
+        return self.layout is None and not (self.alone or self.lost)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a rank alone knows less of a gradient than all together: not where DDP has averaged it for all."""
+        return self.exchanges and (self.layout is None or self.layout.pooled or not self.ddp)
 
     @property
     def uneven(self) -> bool:

@@ -86,7 +86,10 @@ class Shared:
 
 
 class Ranks:
-    """The seats of one watch. Nothing here raises because of another rank; it is reported, and goes on alone."""
+    """The meetings of one watch with the other ranks; what was agreed on for one optimizer is its `Seat`.
+
+    Nothing here raises because of another rank; it is reported, and this one goes on alone.
+    """
 
     def __init__(
         self,
@@ -102,75 +105,50 @@ class Ranks:
         self._models = models
         self._report = report
         self._stages = stages
-        self._seats: dict[int, Seat] = {}
         self._meetings = 0
-        self._turn: set[int] = set()  # lanes at their boundary that have not told the others anything yet
 
     @property
     def several(self) -> bool:
         """Whether this process is one of several ranks."""
         return place()[1] > 1
 
-    def talks(self, lane: Lane) -> bool:
-        """Whether the ranks exchange the facts of every step of a lane, and so wait for them."""
-        seat = self._seats.get(lane.index)
-        return seat is not None and (seat.layout is not None or bool(seat.alone))
-
-    def leave_alone(self, lane: Lane) -> bool:
-        """Whether no other rank, and no news of them, waits for this one at the boundaries of a lane it has met for."""
-        seat = self._seats.get(lane.index)
-        return seat is not None and seat.layout is None and not (seat.alone or seat.lost)
-
-    def pooled(self, lane: Lane) -> bool:
-        """Whether a rank alone knows less of a gradient than all together: not where DDP has averaged it for all."""
-        seat = self._seats.get(lane.index)
-        if seat is None or not self.talks(lane):
-            return False
-        return seat.layout is None or seat.layout.pooled or not seat.ddp
-
-    def judging_together(self, lane: Lane) -> str:
+    def judging_together(self, lane: Lane, seat: Seat | None) -> str:
         """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
-        seat = self._seats.get(lane.index)
         if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites or seat.uneven:
             return ""
         met = self._wants.acts or self._wants.facts or seat.sharded
         return f"{self._name}/{lane.index}/{self._meetings}/cause" if met else ""
 
-    @property
-    def alone(self) -> bool:
-        """Whether some lane goes on without the other ranks, though they are needed."""
-        return any(seat.alone for seat in self._seats.values())
-
     # -- meeting -----------------------------------------------------------------------------------------
 
-    def arrive(self, lane: Lane) -> None:
+    def arrive(self, seat: Seat | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
-        seat = self._seats.get(lane.index)
         if seat is not None:
             seat.told = None
-        if seat is None or not seat.uneven:
-            self._turn.add(lane.index)
+            if not seat.uneven:
+                seat.owes = True
 
-    def enter(self, lane: Lane) -> bool:
-        """Meet the other ranks at the first boundary of a lane, or of its changed parameters; True if met now."""
-        seat = self._seats.get(lane.index)
+    def enter(self, lane: Lane, seat: Seat | None) -> tuple[Seat, bool]:
+        """Meet the other ranks at the first boundary of a lane, or of its changed parameters.
+
+        The seat from now on, and whether it is new, or has just lost the others.
+        """
         if seat is not None and seat.lane_sites is lane.sites:
             lost, seat.lost = seat.lost, False
-            return lost
+            return seat, lost
         if seat is not None:
             seat.close()
-        self._turn.add(lane.index)
         held = holdings(lane.params, self._models())
         sites, sharded = whole(lane.sites, held), any(one.sharded for one in held)
         lane.by_hand = self.several and not sharded and not _reduced(self._models())
-        seat = self._seats[lane.index] = Seat(lane.sites, sites, sharded)
+        seat = Seat(lane.sites, sites, sharded, owes=True)
         if self.several:
             try:
                 self._meet(lane, seat, held)
             except Exception as error:
                 seat.lose(str(error), sites)
                 self._report("ranks", error)
-        return True
+        return seat, True
 
     def _meet(self, lane: Lane, seat: Seat, held: list[Holding]) -> None:
         wants = self._wants
@@ -230,23 +208,22 @@ class Ranks:
             sampled=sampled if pooled else (),
         )
 
-    def sites(self, lane: Lane) -> Sites:
+    def sites(self, lane: Lane, seat: Seat | None) -> Sites:
         """The parameters that the lane's rules judge: whole, and of all ranks where those hold different ones."""
-        seat = self._seats.get(lane.index)
         return lane.sites if seat is None or seat.lane_sites is not lane.sites else seat.sites
 
-    def with_ranks(self, lane: Lane, sites: Sites) -> Sites:
+    def with_ranks(self, seat: Seat | None, sites: Sites) -> Sites:
         """The sites, followed by one per rank where rules about ranks have something to read."""
-        seat = self._seats.get(lane.index)
         if seat is None or seat.group is None or not seat.ranked or seat.layout is None:
             return sites
         return appended(sites, tuple(f"rank {rank}" for rank in range(seat.layout.world)), "rank")
 
     # -- every step --------------------------------------------------------------------------------------
 
-    def share(self, lane: Lane, window: Window, extras: Extras, values: Mapping[str, float]) -> Shared | None:
-        """Tell the others this window and hear theirs; None where its numbers mean nothing without them."""
-        seat = self._seats.get(lane.index)
+    def share(
+        self, lane: Lane, seat: Seat | None, window: Window, extras: Extras, values: Mapping[str, float]
+    ) -> Shared | None:
+        """Send the others the facts of this window and receive theirs; None where its numbers mean nothing alone."""
         mine = slice(0, len(window.sites))
         if seat is None:  # its optimizers step inside backward, which is no boundary
             return Shared(window, extras, values, mine, may_act=not self.several)
@@ -255,31 +232,28 @@ class Ranks:
                 window = replace(window, provisional=True)
             return Shared(window, extras, values, mine, may_act=not seat.alone)
         pooled = seat.layout.pooled
-        if seat.uneven and seat.ddp and lane.index not in self._turn:
+        if seat.uneven and seat.ddp and not seat.owes:
             return Shared(window, extras, values, mine, may_act=True)  # those who step have the same average
-        told = self._exchange(lane, seat, window, extras, values)
+        told = self._exchange(seat, window, extras, values)
         if told is not None and told.complete:
             return _seen_by_all(told, seat, window, extras, values)
         self._catch_up(lane, window, told)
         return None if pooled else Shared(window, extras, values, mine, may_act=False, blind=told is not None)
 
     def _exchange(
-        self, lane: Lane, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
+        self, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
     ) -> Told | None:
         layout, group = seat.layout, seat.group
-        if layout is None or group is None or lane.index not in self._turn:
+        if layout is None or group is None or not seat.owes:
             return None
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
         columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
         vector = rank_facts.encode(layout, window, window.resolve(), values, columns, local, seat.usual)
-        return self._send(lane.index, seat, layout, group, vector)
+        return self._send(seat, layout, group, vector)
 
-    def _send(
-        self, index: int, seat: Seat, layout: Layout, group: Group, vector: rank_facts.Vector
-    ) -> Told | None:
-        self._turn.discard(index)
-        seat.told = None
+    def _send(self, seat: Seat, layout: Layout, group: Group, vector: rank_facts.Vector) -> Told | None:
+        seat.owes, seat.told = False, None
         layout.part(vector, "parted")[layout.rank], seat.parted = float(seat.parted), False
         try:
             told = seat.told = Told(layout, group.total(vector))
@@ -294,26 +268,24 @@ class Ranks:
             self._report("ranks", divergence.by(told))
         return told
 
-    def did_otherwise(self, lane: Lane) -> None:
-        """This rank could not do what was decided of a step: the others hear it with the facts of the next one."""
-        seat = self._seats.get(lane.index)
+    def did_otherwise(self, lane: Lane, seat: Seat | None) -> None:
+        """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
         if seat is not None and seat.layout is not None and seat.group is not None:
             seat.parted = True
         elif self.several:
             self._report("ranks", divergence.untold(place()[0], lane.step))
 
-    def norms_alone(self, lane: Lane, window: Window, values: Mapping[str, float]) -> Shared | None:
+    def norms_alone(self, seat: Seat | None, window: Window, values: Mapping[str, float]) -> Shared | None:
         """The step as every rank sees it but for extra columns: where a fault of ours has spoilt the whole of it.
 
         None where there are no others, where they cannot know it either, or where they have not been told yet.
         """
-        seat = self._seats.get(lane.index)
         if seat is None or seat.alone or not self.several:
             return None
         if seat.layout is None:
             return Shared(window, Extras(), values, slice(0, len(window.sites)), may_act=True)
         told = seat.told
-        if told is None or not told.complete or lane.index in self._turn:
+        if told is None or not told.complete or seat.owes:
             return None
         return _norms_seen_by_all(told, window, values)
 
@@ -322,21 +294,18 @@ class Ranks:
         if told is not None and told.head("facts"):
             lane.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
 
-    def depart(self, lane: Lane) -> None:
-        """The step boundary ends: where nothing was told, by a fault of ours, take part all the same."""
-        if lane.index not in self._turn:
-            return
-        self._turn.discard(lane.index)
-        seat = self._seats.get(lane.index)
-        if seat is not None and seat.layout is not None and seat.group is not None:
-            # A device's numbers are told one step late: on its first step there are none, by no fault.
-            vector = rank_facts.blind(seat.layout) if lane.on_cpu else seat.layout.empty()
-            self._send(lane.index, seat, seat.layout, seat.group, vector)
+    def depart(self, lane: Lane, seat: Seat | None) -> None:
+        """Leave a step boundary. Where nothing was sent, because of an internal error, take part all the same.
 
-    def close(self) -> None:
-        """Leave every group."""
-        for seat in self._seats.values():
-            seat.close()
+        Always called when a step ends, so that other ranks do not block.
+        """
+        if seat is None or not seat.owes:
+            return
+        seat.owes = False
+        if seat.layout is not None and seat.group is not None:
+            # A device's numbers are sent one step late: on its first step there are none, by no failure.
+            vector = rank_facts.blind(seat.layout) if lane.on_cpu else seat.layout.empty()
+            self._send(seat, seat.layout, seat.group, vector)
 
 
 def _reduced(models: list[nn.Module]) -> bool:

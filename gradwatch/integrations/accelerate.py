@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import gradwatch.session.attach
 from gradwatch.integrations import checkpoint_file
 from gradwatch.integrations.requirement import requires
-from gradwatch.session.watch import Watch
+from gradwatch.session.watch import Watch, session_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,7 +39,7 @@ def watch(
     `gradwatch.watch` on the prepared objects sees the same numbers.
     """
     gw = gradwatch.session.attach.watch(model, optimizer, **options)
-    if not gw.models():  # GRADWATCH=0
+    if not session_of(gw).models():  # GRADWATCH=0
         return gw
 
     def save(models: Any, weights: Any, folder: str) -> None:

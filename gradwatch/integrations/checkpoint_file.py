@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwatch.integrations.session import resume
 from gradwatch.runtime.files import write_whole
-from gradwatch.session.watch import Watch
+from gradwatch.session.watch import Watch, session_of
 
 NAME = "gradwatch.json"
 
@@ -25,7 +25,7 @@ def save(gw: Watch, folder: str | os.PathLike[str]) -> None:
         if state["lanes"]:
             write_whole(Path(folder) / NAME, json.dumps(state), 0o666)
     except Exception as error:
-        gw.failed("checkpoint", error)
+        session_of(gw).failed("checkpoint", error)
 
 
 def load(gw: Watch, folder: str | os.PathLike[str]) -> bool:
@@ -35,7 +35,7 @@ def load(gw: Watch, folder: str | os.PathLike[str]) -> bool:
     except FileNotFoundError:
         return False
     except Exception as error:
-        gw.failed("resume", error)
+        session_of(gw).failed("resume", error)
         return False
     resume(gw, state)
     return True

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import gradwatch.session.attach
 from gradwatch.integrations.requirement import requires
 from gradwatch.integrations.session import observe_number
-from gradwatch.session.watch import Watch
+from gradwatch.session.watch import Watch, session_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,14 +45,14 @@ def watch(
     else: `Checkpoint({"model": model, "optimizer": optimizer, "gradwatch": gw}, ...)`.
     """
     gw = gradwatch.session.attach.watch(model, optimizer, **options)
-    if not gw.models():  # GRADWATCH=0
+    if not session_of(gw).models():  # GRADWATCH=0
         return gw
 
     def observe(engine: Engine) -> None:
         try:
             observe_number(gw, loss(engine.state.output))
         except Exception as error:
-            gw.failed("observe", error)
+            session_of(gw).failed("observe", error)
 
     # No EXCEPTION_RAISED handler: where there is one, Ignite no longer raises the exception itself.
     engine.add_event_handler(Events.ITERATION_COMPLETED, observe)

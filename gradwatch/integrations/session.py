@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.session.attach import watch
-from gradwatch.session.watch import Watch
+from gradwatch.session.watch import Watch, session_of
 
 if TYPE_CHECKING:
     import os
@@ -86,7 +86,7 @@ class Session:
         try:
             return self.gw.state_dict()
         except Exception as error:
-            self.gw.failed("checkpoint", error)
+            session_of(self.gw).failed("checkpoint", error)
             return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -113,4 +113,4 @@ def resume(gw: Watch, state: Mapping[str, Any]) -> None:
     try:
         gw.load_state_dict(state)
     except Exception as error:
-        gw.failed("resume", error)
+        session_of(gw).failed("resume", error)

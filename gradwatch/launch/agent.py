@@ -2,7 +2,7 @@
 
 Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizers.init`). Otherwise it is idle:
 DataLoader workers, compile workers and git helpers start no thread, open no socket and print nothing. Before the first
-`backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one Watch,
+`backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one session,
 which lives as long as the process. What the forward before was like is held from the making of the optimizer on
 (`first_forwards`).
 """
@@ -35,12 +35,12 @@ from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
     from gradwatch.launch.baselines import Baselines
-    from gradwatch.session.watch import Watch
+    from gradwatch.session.session import Session
     from gradwatch.taps.backward_entry import BackwardCall
 
 _MANY = 64  # known optimizers before those that are gone are looked for
 
-_watches: list[Watch] = []
+_watches: list[Session] = []
 _agents: list[Agent] = []
 
 
@@ -62,7 +62,7 @@ class Agent:
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._prune_at = _MANY
         self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
-        self._inherited: list[Watch] = []  # of the process that this one was forked from
+        self._inherited: list[Session] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
         self._heard = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
@@ -117,7 +117,7 @@ class Agent:
         if watch is None and attaching:  # it has waited for another thread's
             watch = next(iter(_watches), None)
         if watch is not None:
-            watch.about_to_clip()
+            watch.read_before_clip()
 
     def _scaled(self, scale: torch.Tensor) -> None:
         if self._waiting or self._attaching:
@@ -148,8 +148,8 @@ class Agent:
 
     def attach_waiting(
         self, stepping: Optimizer | None = None, before: BackwardCall | None = None
-    ) -> Watch | None:
-        """Watch the optimizers made since the last call, and `stepping`; the Watch, None where there were none.
+    ) -> Session | None:
+        """Watch the optimizers made since the last call, and `stepping`; the session, None where there were none.
 
         `before` this backward the models that it reaches are watched too, though no optimizer has them.
         Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
@@ -168,7 +168,7 @@ class Agent:
             finally:
                 self._attaching = False
 
-    def _try(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Watch | None:
+    def _try(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Session | None:
         """Attach, or say on one line why not."""
         try:
             return self._attach(ready, models)
@@ -210,15 +210,15 @@ class Agent:
         ref = self._seen.get(id(optimizer))
         return ref is not None and ref() is optimizer
 
-    def _attach(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Watch | None:
+    def _attach(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Session | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
         with filters_kept():
             from gradwatch.launch.baselines import Baselines
             from gradwatch.session.attach import watch_optimizers
-            from gradwatch.session.watch import live_watches
+            from gradwatch.session.session import live_sessions
         while self._inherited:
             self._inherited.pop().close()
-        here = [watch for watch in live_watches() if not watch.resting()]
+        here = [watch for watch in live_sessions() if not watch.resting()]
         own = next((watch for watch in here if watch in _watches), None)
         others = [watch for watch in here if watch is not own]
         ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
@@ -246,8 +246,8 @@ class Agent:
 
 def _is_watched(identity: int) -> bool:
     """Whether some watch of this process has the parameter with this `id()`."""
-    watching = sys.modules.get("gradwatch.session.watch")
-    return watching is not None and any(watch.knows(identity) for watch in watching.live_watches())
+    watching = sys.modules.get("gradwatch.session.session")
+    return watching is not None and any(watch.knows(identity) for watch in watching.live_sessions())
 
 
 def _close_at_exit() -> None:
@@ -269,7 +269,7 @@ def _is_worker() -> bool:
 def close_all(pid: int) -> None:
     """At exit of the process that attached (a forked child must not close its parent's files)."""
     if os.getpid() == pid:
-        from gradwatch.session.watch import conclude_all
+        from gradwatch.session.lifetimes import conclude_all
 
         conclude_all()
         for agent in _agents:
@@ -278,7 +278,7 @@ def close_all(pid: int) -> None:
             _watches.pop().close()
 
 
-def _greet(watch: Watch, optimizers: list[Optimizer]) -> None:
+def _greet(watch: Session, optimizers: list[Optimizer]) -> None:
     """One line for a person at a terminal; nothing into a pipe or a log file, nothing from other ranks."""
     if watch.run.rank != 0 or not _on_terminal():
         return

@@ -1,6 +1,6 @@
 """The baselines of a run kept in its folder, for the job that is started again under the same run id.
 
-`state-rank0.json` holds `Watch.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
+`state-rank0.json` holds `Session.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
 many steps it had counted itself. They are taken up where these fit the optimizer at hand. An optimizer that counts no
 steps cannot tell a training that goes on from one that begins, and one that has taken none begins. Of several processes
 that call themselves the same rank, one does all this (`keeper`).
@@ -23,7 +23,7 @@ from gradwatch.runtime.files import write_whole
 
 if TYPE_CHECKING:
     from gradwatch.capture.optimizer import Lane
-    from gradwatch.session.watch import Watch
+    from gradwatch.session.session import Session
 
 EVERY_SECONDS = 60.0
 SHARE = 200  # the time between two savings is at least so many times what one took
@@ -41,9 +41,9 @@ class _Known(NamedTuple):
 
 
 class Baselines:
-    """Takes up, saves and replaces the state of one launcher's Watch."""
+    """Takes up, saves and replaces the state of one launcher's session."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Session) -> None:
         self._watch = watch
         self._keeper = Keeper(watch.run)
         self._path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")

@@ -75,7 +75,7 @@ def _first_rank() -> bool:
 
 def account_of_process() -> Account:
     """The account of everything that this process did; its watches, if there were any, have been closed."""
-    watching, counted = map(sys.modules.get, ("gradwatch.session.watch", "gradwatch.taps.process_totals"))
+    watching, counted = map(sys.modules.get, ("gradwatch.session.session", "gradwatch.taps.process_totals"))
     if watching is not None:
         account: Account = watching.account_of_process()
     else:

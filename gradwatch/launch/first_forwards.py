@@ -1,8 +1,8 @@
-"""The forwards before the first backward, held until there is a Watch to hold them.
+"""The forwards before the first backward, held until there is a session to hold them.
 
 The launcher attaches at the first backward, and then its forward is over: a NaN in it could not be traced to its cause.
-So when an optimizer is made the calls of every model that may train are held, and the Watch takes them over. Nothing is
-opened, started or printed.
+So when an optimizer is made the calls of every model that may train are held, and the session takes them over. Nothing
+is opened, started or printed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gradwatch.taps.registered import Registered
 if TYPE_CHECKING:
     from gradwatch.localise.hold.kinds import Kinds
     from gradwatch.localise.hold.pre_attach import Early
-    from gradwatch.session.watch import Watch
+    from gradwatch.session.session import Session
 
 MOST_MODELS = 16
-MOST_FAULTS = 8  # kept, to be counted by the Watch
+MOST_FAULTS = 8  # kept, to be counted by the session
 
 
 class FirstForwards:
     """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
 
-    Its faults never reach the script: the Watch that takes over counts them. `lock` gives what is to be held while
+    Its faults never reach the script: the session that takes over counts them. `lock` gives what is to be held while
     models are looked for: threads may make optimizers, and attach, at the same time.
     """
 
@@ -64,8 +64,8 @@ class FirstForwards:
             if not self._early.holds(model):
                 self._early.add(model)
 
-    def handed_over(self, watch: Watch, joining: Iterable[nn.Module] = ()) -> None:
-        """Give a Watch what was held of its models and of those `joining` it next; let go of the rest."""
+    def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
+        """Give a session what was held of its models and of those `joining` it next; let go of the rest."""
         early, self._early = self._early, None
         self._stop()
         faults, self._faults = self._faults, []
@@ -119,9 +119,9 @@ def _trainable(model: nn.Module) -> bool:
 
 
 def _watched(model: nn.Module) -> bool:
-    """Whether a live Watch has a parameter of it; nothing is imported to find out."""
-    watching = sys.modules.get("gradwatch.session.watch")
+    """Whether a live Session has a parameter of it; nothing is imported to find out."""
+    watching = sys.modules.get("gradwatch.session.session")
     if watching is None:
         return False
-    watches = [watch for watch in watching.live_watches() if not watch.resting()]
+    watches = [watch for watch in watching.live_sessions() if not watch.resting()]
     return any(watch.knows(id(param)) for param in tree.parameters(model) for watch in watches)

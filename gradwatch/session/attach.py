@@ -13,8 +13,9 @@ from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Event
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.model import RuleSet
+from gradwatch.session.session import Session, live_sessions
 from gradwatch.session.settings import Settings, enabled
-from gradwatch.session.watch import Watch, live_watches
+from gradwatch.session.watch import Watch
 from gradwatch.sinks import Sink
 
 
@@ -64,16 +65,17 @@ def watch(
         strict_rules=strict_rules,
     )
     if not enabled():
-        return Watch(models, optimizers, RuleSet(), settings, (), origin, active=False)
+        return Watch(Session(models, optimizers, RuleSet(), settings, (), origin, active=False))
     ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
     _make_room(models, origin)
-    return Watch(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)
+    session = Session(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)
+    return Watch(session)
 
 
 def watch_optimizers(
     models: list[nn.Module], optimizers: list[Optimizer], loose: Sequence[tuple[str, nn.Parameter]]
-) -> Watch:
-    """A launcher's watch of optimizers whose parameters `models` name, and `loose` where no module holds them.
+) -> Session:
+    """A launcher's session for optimizers whose parameters `models` name, and `loose` where no module holds them.
 
     It lives until `close()`, whatever becomes of the models. Settings and rules are those of the environment.
 
@@ -82,7 +84,7 @@ def watch_optimizers(
     """
     settings = Settings.resolve()
     ruleset = load_rules(settings.rules, run=settings.run_id or "")
-    return Watch(models, optimizers, ruleset, settings, None, "launcher", loose=loose)
+    return Session(models, optimizers, ruleset, settings, None, "launcher", loose=loose)
 
 
 def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
@@ -136,7 +138,7 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 def _make_room(models: list[nn.Module], origin: str) -> None:
     """One watch per parameter: the launcher's gives way to the script's own, anything else is an error."""
     params = {id(param) for model in models for param in model.parameters()}
-    for other in live_watches():
+    for other in live_sessions():
         if other.run.pid != os.getpid():  # inherited by a fork: inert here, so not in the way
             continue
         if not any(map(other.knows, params)):

@@ -26,7 +26,7 @@ from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.incidents.page import markdown, page
 from gradwatch.localise.replay.evidence import Evidence, gather
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Event, Record, RunInfo, Snapshot
+from gradwatch.records.snapshot import Decision, Event, Record, RunInfo, Snapshot, Verdict
 from gradwatch.rules.model import Action, RuleSet
 from gradwatch.runtime.health import Health
 from gradwatch.session.causes import SUSPICIONS, Causes, incident_of
@@ -82,18 +82,26 @@ class Bundles:
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
-    def take(self, lane: Lane, record: Record) -> Record:
-        """Copy what this step was made of where a rule orders it; the Record without orders that nobody follows.
+    def take(
+        self,
+        lane: Lane,
+        snapshot: Snapshot,
+        verdict: Verdict,
+        decision: Decision,
+        findings: tuple[Finding, ...],
+    ) -> Decision:
+        """Copy what this step was made of where a rule orders it; the Decision without orders that are not followed.
 
         A rule orders a bundle on every step it acts on, and each incident gets one.
         """
-        orders = record.decision.orders
+        orders = decision.orders
         rules = {one.rule for one in orders if one.action == SNAPSHOT and not one.shadow}
         if not rules:
-            return record
-        followed = {rule for rule in sorted(rules) if self._guarded(rule, lane, record)}
+            return decision
+        of = lane, snapshot, verdict, findings
+        followed = {rule for rule in sorted(rules) if self._guarded(rule, *of)}
         kept = (one for one in orders if one.action != SNAPSHOT or one.shadow or one.rule in followed)
-        return replace(record, decision=replace(record.decision, orders=frozenset(kept)))
+        return replace(decision, orders=frozenset(kept))
 
     def _guarded(self, *args: Any) -> bool:
         """Whether something was taken for a rule; a fault of ours costs the bundle, not the verdict."""
@@ -103,8 +111,9 @@ class Bundles:
             self._failed(self.name, error)
             return False
 
-    def _take(self, rule: str, lane: Lane, record: Record) -> bool:
-        snapshot, verdict, findings = record.snapshot, record.verdict, record.findings
+    def _take(
+        self, rule: str, lane: Lane, snapshot: Snapshot, verdict: Verdict, findings: tuple[Finding, ...]
+    ) -> bool:
         event, action = incident_of(verdict, rule), self._asked.get(rule)
         if event is None or action is None or event.incident in self._incidents:
             return False

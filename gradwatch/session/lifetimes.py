@@ -1,4 +1,4 @@
-"""Which watches are live, and the end of those whose models are gone.
+"""Which sessions are live, the end of those whose models are gone, and the end of the process.
 
 torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
 end it. A weak reference with a callback, or `__del__`, would run gradwatch in the midst of any code of the script, the
@@ -9,15 +9,25 @@ parameters as soon as a parameter is put into another model.
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from gradwatch.account import Ending
+from gradwatch.account.ending import how_it_ends
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.runtime.process import here
 from gradwatch.taps import backward_entry, building
 from gradwatch.taps.backward_entry import BackwardCall
+from gradwatch.taps.process_totals import settle
 
 
 class Lives(Protocol):
-    """A Watch, as far as its end is concerned."""
+    """A session, as far as its end is concerned."""
+
+    run: RunInfo
+    ended: Ending
 
     def orphaned(self) -> bool:
         """Whether it ends with its models and all of them are gone."""
@@ -28,12 +38,21 @@ class Lives(Protocol):
     def close(self) -> None:
         """End it."""
 
+    def catch_up(self) -> None:
+        """Judge what was put off."""
+
+    def conclude(self) -> None:
+        """Give its account to its sinks, once."""
+
+    def close_sinks(self) -> None:
+        """Close what it writes to, once."""
+
 
 W = TypeVar("W", bound=Lives)
 
 
 class Lifetimes(Generic[W]):
-    """The live watches, in the order in which they were made."""
+    """The live sessions, in the order in which they were made."""
 
     def __init__(self) -> None:
         self._live: list[W] = []
@@ -42,6 +61,7 @@ class Lifetimes(Generic[W]):
     def add(self, watch: W) -> None:
         """It lives from now on."""
         self._live.append(watch)
+        _at_exit()
         if not self._removes:
             self._removes += backward_entry.listen(self._about_to_run), building.listen(self._built)
 
@@ -71,3 +91,30 @@ class Lifetimes(Generic[W]):
     def _built(self) -> None:
         for watch in tuple(self._live):
             watch.let_go_of_dead()
+
+
+LIVE: Lifetimes[Any] = Lifetimes()
+"""The sessions of this process."""
+
+
+@functools.cache
+def _at_exit() -> None:
+    atexit.register(_process_ends)
+
+
+def _process_ends() -> None:
+    """Judge what was put off, give the account, close the sinks; models and optimizers are left as they are."""
+    conclude_all()
+    for one in LIVE.all():
+        one.close_sinks()
+
+
+def conclude_all() -> None:
+    """The process ends: every live session judges what it put off, and gives its account."""
+    settle()
+    LIVE.close_orphans()
+    for one in LIVE.all():
+        if one.run.pid == here[0]:
+            one.ended = how_it_ends()
+            one.catch_up()
+            one.conclude()

@@ -1,54 +1,68 @@
-"""When the Record of a step goes to the sinks: at once, or, where it acts, once it is known what was really done."""
+"""The Record of a step, made once it is known what was really done, and given to the sinks."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from typing import NamedTuple
 
 from gradwatch.account.running import RunningTotals
+from gradwatch.actions.apply import Outcome
 from gradwatch.engine.failures import failed
 from gradwatch.engine.outcome import reshaped
-from gradwatch.records.snapshot import Decision, Record, Snapshot
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Decision, Record, Snapshot, Verdict
 from gradwatch.runtime.exit_status import end_with_status
-from gradwatch.session.binding.optimizer_rules import Course, Held
+from gradwatch.session.binding.optimizer_rules import Clock, Course
 from gradwatch.sinks.breaker import Breaker
 
 
+class Facts(NamedTuple):
+    """What the Record of a judged step is made of.
+
+    `course` are the rules it was judged by, `found` is the Snapshot as measured, `snapshot` as the decision leaves it;
+    `judged` False: the engine failed.
+    """
+
+    course: Course
+    found: Snapshot
+    snapshot: Snapshot
+    verdict: Verdict
+    decision: Decision
+    clock: Clock
+    findings: tuple[Finding, ...]
+    judged: bool
+
+
+class Judged(NamedTuple):
+    """A step that is decided, for this rank's own parameters; `facts` is None where it leaves no Record."""
+
+    decision: Decision
+    facts: Facts | None = None
+
+
 class Publishing:
-    """The sinks of one Watch, and what each of its lanes has for them."""
+    """The sinks of one session, and its totals."""
 
     def __init__(self) -> None:
         self.sinks: list[Breaker] = []
         self.totals = RunningTotals()
 
-    def give(self, course: Course, record: Record, plain: Snapshot, at_hand: bool) -> None:
-        """Publish a Record; `at_hand`: its actions are about to be carried out, and `acted` will publish it.
-
-        `plain` is what was measured, without what is decided.
-        """
-        course.record = record
-        if at_hand and record.decision.acts:
-            course.held = Held(record, plain)
-        else:
-            self._publish(record)
-
-    def acted(self, course: Course, done: Decision, error: Exception | None) -> None:
-        """What was decided is done; or `done` was done instead, because of `error`."""
-        held = course.held
-        if held is not None and error is not None:
+    def give(self, judged: Judged, outcome: Outcome | None) -> None:
+        """Publish the Record of a step; `outcome` is what was done of it, None = as decided."""
+        facts = judged.facts
+        if facts is None:
+            return
+        course, found, verdict, decision = facts.course, facts.found, facts.verdict, facts.decision
+        wrong = outcome if outcome is not None and outcome.error is not None else None
+        done = decision if wrong is None else wrong.done
+        health = course.vitals.after(found, verdict, done, judged=facts.judged)
+        record = Record(facts.snapshot, verdict, decision, *facts.clock, health, facts.findings)
+        if wrong is not None and wrong.error is not None:
             rules = tuple(one.rule for one in course.bound.plan.rules)
-            left = reshaped(held.plain, done, held.plain.total_norm_applied, {})
-            record = failed(held.record, left, done, error, rules)
-            health = course.vitals.after(held.plain, record.verdict, done)
-            course.record = record = replace(record, checkpoint=health)
-            course.held = Held(record, held.plain)
-        self.release(course)
-
-    def release(self, course: Course) -> None:
-        """Publish the Record that waits, if one does: a boundary that failed may have left it."""
-        held, course.held = course.held, None
-        if held is not None:
-            self._publish(held.record)
+            left = reshaped(found, done, found.total_norm_applied, {})
+            record = failed(record, left, done, wrong.error, rules)
+        course.record = record
+        self._publish(record)
 
     def flush(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

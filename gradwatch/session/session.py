@@ -1,19 +1,21 @@
-"""The composition root: the one place where capture, rules, actions and sinks meet and the loop closes."""
+"""The composition root: the one place where capture, rules, actions and sinks meet."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwatch.account import NOTHING_TAKEN, Account, Ending
+from gradwatch.account.ending import printed_at_exit
 from gradwatch.capture.assemble import with_modules
 from gradwatch.capture.columns.modules import ModuleTaps
 from gradwatch.capture.columns.running_statistics import RunningStatistics
@@ -24,61 +26,55 @@ from gradwatch.capture.parameters import Capture
 from gradwatch.capture.shards import local_taps
 from gradwatch.capture.user_clip import BeforeClip
 from gradwatch.capture.weights import Weights
-from gradwatch.capture.window import Window
+from gradwatch.checkpoint import joined
 from gradwatch.distributed.placement import placed
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.engine.rules_fit import described
 from gradwatch.engine.unfit import Refusal
-from gradwatch.errors import AttachError, TrainingStopped
+from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.asked import refused_snapshots, snapshots
+from gradwatch.localise.hold.pre_attach import Early
 from gradwatch.reading.device import capturing
-from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Decision, Event, Record, RunInfo, Sites, Snapshot, Verdict
+from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo, Sites
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.process import here
+from gradwatch.session.accounting import Accounting, Counted, of_process, steps_concluded
+from gradwatch.session.activity import STEP_PATH, Activity
 from gradwatch.session.binding.backward_rules import module_bounds_of
+from gradwatch.session.binding.binder import Binder
 from gradwatch.session.binding.bindings import Courses
 from gradwatch.session.binding.fitting import Fitting, refused_here
 from gradwatch.session.binding.rank_rules import wants
-from gradwatch.session.boundary import Boundary
+from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes, localising
-from gradwatch.session.deferred import Measured
+from gradwatch.session.checkpoints import Checkpoints
+from gradwatch.session.context import Contexts
+from gradwatch.session.lifetimes import LIVE
+from gradwatch.session.measuring import Measuring
+from gradwatch.session.notices import Notices
+from gradwatch.session.ownership import Ownership
+from gradwatch.session.pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.publish import Publishing
-from gradwatch.session.settings import Settings, check_directory, run_info, sink_specs
-from gradwatch.session.step import Judging
+from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.taps.pipeline import PipelineStages
+from gradwatch.taps.process_totals import TOTALS, count_backwards
 
-MOST_NAMED = 5
-FAILURES = 3  # faults of ours in a row before watching pauses
-PAUSE_SECONDS = 60.0
-IN_GRAPH = (
-    "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
-)
-BLIND = (
-    "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
-    "give them to the optimizer (add_param_group, or a new one)"
-)
-OFF = (
-    "{}: off, since there is nothing for them to judge, while all other rules protect; `optional: true` in the rule "
-    "file silences this, --strict-rules (strict_rules=True) refuses it"
-)
-NO_OPTIMIZER = "no optimizer steps {}: gradients are observed only, and no action is carried out"
-NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
-STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the rest
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
+NOTHING_SAVED: Mapping[str, Any] = {"version": 1, "lanes": {}}
+
+_ordinal = itertools.count()  # of sessions: ranks that run one script count alike
 
 
-_ordinal = itertools.count()  # of watches, attached or not: ranks that run one script count alike
+class Session:
+    """Everything that watches one training; see `gradwatch.watch`. Users have it as a `Watch`.
 
-
-class Loop:
-    """Capture, rules, actions and sinks put together, and what the hooks ask of them (`session.protocol.Judge`)."""
+    `run` is its identity, `health` counts internal errors; `active` False: nothing is attached, nothing is written.
+    """
 
     def __init__(
         self,
@@ -93,151 +89,233 @@ class Loop:
         loose: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         self.origin = origin
-        self._fitting = Fitting(origin == "launcher" and not settings.strict_rules)
-        self._loose = loose
-        self.health = Health(on_first=self._say_once)
-        self.statistics = RunningStatistics(self.models, self._say_once)
-        self.weights = Weights(
-            lambda: zip(self._capture.names, self._capture.params, strict=False),
-            lambda: self._capture.unmoved(),
-        )
-        self._strict = settings.strict
+        self.ended: Ending = ""
         self._closed = not active
+        self._strict = settings.strict
         self._on_escalate = on_escalate
-        self._said_blind = self._said_no_loss = self._said_no_optimizer = False
-        self._given = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._failures = 0
-        self._discarded = Discarded()
-        self.pauses = 0
-        self._captured = False
-        # The process served: none before every part is there (another thread may train while this one attaches).
-        self._serving = 0
-        self._causes: Causes | None = None
-        self._bundles: Bundles | None = None
-        self._paused_until = 0.0
-        run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
-        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         self._publishing = Publishing()
         self._sinks: list[Breaker] = self._publishing.sinks
+        self.health = Health(on_first=lambda component, error: self._notices.say(component, error))
+        self._notices = Notices(self._sinks, self.health)
+        self._activity = Activity(self.health, settings.strict, self._resumed)
+        self._fitting = Fitting(origin == "launcher" and not settings.strict_rules)
+        self._ownership = Ownership(optimizers)
+        self._accounting: Accounting | None = None
+        self._causes: Causes | None = None
+        self._concluding = False
+        self._last_state = NOTHING_SAVED
+        self._containers: list[nn.Module] = []
+        self._open: list[Breaker] = []
         self._number = next(_ordinal)
-        self._judge_by(ruleset)
+        self.ruleset, self._engine = ruleset, Engine(ruleset)
+        run = run_info(ruleset, self._engine.rule_infos, settings)
+        self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
         if active:
-            self._attach(models, optimizers, settings, sinks)
+            self._arm(ruleset)
+            self._attach(models, settings, sinks, loose)
 
-    def _judge_by(self, ruleset: RuleSet) -> None:
-        """Make all that asks the rules; before anything is attached."""
-        self.ruleset = ruleset
-        engine, publishing = Engine(ruleset, self.run.rank), self._publishing
-        name = f"{self.run.attempt}/{self._number}"
-        self._engine = engine
-        self.run = replace(self.run, rules=engine.rule_infos)
-        self._ranks = Ranks(name, wants(engine), self.models, self._of_ranks, lambda: self._stages.taken())
-        self._courses = Courses(engine, self._ranks, self, publishing)
-        self._judging = Judging(engine, self._ranks, self, self._courses, publishing)
+    # -- attaching ---------------------------------------------------------------------------------------
+
+    def _arm(self, ruleset: RuleSet) -> None:
+        """Make these the rules of this session."""
+        self.ruleset, self._engine = ruleset, Engine(ruleset, self.run.rank)
+        self.run = replace(self.run, rules=self._engine.rule_infos)
+
+    def _fit(self, refusals: list[Refusal]) -> None:
+        """Go on without what is refused; raise `UnfitRulesError` unless that may be."""
+        fitted = self._fitting.without(refusals, self.ruleset)
+        if fitted is not self.ruleset:
+            self._arm(fitted)
 
     def _attach(
         self,
         models: list[nn.Module],
-        optimizers: list[Optimizer],
         settings: Settings,
         sinks: Sequence[Sink] | None,
+        loose: Sequence[tuple[str, nn.Parameter]],
     ) -> None:
         self._fit(refused_snapshots(self.ruleset))
         specs = sink_specs(self.ruleset, settings, self.run.rank)
         if sinks is None and any(spec.kind == "journal" for spec in specs):
             check_directory(settings.run_root(self.ruleset))
         chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
-        self._wanted = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._capture = Capture(models, self._backward_ended, self.failed, self._waiting)
-        self._capture.add_loose(self._loose)
-        self._capture.cleared = self._cleared
-        self._capture.losses.refused = self._no_loss
+        self._capture = Capture(
+            models,
+            self._backward_ended,
+            self._activity.failed,
+            lambda: self._ownership.waiting(self._capture),
+        )
+        self._capture.add_loose(loose)
         self._taps: ModuleTaps | None = None
-        self._flat = FlatTaps((), self._capture.hear, self.failed)
+        self._flat = FlatTaps((), self._capture.hear, self._activity.failed)
         try:
-            if not self._capture.hears and not self._capture.lazy_names():
-                raise AttachError(
-                    "no parameter of the model wants a gradient, so there is nothing to watch; "
-                    "attach after unfreezing it (requires_grad_)"
-                )
-            self._taps = self._fitting.taps(self._engine, models, self.failed)
-            self._flat = FlatTaps(models, self._capture.hear, self.failed)
-            wanted = [param for param in self._capture.params if param.requires_grad]
-            sites = self._all_sites()
-            self._fit(refused_here(self._engine, sites, models, wanted, self.run.world_size))
-            self._engine.check(sites, settings.strict_rules)
+            wanted = self._tapped(models, settings)
         except BaseException:
             if self._taps is not None:
                 self._taps.close()
             self._flat.close()
             self._capture.close()
             raise
+        self._assemble(wanted)
+        chosen += self._evidence(models)
+        self._open_sinks(chosen)
+        self._put_together()
+        self._activity.begin(self.run.pid)
+        self._go_live(models)
+
+    def _tapped(self, models: list[nn.Module], settings: Settings) -> list[nn.Parameter]:
+        """Tap modules and FSDP's flat parameters; the parameters to watch. Raises where the rules do not fit them."""
+        if not self._capture.hears and not self._capture.lazy_names():
+            raise AttachError(
+                "no parameter of the model wants a gradient, so there is nothing to watch; "
+                "attach after unfreezing it (requires_grad_)"
+            )
+        self._taps = self._fitting.taps(self._engine, models, self._activity.failed)
+        self._flat = FlatTaps(models, self._capture.hear, self._activity.failed)
+        wanted = [param for param in self._capture.params if param.requires_grad]
+        sites = self._all_sites()
+        self._fit(refused_here(self._engine, sites, models, wanted, self.run.world_size))
+        self._engine.check(sites, settings.strict_rules)
+        return wanted
+
+    def _assemble(self, wanted: Sequence[nn.Parameter]) -> None:
+        """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
+        capture, activity, failed = self._capture, self._activity, self._activity.failed
+        self.statistics = RunningStatistics(self.models, self._notices.say)
+        self.weights = Weights(lambda: zip(capture.names, capture.params, strict=False), capture.unmoved)
+        self._contexts = Contexts(failed)
+        self._stages = PipelineStages(self._stage_scaled)
+        name = f"{self.run.attempt}/{self._number}"
+        self._ranks = Ranks(name, wants(self._engine), self.models, self._of_ranks, self._stages.taken)
+        totals = self._publishing.totals
+        self._courses = Courses(self._engine, self._ranks, activity, self._contexts, totals)
+        self._checkpoints = Checkpoints(self._contexts, self._courses, self.weights, activity)
         if self._taps is not None:
-            self._taps.bounds = module_bounds_of(self.ruleset, self.failed, self.health.report)
+            self._taps.bounds = module_bounds_of(self.ruleset, failed, self.health.report)
             self._courses.module_bounds = self._taps.bounds
-        self._courses.listen(local_taps(wanted, self._capture.models()))
+        self._courses.listen(local_taps(wanted, capture.models()))
+        self._discarded = Discarded()
+
+    def _evidence(self, models: list[nn.Module]) -> list[Sink]:
+        """What holds steps to find causes and keep bundles; before the boundary is hooked.
+
+        A recorded step ends before it is judged. The sinks that this needs.
+        """
+        self._bundles: Bundles | None = None
         keeps = bool(snapshots(self.ruleset))
-        if keeps or localising(
-            self.ruleset
-        ):  # before the boundary listens: a recorded step ends before it is judged
-            self._causes = Causes(self.ruleset, models, self.owns, self.failed, self.run.rank)
+        if keeps or localising(self.ruleset):
+            self._causes = Causes(self.ruleset, models, self.owns, self._activity.failed, self.run.rank)
         for component in REPORTED:
             self.health.mark(component, True)
         if keeps and self._causes is not None:
-            self._bundles = Bundles(self.ruleset, self._causes, self.failed, self.run)
-            chosen.append(self._bundles)
+            self._bundles = Bundles(self.ruleset, self._causes, self._activity.failed, self.run)
+        return [] if self._bundles is None else [self._bundles]
+
+    def _open_sinks(self, chosen: Sequence[Sink]) -> None:
+        """Before the boundary is hooked: a thread that trains may step at any moment."""
         self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
-        for sink in self._sinks:  # before the boundary listens: a thread that trains may step at any moment
+        self._open = list(self._sinks)
+        for sink in self._sinks:
             sink.open(self.run)
         for sink in self._sinks:
             moved = getattr(sink.sink, "moved", "")
             if moved:
-                self._say_once(sink.name, AttachError(moved))
+                self._notices.say(sink.name, AttachError(moved))
         self._note_inactive()
-        self._boundary = Boundary(self._capture, self)
-        self._stages = PipelineStages(self._stage_scaled)
-        self._before_clip = BeforeClip(self._capture, self._waiting, self.bound, self.resting, self.failed)
-        self._serving = self.run.pid
 
-    def _fit(self, refusals: list[Refusal]) -> None:
-        """Go on without what is refused; raise `UnfitRulesError` unless that may be."""
-        fitted = self._fitting.without(refusals, self.ruleset)
-        if fitted is not self.ruleset:
-            self._judge_by(fitted)
+    def _put_together(self) -> None:
+        """The flow of a step, from the boundary down."""
+        capture, activity, engine = self._capture, self._activity, self._engine
+        parts = capture, self._ranks, self._contexts, self._courses, self._checkpoints, self._taps
+        self._binder = Binder(*parts, self._stages, activity, self._notices, self._note_inactive)
+        self._measuring = Measuring(self._taps, capture.spent.news, deferral_allowed(engine, self._courses))
+        sources = Sources(
+            capture,
+            self.statistics,
+            self._checkpoints,
+            self._causes,
+            self._bundles,
+            self._notices,
+            self._on_escalate,
+        )
+        self._pipeline = StepPipeline(
+            engine, self._ranks, activity, self._courses, self._measuring, self._publishing, sources
+        )
+        self._boundary = Boundary(
+            capture,
+            self._ownership,
+            self._contexts,
+            self._binder,
+            self._pipeline,
+            self._ranks,
+            activity,
+            self._notices,
+            self._reset,
+        )
+        capture.cleared = self._cleared
+        capture.losses.refused = self._no_loss
+        self._before_clip = BeforeClip(
+            capture,
+            lambda: self._ownership.waiting(capture),
+            self._bind,
+            activity.resting,
+            activity.failed,
+        )
 
-    def _catch_up(self) -> None:
-        """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
-        if not self._closed and here[0] == self.run.pid and self._boundary.is_here():
-            self._boundary.settle_deferred()
+    def _go_live(self, models: list[nn.Module]) -> None:
+        """Everything is there: count from here on, and act inside the first backward where rules ask for that."""
+        # A launcher's session answers for all that the process does, any other one from here on.
+        before = NOTHING_TAKEN if self.origin == "launcher" else TOTALS.taken()
+        self._accounting = accounting = Accounting(
+            self.run,
+            self._publishing.totals,
+            self._courses,
+            self.health.inactive,
+            self._counted,
+            before,
+            lambda: steps_concluded() + sum(one.steps for one in LIVE.all() if one is not self),
+        )
+        self.health.counts(lambda: asdict(TOTALS.taken()), accounting.without_data)
+        LIVE.close_orphans()
+        LIVE.add(self)
+        # After: the backward that finds the models gone is none of this session's.
+        self._uncount = count_backwards()
+        self._keep_containers(models)
+        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
+            for optimizer in self._ownership.waiting(self._capture):
+                lane = self._capture.adopt(optimizer)
+                lane.born = False  # it gets its window from the first backward on
+                self._binder.bind(lane)
 
-    def models(self) -> list[nn.Module]:
-        """The watched models that are still alive; the watch closes itself when there is none."""
-        return [] if self._closed else self._capture.models()
+    def _bind(self, lane: Lane) -> None:
+        self._binder.bind(lane)
 
-    # -- for the boundary (session/protocol.py) ---------------------------------------------------------------
+    # -- what taps report --------------------------------------------------------------------------------
 
-    def bound(self, lane: Lane) -> None:
-        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
-        lane.solitary = False
-        if lane.without_optimizer and not self._said_no_optimizer:
-            self._said_no_optimizer = True
-            names = shortened(lane.sites.names)
-            self._say_once("capture", AttachError(NO_OPTIMIZER.format(names)))
-        self._catch_up()  # what waits was measured on the parameters as they were
-        if self._capture.replaced:
-            self._capture.drop_dead()
-        modules = () if self._taps is None or lane.index else self._taps.names
-        self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
-        self._note_inactive()
-        self._judging.meet()
+    def _backward_ended(self, touched: list[Lane]) -> None:
+        if self._activity.resting():
+            return
+        for lane in self._capture.lanes:
+            if not lane.on_cpu and capturing():
+                return  # a read would become part of the user's CUDA graph, or break it
+        self._courses.backward_ended()
+        self._binder.bind_missing()
+        for lane in touched:  # the gradients of others may have been clipped since they were read
+            if lane.due():
+                lane.read()
 
-    def measure(self, lane: Lane, window: Window) -> Measured:
-        """Read the extra columns of this step; the result assembles, judges and publishes it."""
-        return self._judging.measure(lane, window, None if lane.index else self._taps)
+    def _stage_scaled(self, stage: nn.Module) -> None:
+        """The gradients of a pipeline stage are final: read again what its backwards left."""
+        if self._closed or self._activity.paused():
+            return
+        params = set(map(id, stage.parameters()))
+        with torch.no_grad():
+            for ctx in self._contexts:
+                if not params.isdisjoint(ctx.lane.param_ids):
+                    ctx.lane.read()
 
-    def forget(self, lane: Lane) -> None:
-        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
+    def _reset(self, lane: Lane) -> None:
+        """Nothing that tensor hooks measured since the lane's last Snapshot belongs to a step."""
         self._courses.forget(lane)
         if self._causes is not None:
             self._causes.forget()
@@ -250,231 +328,316 @@ class Loop:
         if self._causes is not None:
             self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
 
-    def causes(
-        self, lane: Lane, snapshot: Snapshot, verdict: Verdict, decision: Decision
-    ) -> tuple[Finding, ...]:
-        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
-        if self._causes is None or lane.inside_backward or lane.without_optimizer:
-            return ()
-        late = lane.step != snapshot.step
-        return self._causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane))
-
-    def kept(self, lane: Lane, record: Record) -> Record:
-        """Have what this step was made of copied where a rule wants a bundle; the Record as it is followed."""
-        return record if self._bundles is None else self._bundles.take(lane, record)
-
-    def resting(self) -> bool:
-        """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after faults of ours."""
-        return here[0] != self._serving or (self._paused_until > 0 and self._pausing())
-
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is watched: named at attach, or it owns a watched parameter."""
-        if self.resting():
-            return False
-        if self._capture.lane_of(optimizer) is not None:
-            return True
-        if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
-            return True
-        return self._capture.holds(optimizer)
-
-    def needs_host(self, lane: Lane) -> bool:
-        """Whether some rule acts on this very step, and no device can decide it alone."""
-        # A device knows only its own rank's part of a pooled norm.
-        return self._engine.acts_on_host or self._ranks.talks(lane) or self._courses.moved_to_step(lane)
-
-    def pooled(self, lane: Lane) -> bool:
-        """Whether the ranks put together what each knows of these gradients."""
-        return self._ranks.pooled(lane)
-
-    def arrive(self, lane: Lane | None) -> None:
-        """A step boundary begins."""
-        if lane is not None and not self._closed and here[0] == self.run.pid:
-            self._courses.at_boundary(lane)
-            self._ranks.arrive(lane)
-
-    def depart(self, lane: Lane | None) -> None:
-        """A step boundary ends; no rank is left waiting for this one."""
-        if lane is not None and not self._closed and here[0] == self.run.pid:
-            self._ranks.depart(lane)
-
-    def enter(self, lane: Lane) -> None:
-        """The ranks meet at the first boundary of a lane, and its rules are bound to what they know together."""
-        if self._ranks.enter(lane):
-            self._stages.look()
-            self.bound(lane)
-        lane.solitary = self._ranks.leave_alone(lane) and self._courses.by_lane[lane.index].micro is None
-
-    def skips_nonfinite(self, lane: Lane) -> bool:
-        """Whether some rule skips non-finite steps."""
-        return self._engine.skips_nonfinite
-
-    def max_norm(self, lane: Lane) -> float | None:
-        """The standing clip of the rule file; None without one."""
-        return self._courses.by_lane[lane.index].bound.max_norm
-
-    def clips_again(self, lane: Lane, norms: NDArray[np.float64]) -> Decision:
-        """What the standing clips ask of one more gradient of a step that has been judged."""
-        return self._judging.clips_again(lane, norms)
-
-    def captured(self) -> None:
-        """A step was captured in a CUDA graph, and nothing of it was touched: said once, and no fault."""
-        if not self._captured:
-            self._captured = True
-            self.health.report("capture", AttachError(IN_GRAPH))
-
-    def failed(self, component: str, error: BaseException) -> None:
-        """Count a fault of ours; three in a row on the step path pause it for a minute. Raises if strict,
-        and what a signal handler of the script raised."""
-        if isinstance(error, TrainingStopped):
-            raise error
-        self.health.report(component, error)
-        if component in STEP_PATH:
-            self._failures += 1
-        if self._failures >= FAILURES:
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
-            self._failures = 0
-            self.pauses += 1
-            self.health.mark(component, False)
-        if self._strict:
-            raise error
-
-    def judged(self) -> None:
-        """A step was judged without a fault."""
-        self._failures = 0
-
-    def acted(self, lane: Lane, decision: Decision, error: Exception | None) -> None:
-        """What was really done of a decision; its Record is published now."""
-        try:
-            self._judging.acted(lane, decision, error)
-            if error is not None:
-                self._ranks.did_otherwise(lane)
-        except Exception as fault:  # a stop must not be lost for it
-            self.health.report("action", fault)
-
-    def escalated(self, event: Event) -> bool:
-        """Call the user's `on_escalate`; its faults are counted, but for `TrainingStopped`, which stops training."""
-        if self._on_escalate is None:
-            return False
-        try:
-            with torch.enable_grad():
-                self._on_escalate(event)
-        except TrainingStopped:
-            return True
-        except Exception as error:
-            self.failed("on_escalate", error)
-        return False
-
-    def remark(self, lane: Lane) -> None:
-        """A few marks did not tell the truth about this lane: put every mark back."""
-        lane.ambiguous = True
-        self._capture.restore(lane)
-
-    def _bind_early(self) -> None:
-        """Hooks that act inside the backward are there for the first one, where the optimizer is known."""
-        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
-            for optimizer in self._waiting():
-                lane = self._capture.adopt(optimizer)
-                lane.born = False  # it hears its window from the first backward on
-                self.bound(lane)
-
-    # -- inside ------------------------------------------------------------------------------------------
-
-    def _of_ranks(self, component: str, error: BaseException) -> None:
-        """Something about the other ranks: told, but no fault of ours that would pause anything."""
-        self.health.report(component, error)
-        self.health.mark(component, not self._ranks.alone)
-
-    def _backward_ended(self, told: list[Lane]) -> None:
-        if self.resting():
-            return
-        lanes = self._capture.lanes
-        for lane in lanes:
-            if not lane.on_cpu and capturing():
-                return  # a read of ours would become part of the user's CUDA graph, or break it
-        self._courses.backward_ended()
-        for lane in lanes:
-            if lane.index not in self._courses.by_lane:
-                self.bound(lane)
-        for lane in told:  # the gradients of others may have been clipped since they were read
-            if lane.due():
-                lane.read()
-
-    def _stage_scaled(self, stage: nn.Module) -> None:
-        """The gradients of a pipeline stage are final: read again what its backwards left."""
-        if self._closed or self._pausing():
-            return
-        params = set(map(id, stage.parameters()))
-        with torch.no_grad():
-            for lane in self._capture.lanes:
-                if lane.index in self._courses.by_lane and not params.isdisjoint(lane.param_ids):
-                    lane.read()
-
-    def _pausing(self) -> bool:
-        """Whether faults of ours have switched the step path off; at the end of a pause it starts afresh."""
-        if not self._paused_until:
-            return False
-        if time.monotonic() < self._paused_until:
-            return True
-        self._paused_until = 0.0
+    def _resumed(self) -> None:
+        """A pause is over: what was captured in it is no step's."""
         for lane in self._capture.lanes:
             lane.discard()
             lane.tainted = True
-        for component in STEP_PATH:
-            self.health.mark(component, True)
-        return False
 
-    def _waiting(self) -> list[Optimizer]:
-        """Optimizers named since this was last asked that have no lane yet."""
-        if not self._wanted:
-            return []
-        found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]
-        self._named.update(found)
-        self._wanted.clear()
-        return [optimizer for optimizer in found if self._capture.lane_of(optimizer) is None]
-
-    def spent(self) -> float:
-        """Seconds spent since the last Record: the end of its own boundary, and the backwards since."""
-        return self._capture.spent.news()
-
-    def coverage_now(self) -> float:
-        """The coverage as of this boundary; a fall is said once, until it is whole again."""
-        ratio, missing = self._capture.coverage.ratio, self._capture.coverage.missing
-        if missing and not self._said_blind:
-            self._say_once("coverage", AttachError(f"{BLIND}: {shortened(missing)}"))
-        self._said_blind = bool(missing)
-        return ratio
-
-    def _note_inactive(self) -> None:
-        """Which rules judge nothing of the model as it is now: to the health, and to the log where one is new."""
-        before = self.health.inactive()
-        now = {**self._fitting.off, **self._courses.inactive(self._all_sites)}
-        if now == before:
-            return
-        self.health.set_inactive(now)
-        news = self._fitting.news()
-        if news:
-            self._say_once("rules", AttachError(news))
-        new = {key: reason for key, reason in now.items() if key not in {*before, *self._fitting.off}}
-        if new:
-            self._say_once("rules", AttachError(OFF.format("; ".join(described(new, self.ruleset)))))
+    def _of_ranks(self, component: str, error: BaseException) -> None:
+        """Something about the other ranks: reported, but no internal error that would pause anything."""
+        self.health.report(component, error)
+        self.health.mark(component, not self.degraded)
 
     def _no_loss(self, reason: str) -> None:
         """A backward whose root is no loss: said once, where a rule needs one."""
-        if not self._said_no_loss and "loss" in self._engine.columns and not self.resting():
-            self._said_no_loss = True
-            self._say_once("loss", AttachError(NO_LOSS.format(reason)))
+        if "loss" in self._engine.columns and not self.resting():
+            self._notices.no_loss(reason)
+
+    def _note_inactive(self) -> None:
+        self._notices.inactive(self._fitting, self.ruleset, self._courses.inactive, self._all_sites)
 
     def _all_sites(self) -> Sites:
         return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)
 
-    def _say_once(self, component: str, error: BaseException) -> None:
+    def _keep_containers(self, models: Iterable[nn.Module]) -> None:
+        # One may have been made for the call, and would be gone after it, and the session with it.
+        self._containers += [one for one in models if isinstance(one, nn.ModuleList | nn.ModuleDict)]
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is attached."""
+        return self._closed
+
+    def resting(self) -> bool:
+        """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
+        return self._activity.resting()
+
+    def failed(self, component: str, error: BaseException) -> None:
+        """Count an internal error. Raises it if `strict`."""
+        self._activity.failed(component, error)
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive; none once it is closed."""
+        return [] if self._closed else self._capture.models()
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is watched now."""
+        return not self.resting() and self._ownership.includes(optimizer, self._capture)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those named at the attach, in that order, then those adopted since."""
+        return self._ownership.given(None if self._closed else self._capture)
+
+    def lanes(self) -> list[Lane]:
+        """What is captured of every optimizer watched, those that are gone included."""
+        return [] if self._closed else list(self._capture.lanes)
+
+    def lane_of(self, optimizer: Optimizer) -> Lane | None:
+        """What is captured of this optimizer, None where it is not watched yet."""
+        return None if self._closed else self._capture.lane_of(optimizer)
+
+    def knows(self, identity: int) -> bool:
+        """Whether the parameter with this `id()` is watched here."""
+        return not self._closed and self._capture.covers_id(identity)
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards have reached a parameter that is watched here."""
+        return 0 if self._accounting is None else self._capture.backwards
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps watched that no concluded account holds yet."""
+        return 0 if self._concluding else self._boundary.steps
+
+    @property
+    def degraded(self) -> bool:
+        """Whether some optimizer goes on without the other ranks, though they are needed."""
+        return any(ctx.seat is not None and ctx.seat.alone for ctx in self._contexts)
+
+    @property
+    def url(self) -> str | None:
+        """Where /metrics is served, None without an endpoint."""
         for breaker in self._sinks:
-            say = getattr(breaker.sink, "internal_error", None)
-            if say is not None:
-                say(component, error)
+            address = getattr(breaker.sink, "url", None)
+            if address:
+                return str(address)
+        return None
+
+    @property
+    def coverage(self) -> float:
+        """Parameters that can be measured over parameters that want a gradient, 0..1."""
+        return 0.0 if self._closed else self._capture.count_coverage()
+
+    def records(self) -> list[Record]:
+        """The latest Record of every optimizer."""
+        if self._accounting is None:
+            return []
+        return [course.record for course in self._courses if course.record is not None]
+
+    def checkpoint(self) -> CheckpointHealth:
+        """The health of a checkpoint saved now; looks at the weights. After `close()`: as of the last step."""
+        if self._accounting is None:
+            return joined(())
+        if self._closed:
+            return self._checkpoints.now()
+        self.catch_up()
+        found = self._checkpoints.look()
+        if self._activity.paused():
+            why = (*found.reasons, "watching is paused after faults of gradwatch's own")
+            return replace(found, healthy=False, reasons=why)
+        return found
+
+    def account(self) -> Account:
+        """What the process did since the attach, beside what was watched of it. After `close()`: as it was then."""
+        if self._accounting is None:
+            return Account()
+        if self._accounting.final is None:
+            self.catch_up()
+        return self._accounting.now(self.ended)
+
+    def _counted(self) -> Counted:
+        boundary = self._boundary
+        return Counted(boundary.steps, self.backwards, boundary.optimizers.count, self._activity.pauses)
+
+    def observed_only(self) -> list[int]:
+        """Indices of the loops without an optimizer."""
+        return [lane.index for lane in self.lanes() if lane.without_optimizer]
+
+    # -- what the script or its launcher asks for --------------------------------------------------------
+
+    def observe(self, scalars: Mapping[str, float | Tensor]) -> None:
+        """Keep one-per-step values for the next step of every optimizer; raises nothing."""
+        if self._closed:
+            return
+        for name, value in scalars.items():
+            try:
+                self._measuring.observe(name, value)
+            except AttachError as error:  # the value is not used
+                self.health.notice("observe", str(error))
+            except Exception as error:
+                self._activity.failed("observe", error)
+
+    def batch(self, indices: Iterable[int] | Tensor) -> None:
+        """Note which samples of the dataset make the forward calls that follow; raises nothing."""
+        if self._closed or self._causes is None:
+            return
+        try:
+            self._causes.tell(indices)
+        except Exception as error:
+            self._activity.failed("localise", error)
+
+    def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
+        """While this is entered, the step to localise is what `run` computes."""
+        return nullcontext() if self._causes is None else self._causes.closure(run)
+
+    def read_before_clip(self) -> None:
+        """Read the gradients now, before code of the script clips them."""
+        if not self._closed:
+            self._before_clip.read()
+
+    def rebaseline(self, glob: str) -> None:
+        """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
+        if not self._closed:
+            self.catch_up()
+            self._courses.rebaseline(glob)
+
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Watch further models in the same run; their optimizers are adopted at their first step."""
+        added = list(models)
+        self._capture.add_models(added)
+        if self._causes is not None:
+            self._causes.add(added)
+        self._keep_containers(added)
+
+    def join(
+        self,
+        models: Iterable[nn.Module],
+        optimizers: Iterable[Optimizer],
+        loose: Iterable[tuple[str, nn.Parameter]] = (),
+    ) -> None:
+        """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
+        mark = self._capture.spent.begin()
+        known = {id(model) for model in self.models()}
+        if added := [model for model in models if id(model) not in known]:
+            self.add(added)
+        self._capture.join(optimizers, loose)
+        self._ownership.join(optimizers)
+        self._capture.spent.end(mark)
+
+    def inherit(self, early: Early, joining: Iterable[nn.Module] = ()) -> None:
+        """Localise this step too, by calls held before its models were watched, or `join`."""
+        if self._causes is not None and not self._closed:
+            self._causes.inherit(early, joining)
+
+    def let_go_of_dead(self) -> None:
+        """Free the parameters of optimizers and models that are gone, before the next step would."""
+        if self._closed or not self._activity.is_step_thread():
+            return
+        if self.orphaned():
+            self._capture.release()
+        else:
+            self._capture.let_go_of_dead()
+
+    def orphaned(self) -> bool:
+        """Whether all models are gone that it was to watch; a launcher's session watches what comes, too."""
+        return self.origin != "launcher" and not self._closed and self._capture.childless()
+
+    def catch_up(self) -> None:
+        """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
+        if not self._closed and here[0] == self.run.pid and self._activity.is_step_thread():
+            self._boundary.flush()
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
+        if self._closed:
+            return True
+        self.catch_up()
+        deadline = time.monotonic() + timeout
+        done = [sink.flush(max(0.0, deadline - time.monotonic())) for sink in self._sinks]
+        return all(done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Baselines, streaks and step counts."""
+        if self._closed:
+            return dict(self._last_state)
+        self.catch_up()
+        lanes = self._courses.saved(self._capture.lanes)
+        return {"version": 1, "lanes": lanes, "weights": self.weights.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`; parameters that are new start afresh, by name.
+
+        Raises AttachError for a state of another version.
+        """
+        if state.get("version") != 1:
+            raise AttachError(
+                f"this state was saved by another version: {state.get('version')!r}, expected 1"
+            )
+        if self._accounting is None:
+            return
+        self.catch_up()
+        self._courses.load(state["lanes"], [] if self._closed else self._capture.lanes)
+        self.weights.load(state.get("weights"))
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
+        if self._closed:
+            return
+        if os.getpid() != self.run.pid:  # forked: what is open is the parent's
+            self._sinks.clear()
+        try:
+            self._last_state = self.state_dict()
+            self.checkpoint()
+        except Exception as error:  # a session that cannot tell its state must still let go
+            self.health.report("close", error)
+        self.conclude()
+        taps = [self._stages, self._taps, self._flat, self._causes]
+        parts = [self._before_clip, self._boundary, *taps, self._courses, self._capture]
+        seats = [ctx.seat for ctx in self._contexts]
+        for part in (*seats, *parts):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:  # the others must be given back all the same
+                self.health.report("close", error)
+        self._uncount()
+        self._closed = True
+        self._activity.end()
+        self._containers.clear()
+        self.close_sinks()
+        LIVE.discard(self)
+
+    def conclude(self) -> None:
+        """Tell the sinks what this session comes to; once."""
+        # Forked: the account is the parent's.
+        if self._concluding or self.run.pid != here[0] or self._accounting is None:
+            return
+        self._concluding = True
+        try:
+            account = self.account()
+        except Exception as error:
+            self.health.report("close", error)
+            return
+        self._accounting.conclude(account)
+        quiet = not account.told or printed_at_exit[0] or quiet_asked()
+        for sink in self._sinks:
+            if not (quiet and sink.name == "log"):
+                sink.conclude(account)
+
+    @property
+    def concluding(self) -> bool:
+        """Whether its account is a part of the process's already."""
+        return self._concluding
+
+    def close_sinks(self) -> None:
+        """At `close` or at exit, once; never in a forked child, where they are the parent's."""
+        while self._open and os.getpid() == self.run.pid:
+            self._open.pop(0).close()
 
 
-def shortened(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+def live_sessions() -> list[Session]:
+    """Every session of this process that has not been closed."""
+    LIVE.close_orphans()
+    return list(LIVE.all())
+
+
+def account_of_process() -> Account:
+    """What this process did, beside what all its sessions, closed or not, have seen of it."""
+    here_now = [one for one in LIVE.all() if one.run.pid == here[0]]
+    return of_process([one.account() for one in here_now if not one.concluding])

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 import gradwatch
 from gradwatch.account import NOTHING_TAKEN, Account, gaps
 from gradwatch.account.together import Part, together
+from gradwatch.session.watch import session_of
 from tests.kept import Kept
 
 
@@ -41,7 +42,7 @@ def test_what_a_closure_trains_beside_its_own_model_is_steps_of_their_own() -> N
     with gradwatch.watch([outer, inner], [around, within], sinks=[kept], strict=True) as gw:
         for _ in range(4):
             around.step(closure_of(outer, around, before=lambda: within.step(closure_of(inner, within))))
-    account = gw.account()
+    account = session_of(gw).account()
     assert (account.taken.steps, account.taken.nested, account.watched.steps) == (8, 0, 8)
     assert sorted(record.snapshot.optimizer for record in kept.records) == [0] * 4 + [1] * 4
 
@@ -71,7 +72,7 @@ def test_a_closure_may_step_the_optimizer_that_called_it(given: bool) -> None:
     train(bare)
     with gradwatch.watch(model, sinks=[kept], rules="default", strict=True) as gw:
         train(model)
-    account = gw.account()
+    account = session_of(gw).account()
     assert (account.taken.steps, account.taken.nested, account.watched.steps) == (8, 0, 8)
     assert gaps(account) == ()
     totals = [record.snapshot.total_norm for record in kept.records]
@@ -108,7 +109,11 @@ def test_a_closure_run_in_another_thread_is_of_the_step_that_waits_for_it() -> N
     with gradwatch.watch(model, optimizer, sinks=[kept], strict=True) as gw:
         for _ in range(4):
             optimizer.step(closure_of(model, optimizer))
-    assert (gw.account().taken.steps, gw.account().watched.steps, len(kept.records)) == (4, 4, 4)
+    assert (
+        session_of(gw).account().taken.steps,
+        session_of(gw).account().watched.steps,
+        len(kept.records),
+    ) == (4, 4, 4)
 
 
 def test_a_step_that_an_exception_ends_inside_a_closure_is_not_the_one_around_it() -> None:
@@ -126,7 +131,7 @@ def test_a_step_that_an_exception_ends_inside_a_closure_is_not_the_one_around_it
     with gradwatch.watch([outer, inner], [around, within], sinks=[Kept()], strict=True) as gw:
         for _ in range(3):
             around.step(closure_of(outer, around, before=tried))
-    account = gw.account()
+    account = session_of(gw).account()
     assert (account.taken.steps, account.taken.raised, account.watched.steps) == (6, 3, 3)
 
 
@@ -153,7 +158,7 @@ def test_an_optimizer_that_wraps_another_one_counts_once_and_holds_nothing_back(
             (optimizer if own else optimizer.base).step()
         assert gw.healthy
         assert gw.last_healthy_step == 4
-        assert (gw.account().taken.steps, gw.account().watched.steps) == (5, 5)
+        assert (session_of(gw).account().taken.steps, session_of(gw).account().watched.steps) == (5, 5)
 
 
 def test_the_account_of_a_watch_that_is_over_is_the_one_it_gave() -> None:
@@ -163,12 +168,12 @@ def test_the_account_of_a_watch_that_is_over_is_the_one_it_gave() -> None:
     gw = gradwatch.watch(model, optimizer, sinks=[Kept()], strict=True)
     for step in range(5):
         if step == 3:
-            told = gw.account()
+            told = session_of(gw).account()
             gw.close()
-            assert gw.account().taken == told.taken
+            assert session_of(gw).account().taken == told.taken
         optimizer.step(closure_of(model, optimizer))
-    assert (gw.account().taken.steps, gw.account().watched.steps) == (3, 3)
-    assert not gaps(gw.account())
+    assert (session_of(gw).account().taken.steps, session_of(gw).account().watched.steps) == (3, 3)
+    assert not gaps(session_of(gw).account())
 
 
 def test_a_pause_is_the_reason_why_steps_were_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +188,7 @@ def test_a_pause_is_the_reason_why_steps_were_not_watched(monkeypatch: pytest.Mo
         monkeypatch.setattr(gw, "measure", broken)
         for _ in range(6):
             optimizer.step(closure_of(model, optimizer))
-    (missed,) = gaps(gw.account())
+    (missed,) = gaps(session_of(gw).account())
     assert missed == "6 of 6 optimizer steps not watched: watching was paused 1 × after internal errors"
 
 
@@ -196,7 +201,7 @@ def trained_by_two(step_by: Callable[[int, SGD, SGD], object]) -> Account:
             model.zero_grad()
             model(torch.ones(2, 3)).square().mean().backward()
             step_by(number, one, other)
-    return gw.account()
+    return session_of(gw).account()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +240,10 @@ def test_two_watches_of_one_process_do_not_count_it_twice() -> None:
                     its.zero_grad()
                     one(torch.ones(2, 3)).sum().backward()
                     its.step()
-        accounts = [Account.from_dict(json.loads(json.dumps(watch.account().to_dict()))) for watch in watches]
+        accounts = [
+            Account.from_dict(json.loads(json.dumps(session_of(watch).account().to_dict())))
+            for watch in watches
+        ]
     parts = [Part(7, "here", float(at), account, True) for at, account in enumerate(accounts)]
     summed = together(parts, lambda _: None)
     assert (summed.taken.steps, summed.taken.backwards, summed.taken.stepped) == (20, 20, 2)

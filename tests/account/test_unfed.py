@@ -14,6 +14,7 @@ from gradwatch.account.unfed import Unfed
 from gradwatch.engine import Engine
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.binding.bindings import reads_of
+from gradwatch.session.watch import session_of
 from tests.engine_cases import everywhere, make_sites, make_snapshot
 from tests.kept import Kept
 
@@ -97,4 +98,4 @@ rules:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        assert gw.account().no_data == {"rare": "none of its own steps came (every: 1000)"}
+        assert session_of(gw).account().no_data == {"rare": "none of its own steps came (every: 1000)"}

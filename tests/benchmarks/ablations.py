@@ -52,9 +52,9 @@ def _keep_all_hooks() -> None:
 
 
 def _judge_at_once() -> None:
-    from gradwatch.session import step
+    from gradwatch.session import measuring
 
-    _replace(step, "CALM", sys.maxsize)
+    _replace(measuring, "CALM", sys.maxsize)
 
 
 def _judge_in_full() -> None:
@@ -92,9 +92,9 @@ def _observe_no_loss() -> None:
 
 
 def _look_at_no_weights() -> None:
-    from gradwatch.session.step import Judging
+    from gradwatch.session.checkpoints import Checkpoints
 
-    _replace(Judging, "_glance", _nothing)
+    _replace(Checkpoints, "glance", _nothing)
 
 
 ABLATIONS = {

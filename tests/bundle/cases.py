@@ -17,6 +17,7 @@ from gradwatch.incidents.bundle.reading import read_document, read_tensors
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.model import RuleSet
+from gradwatch.session.watch import session_of
 
 BAD = 77.0
 RULES = """
@@ -125,7 +126,7 @@ class Run:
                 optimizer.step()
                 optimizer.zero_grad()
                 after(gw, step)
-            assert gw.flush(30) or not gw._strict
+            assert gw.flush(30) or not session_of(gw)._strict
         self.errors = gw.health.errors()
         self.directory = Path(gw.run.directory)
 

@@ -19,6 +19,7 @@ from gradwatch.incidents import explanation
 from gradwatch.journal import read_journal
 from gradwatch.localise.hold import fingerprint
 from gradwatch.records.finding import Batch, Finding
+from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
 from tests.bundle.cases import BAD, Fragile, Run, batch, rules
 from tests.kept import Kept
@@ -187,7 +188,7 @@ def test_without_a_rule_that_asks_nothing_is_remembered(closed: bool, tmp_path: 
     if closed:
         gw.close()
     gw.batch([1, 2])
-    assert gw._causes is None  # there is nobody who could remember
+    assert session_of(gw)._causes is None  # there is nobody who could remember
     gw.close()
 
 

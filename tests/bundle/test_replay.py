@@ -24,6 +24,7 @@ from gradwatch.localise.replay.evidence import NO_GRADIENT
 from gradwatch.localise.replay.rerun import Rerun, load_weights
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import session_of
 from tests.bundle.cases import BAD, Fragile, Run, batch, build, build_with_loss, compared, rules, seeded
 from tests.launch_cases import GRADWATCH
 from tests.support import warm
@@ -108,7 +109,10 @@ def test_weights_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture
     def before(gw: Any, step: int) -> None:
         if step == 4:
             weights.update(
-                {name: value.clone() for name, value in inner(gw.models()[0]).state_dict().items()}
+                {
+                    name: value.clone()
+                    for name, value in inner(session_of(gw).models()[0]).state_dict().items()
+                }
             )
 
     run = Run(tmp_path, rules("batch: true"), before=before)

@@ -19,6 +19,7 @@ from gradwatch.incidents.bundle.reading import read_document
 from gradwatch.localise.replay import evidence
 from gradwatch.rules.files import parse_rules
 from gradwatch.session import bundles
+from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
 from tests.bare_torch import by_bare_torch
 from tests.bundle.cases import RULES, Fragile, Run, batch, rules
@@ -40,7 +41,7 @@ def test_what_is_in_a_bundle(tmp_path: Path) -> None:
 
     def watch(gw: Any, step: int) -> None:
         if step == 4:
-            model = gw.models()[0]
+            model = session_of(gw).models()[0]
             seen["centre"] = model.centre.clone()
             seen["weights"] = {name: param.detach().clone() for name, param in model.named_parameters()}
             seen["cpu"] = torch.get_rng_state()

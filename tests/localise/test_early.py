@@ -19,7 +19,7 @@ from gradwatch.localise.hold.held import Holding
 from gradwatch.localise.hold.pre_attach import Early
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
-from gradwatch.session.watch import Watch
+from gradwatch.session.watch import Watch, session_of
 from gradwatch.taps import module_calls
 from tests.kept import Kept
 from tests.localise.models import SqrtAtZero
@@ -45,7 +45,7 @@ def attached_late(early: Early, model: nn.Module, optimizer: torch.optim.Optimiz
     """What the launcher does at the first step: a watch, which takes over what was held."""
     kept = Kept()
     gw = gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True)
-    gw.inherit(early)
+    session_of(gw).inherit(early)
     early.close()
     return gw, kept
 
@@ -151,8 +151,8 @@ def test_a_step_walks_only_what_can_still_hear_a_call() -> None:
     model = nn.Sequential(SqrtAtZero(), nn.Tanh())
     optimizer = sgd(model)
     with gradwatch.watch(model, optimizer, rules=rules(), sinks=[], strict=True) as gw:
-        assert gw._causes is not None
-        held = gw._causes._localiser._holdings
+        assert session_of(gw)._causes is not None
+        held = session_of(gw)._causes._localiser._holdings
         assert len(list(held)) > 1
         model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
@@ -387,10 +387,10 @@ def test_rules_that_replay_nothing_take_over_nothing(early: Early) -> None:
         early.add(model)
         model(torch.randn(5, 4)).sum().backward()
         with gradwatch.watch(model, rules=text, sinks=[]) as gw:
-            gw.inherit(early)
+            session_of(gw).inherit(early)
             early.close()
             assert hooks(model) == 0
-            assert gw._causes is None or gw._causes.held() == []
+            assert session_of(gw)._causes is None or session_of(gw)._causes.held() == []
 
 
 def test_no_more_is_held_than_the_rule_allows(early: Early) -> None:
@@ -401,10 +401,10 @@ def test_no_more_is_held_than_the_rule_allows(early: Early) -> None:
         model(torch.randn(5, 4)).sum().backward()
     small = rules("by: replay, max_bytes: 256")
     with gradwatch.watch(model, rules=small, sinks=[]) as gw:
-        gw.inherit(early)
-        assert gw._causes is not None
-        assert gw._causes.dropped > 0
-        assert len(gw._causes.held()) < 4
+        session_of(gw).inherit(early)
+        assert session_of(gw)._causes is not None
+        assert session_of(gw)._causes.dropped > 0
+        assert len(session_of(gw)._causes.held()) < 4
 
 
 def test_steps_that_were_taken_let_go_of_what_led_to_them(early: Early) -> None:
@@ -415,11 +415,15 @@ def test_steps_that_were_taken_let_go_of_what_led_to_them(early: Early) -> None:
     optimizer = sgd(model)
     gw, _ = attached_late(early, model, optimizer)
     with gw:
-        assert gw._causes is not None
-        assert len(gw._causes.held()) == 1
+        assert session_of(gw)._causes is not None
+        assert len(session_of(gw)._causes.held()) == 1
         optimizer.step()
-        assert gw._causes.held() == []
-        assert not [one for one in gw._causes._localiser._holdings if isinstance(one, Holding) and one.calls]
+        assert session_of(gw)._causes.held() == []
+        assert not [
+            one
+            for one in session_of(gw)._causes._localiser._holdings
+            if isinstance(one, Holding) and one.calls
+        ]
 
 
 def test_copies_carry_nothing(early: Early) -> None:
@@ -513,8 +517,8 @@ def test_what_was_held_before_goes_on_and_is_not_made_anew(early: Early) -> None
         later.add(second)
         (held,) = held_for(second)
         called(second, criterion, torch.randn(5, 4))
-        gw.inherit(later, [second])
-        gw.join([second], [optimizer])
+        session_of(gw).inherit(later, [second])
+        session_of(gw).join([second], [optimizer])
         assert held_for(second) == [held]
         optimizer.step()
         assert held_for(criterion) == [of_criterion]
@@ -536,7 +540,7 @@ def test_a_line_that_calls_one_model_after_another_is_looked_at_once_for_each(ea
             called(model, criterion, torch.randn(5, 4))
             gw, _ = attached_late(early, model, optimizer)
         else:
-            gw.join([model], [optimizer])
+            session_of(gw).join([model], [optimizer])
         for _ in range(4):
             called(model, criterion, torch.randn(5, 4))
             optimizer.step()

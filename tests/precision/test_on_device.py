@@ -20,8 +20,8 @@ from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned
 from gradwatch.reading.pinned import Ring, Sending
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import boundary
-from gradwatch.session.deferred import DEPTH
+from gradwatch.session.boundary import optimizer_step
+from gradwatch.session.deferral import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.test_device_path import WAITING, Operations
 
@@ -33,7 +33,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def routed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one on a device."""
     monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
-    for module in (device, boundary):
+    for module in (device, optimizer_step):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 

@@ -16,7 +16,8 @@ import gradwatch
 from gradwatch.capture import optimizer as lane
 from gradwatch.errors import TrainingStopped
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import boundary
+from gradwatch.session.boundary import optimizer_step
+from gradwatch.session.watch import session_of
 from gradwatch.taps import grad_scaler
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 
@@ -118,7 +119,7 @@ def test_the_metric_counts_rejected_steps(tmp_path: Path) -> None:
     ) as gw:
         for _ in loop.run(9):
             pass
-        (prometheus,) = [each.sink for each in gw._sinks if each.sink.name == "prometheus"]
+        (prometheus,) = [each.sink for each in session_of(gw)._sinks if each.sink.name == "prometheus"]
         text = prometheus.render().decode()
     assert "\ngradwatch_scaler_skips_total 3\n" in text
     assert "\ngradwatch_steps_total 9\n" in text
@@ -344,10 +345,10 @@ def test_an_optimizer_without_hooks_is_not_taken_for_rejected() -> None:
 
 FAULTS: dict[str, tuple[Any, str, str]] = {
     "unscaled": (lane.Lane, "unscaled", "precision"),
-    "kept": (boundary, "kept", "precision"),
-    "rejected": (boundary.Boundary, "_at_rejected", "boundary"),
+    "kept": (optimizer_step, "kept", "precision"),
+    "rejected": (optimizer_step.Boundary, "_at_rejected", "boundary"),
     "abandoned": (grad_scaler, "_unscaled_only", "precision"),
-    "settle": (boundary.Boundary, "_settle", "boundary"),
+    "settle": (optimizer_step.Boundary, "_settle", "boundary"),
 }
 ERRORS: tuple[Exception, ...] = (
     ValueError("broken"),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwatch.session.watch import session_of
 from tests.ranks.faults import ACTING
 from tests.ranks.situations import batch
 from tests.ranks.trials import watched, weights
@@ -95,7 +96,7 @@ def twice(rank: int, injured: int, text: str) -> dict[str, Any]:
             "untouched": untouched,
             "finite shard": shards,
             "errors": gw.health.errors(),
-            "alone": gw._ranks.alone,
+            "alone": session_of(gw).degraded,
         }
 
 
@@ -140,7 +141,7 @@ def replicas(rank: int, injured: int) -> dict[str, Any]:
             "skipped": [record.decision.skip for record in collector.records].count(True),
             "hashes": hashes,
             "errors": gw.health.errors(),
-            "alone": gw._ranks.alone,
+            "alone": session_of(gw).degraded,
         }
 
 

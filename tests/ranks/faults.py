@@ -25,8 +25,9 @@ from gradwatch.capture.optimizer import Lane
 from gradwatch.distributed import group, rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session import session
-from gradwatch.session import step as judging
+from gradwatch.session import activity, session
+from gradwatch.session import pipeline as judging
+from gradwatch.session.watch import session_of
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Net, batch, fsdp2, loss_of
 from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
@@ -159,7 +160,7 @@ def our_fault(rank: int, site: str, wrap: Callable[[nn.Module], nn.Module] = Dis
             "steps": [r.snapshot.step for r in collector.records],
             "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
             "errors": gw.health.errors(),
-            "alone": gw._ranks.alone,
+            "alone": session_of(gw).degraded,
         }
 
 
@@ -212,7 +213,7 @@ def paused(rank: int) -> dict[str, Any]:
         return original(*args)
 
     with (
-        mock.patch.object(session, "PAUSE_SECONDS", 0.2),
+        mock.patch.object(activity, "PAUSE_SECONDS", 0.2),
         mock.patch.object(Lane, "settle", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):
@@ -277,7 +278,7 @@ def silent(rank: int) -> dict[str, Any]:
         with watched(model, optimizer, SKIPPING) as (gw, _):  # meets, to know that all will act
             for step in range(4):
                 take_step(model, optimizer, step, rank)
-            return {"observing": observing, "skipping": gw.health.errors(), "alone": gw._ranks.alone}
+            return {"observing": observing, "skipping": gw.health.errors(), "alone": session_of(gw).degraded}
 
 
 def one_collective(rank: int) -> dict[str, Any]:
@@ -330,7 +331,7 @@ def on_the_local_norm(rank: int) -> dict[str, Any]:
             take_step(model, optimizer, step, rank)
         return {
             "refused": refused,
-            "off": gw.inactive(),
+            "off": gw.health.inactive(),
             "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
             "measured": all(r.snapshot.column("norm_local") is not None for r in collector.records),
             "hash": weights(model),

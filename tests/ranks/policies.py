@@ -17,7 +17,7 @@ from gradwatch.capture.optimizer import Lane
 from gradwatch.distributed import rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session import step as judging
+from gradwatch.session import pipeline as judging
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import made, take_step, watched, weights

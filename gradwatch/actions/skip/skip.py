@@ -27,50 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.actions.skip.copies import Copy, keeps_own_lists
-from gradwatch.actions.skip.empty_groups import EmptyLists
 from gradwatch.actions.skip.shadow_optimizer import RandomNumbers, stand_in_for
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
 from gradwatch.taps.optimizers.inner import with_inner
-
-
-class Skips:
-    """The steps withheld at present, by lane."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, Withheld] = {}
-        self._empty_lists = EmptyLists()
-
-    def skip(self, index: int, optimizer: Optimizer, at_once: bool) -> None:
-        """Let the step that is under way find nothing to do; `at_once`: its pre-hooks have all run, in its closure."""
-        self._open[index] = withheld = Withheld(
-            optimizer, lambda: self._empty_lists.do_for(optimizer, at_once)
-        )
-        # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
-        if at_once or step_hooks.steps_under_way(optimizer) != 1:
-            withheld.withhold()
-        else:
-            withheld.after_other_hooks()
-
-    def unfinished(self, index: int) -> bool:
-        """Whether a step was withheld with empty parameter lists and has not come back: it raised."""
-        withheld = self._open.get(index)
-        return withheld is not None and withheld.emptied
-
-    def give_back(self, index: int, finished: bool = True) -> None:
-        """Put back what was set aside, but no gradient where a newer backward has already made one.
-
-        `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
-        """
-        withheld = self._open.pop(index, None)
-        if withheld is None:
-            return
-        if not finished and withheld.emptied:
-            self._empty_lists.refuse(
-                withheld.optimizer
-            )  # it raised for another reason, or not: copies from now on
-        withheld.give_back(finished)
-        withheld.let_go()
 
 
 class Withheld:
@@ -90,6 +50,14 @@ class Withheld:
     def emptied(self) -> bool:
         """Whether its parameter lists are empty."""
         return bool(self._lists)
+
+    def begin(self, at_once: bool) -> None:
+        """Let the step under way find nothing to do; `at_once`: its pre-hooks have all run, in its closure."""
+        # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
+        if at_once or step_hooks.steps_under_way(self.optimizer) != 1:
+            self.withhold()
+        else:
+            self.after_other_hooks()
 
     def after_other_hooks(self) -> None:
         """Withhold the step once everybody else's pre-hooks have run; give back before their post-hooks do."""

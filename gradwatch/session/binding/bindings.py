@@ -1,4 +1,4 @@
-"""The rules bound to every lane of one Watch: what they have learned, and what is listened to for them."""
+"""The rules bound to every optimizer of one session: what they have learned, and what is listened to for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradwatch.account.running import RunningTotals
 from gradwatch.account.unfed import NOT_COMPARED, Reads
 from gradwatch.actions.backward.modules import ModuleBounds
 from gradwatch.actions.clip import StandingClips
@@ -25,25 +26,27 @@ from gradwatch.engine.backward import asks_backward, at_step, drops_micro
 from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
+from gradwatch.session.activity import Activity
 from gradwatch.session.binding.backward_rules import limiter_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import Course, standing_of
 from gradwatch.session.binding.rank_rules import WHOLE_ROWS, torn_rows
-from gradwatch.session.publish import Publishing
-from gradwatch.session.services import Surroundings
+from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.taps import grad_scaler
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 
 
 class Courses:
-    """One Course per lane, by the lane's index."""
+    """Binds rules to contexts, and goes through those that have some."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, around: Surroundings, publishing: Publishing) -> None:
+    def __init__(
+        self, engine: Engine, ranks: Ranks, activity: Activity, contexts: Contexts, totals: RunningTotals
+    ) -> None:
         self._engine = engine
         self._ranks = ranks
-        self._around = around
-        self._publishing = publishing
-        self.by_lane: dict[int, Course] = {}
+        self._activity = activity
+        self._contexts = contexts
+        self._totals = totals
         self._restored: Mapping[str, Any] = {}
         self._early: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
@@ -53,13 +56,16 @@ class Courses:
         self.most_parameters = 0  # named in the lanes at one time, each counted once
 
     def __iter__(self) -> Iterator[Course]:
-        return iter(self.by_lane.values())
+        return (ctx.course for ctx in self._contexts if ctx.course is not None)
 
-    def at_boundary(self, lane: Lane) -> None:
-        """A step boundary begins: the gradients of a step are about to be measured."""
-        course = self.by_lane.get(lane.index)
-        if course is not None and course.micro is not None:
-            course.micro.at_boundary()
+    def context(self, lane: Lane) -> OptimizerContext:
+        """The context that a lane's rules are bound in."""
+        return self._contexts.of(lane)
+
+    def _of(self, lane: Lane) -> Course | None:
+        """The rules bound to a lane's optimizer; None where none are yet."""
+        ctx = self._contexts.find(lane)
+        return None if ctx is None else ctx.course
 
     # -- what is listened to -----------------------------------------------------------------------------
 
@@ -69,7 +75,7 @@ class Courses:
             self._hears_scale.append(grad_scaler.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
-            self._early = LocalNorms(wanted, self._around.failed)
+            self._early = LocalNorms(wanted, self._activity.failed)
 
     def _scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss."""
@@ -83,7 +89,7 @@ class Courses:
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
-        for course in self.by_lane.values():
+        for course in self:
             if course.limiter is not None:
                 course.limiter.backward_ended()
         if self._early is not None:
@@ -93,7 +99,7 @@ class Courses:
 
     def forget(self, lane: Lane) -> None:
         """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
-        course = self.by_lane.get(lane.index)
+        course = self._of(lane)
         if course is not None and course.local is not None:
             course.local.forget()
         if course is not None and course.limiter is not None:
@@ -101,16 +107,14 @@ class Courses:
 
     def cleared(self, lane: Lane) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
-        course = self.by_lane.get(lane.index)
+        course = self._of(lane)
         if course is not None and course.local is not None:
             course.local.cleared()
         if course is not None and course.limiter is not None:
             course.limiter.forget()
 
     def close(self) -> None:
-        """Remove the tensor hooks; publish what waits."""
-        for course in self:
-            self._publishing.release(course)
+        """Remove the tensor hooks."""
         for local in [self._early, *(course.local for course in self)]:
             if local is not None:
                 local.close()
@@ -123,11 +127,12 @@ class Courses:
 
     # -- binding -----------------------------------------------------------------------------------------
 
-    def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> None:
-        """Bind the rules to a lane and its tapped modules; baselines go on by name."""
-        sites = with_modules(self._ranks.sites(lane), modules)
-        sites = self._ranks.with_ranks(lane, sites)
-        before, moved = self.by_lane.get(lane.index), self.moved_to_step(lane)
+    def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> OptimizerContext:
+        """Bind the rules to a lane and its tapped modules; baselines go on by name. The context they are bound in."""
+        ctx = self._contexts.of(lane)
+        sites = with_modules(self._ranks.sites(lane, ctx.seat), modules)
+        sites = self._ranks.with_ranks(ctx.seat, sites)
+        before, moved = ctx.course, ctx.clips_at_step_instead
         alike = before is not None and sites.alike(before.bound.sites)
         if before is not None and alike and not moved:  # an optimizer after another
             bound, state = before.bound, before.state
@@ -139,21 +144,21 @@ class Courses:
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         vitals = Vitals(critical)
         if before is not None:
-            self._publishing.release(before)
             vitals.carry_on(before.vitals)
-        course = self.by_lane[lane.index] = Course(bound, state, bound.sites, sampler, local, vitals, lane)
+        course = ctx.course = Course(bound, state, bound.sites, sampler, local, vitals, lane)
         if not alike:
             self._count_parameters()
         if self.in_backward and not lane.without_optimizer:
             self._limit(course, lane, taps, before)
         if self._drops and not lane.without_optimizer:
             course.micro = self._micro(lane, before)
-        lane.standing = self._standing(lane, bound) if bound.clipping else None
+        course.standing = self._standing(lane, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
             apart = self._of_ranks() if lane.without_optimizer and self._ranks.several else {}
-            self._publishing.totals.unfed.bind(lane.index, {**apart, **reads_of(bound)})
+            self._totals.unfed.bind(lane.index, {**apart, **reads_of(bound)})
         self._restore(lane)
         self.publish_bounds(course)
+        return ctx
 
     def _of_ranks(self) -> dict[str, Reads]:
         """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""
@@ -169,7 +174,7 @@ class Courses:
     ) -> LocalNorms | None:
         """Local norms, where a rule asks for them; the hooks before them hand over what they heard."""
         former = self._early if before is None or before.local is None else before.local
-        local = LocalNorms(taps, self._around.failed, former) if bound.needs.columns & LOCAL else None
+        local = LocalNorms(taps, self._activity.failed, former) if bound.needs.columns & LOCAL else None
         if former is not None and former is not self._early:
             former.close()
         return local
@@ -178,33 +183,35 @@ class Courses:
         self, course: Course, lane: Lane, taps: Sequence[Tensor | None], before: Course | None
     ) -> None:
         """Hooks that act inside the backward, unless they have switched themselves off."""
-        around, acted = self._around, None if before is None else before.limiter
+        activity, acted = self._activity, None if before is None else before.limiter
         if acted is not None and acted.off:
             acted.close()
             acted.forget()
             course.limiter = acted  # what it would do is done at the step
         else:
             course.limiter = limiter_of(
-                self._engine.ruleset, course.bound, lane, taps, around.failed, around.health.report, acted
+                self._engine.ruleset, course.bound, lane, taps, activity.failed, activity.health.report, acted
             )
         course.own = own_sites(course.bound, lane)
         lane.heard = None if course.limiter is None else course.limiter.heard
 
     def _micro(self, lane: Lane, before: Course | None) -> MicroDrop | None:
         """What tells the micro-batches of a lane apart, kept while it is of this lane."""
-        micro, around = None if before is None else before.micro, self._around
+        micro, activity = None if before is None else before.micro, self._activity
         if micro is not None and micro.is_of(lane):
             return micro
         if micro is not None:
             micro.close()
-        return micro_drop_of(self._engine.ruleset, lane, around.failed, around.health.report, self.cleared)
+        return micro_drop_of(
+            self._engine.ruleset, lane, activity.failed, activity.health.report, self.cleared
+        )
 
     def publish_bounds(self, course: Course) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
         if course.limiter is not None and course.own is not None:
             own = course.own
             course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
-        if self.module_bounds is not None and course is self.by_lane.get(0):
+        if self.module_bounds is not None and course.lane.index == 0:
             self.module_bounds.publish(course.bound.module_bounds(course.state))
 
     def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
@@ -214,7 +221,7 @@ class Courses:
         torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
         refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
         if refused:
-            self._around.failed("action", AttachError(f"{refused}; {WHOLE_ROWS}"))
+            self._activity.failed("action", AttachError(f"{refused}; {WHOLE_ROWS}"))
         return standing_of(clipping, [place[name] for name in names], names, torn)
 
     @functools.cached_property
@@ -222,18 +229,13 @@ class Courses:
         """The rules with nothing left to do in the backward but between modules."""
         return Engine(at_step(self._engine.ruleset), self._engine.rank)
 
-    def moved_to_step(self, lane: Lane) -> bool:
-        """Whether hooks that were to clip inside the backward have switched themselves off."""
-        course = self.by_lane.get(lane.index)
-        return course is not None and course.limiter is not None and bool(course.limiter.off)
-
-    def move_to_step(self, lane: Lane) -> None:
+    def move_to_step(self, ctx: OptimizerContext) -> None:
         """What hooks in the backward do no more is done at the step from this one on."""
-        course = self.by_lane[lane.index]
+        course = ctx.rules
         bound = self._at_step.bind(course.bound.sites)
         course.state = bound.adopt(course.state, course.bound)
         course.bound, course.sites = bound, bound.sites
-        lane.standing = self._standing(lane, bound) if bound.clipping else None
+        course.standing = self._standing(ctx.lane, bound) if bound.clipping else None
 
     def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.
@@ -277,13 +279,19 @@ class Courses:
         found = {name for sites in named for name, kind in sites if kind == "param"}
         self.most_parameters = max(self.most_parameters, len(found))
 
+    def rebaseline(self, glob: str) -> None:
+        """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
+        for course in self:
+            course.state = course.bound.rebaseline(course.state, glob)
+            self.publish_bounds(course)
+
     # -- states ------------------------------------------------------------------------------------------
 
     def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
         found = dict(self._restored)  # loaded, and not taken up by a step yet
         for lane in lanes:
-            course = self.by_lane.get(lane.index)
+            course = self._of(lane)
             if course is not None:
                 found[str(lane.index)] = {
                     "step": lane.step,
@@ -300,7 +308,7 @@ class Courses:
 
     def _restore(self, lane: Lane) -> None:
         saved = self._restored.get(str(lane.index))
-        course = self.by_lane.get(lane.index)
+        course = self._of(lane)
         if saved is None or course is None:
             return
         course.state = EngineState.from_dict(saved["engine"], course.bound)

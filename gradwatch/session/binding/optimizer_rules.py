@@ -20,7 +20,7 @@ from gradwatch.checkpoint import Vitals
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.policies import ClipByNorm
-from gradwatch.records.snapshot import Decision, Record, Sites, Snapshot
+from gradwatch.records.snapshot import Decision, Record, Sites
 
 CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 CALM_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
@@ -32,13 +32,6 @@ class Clock(NamedTuple):
     overhead_seconds: float
     step_seconds: float | None
     wall_time: float
-
-
-class Held(NamedTuple):
-    """A Record that is not published yet: its actions are being carried out; `plain` is what was measured."""
-
-    record: Record
-    plain: Snapshot
 
 
 @dataclass(slots=True)
@@ -57,7 +50,7 @@ class Course:
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
     decided: Decision | None = None  # of the window at hand, should telling it fail
-    held: Held | None = field(default=None)  # until what was decided has been carried out
+    standing: StandingClips | None = None  # what `clip:` asks of it beside the total
     limiter: Limiter | None = None
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters

@@ -28,7 +28,8 @@ from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import Number
 from gradwatch.runtime.process import here
-from gradwatch.session.in_backward import Judge
+from gradwatch.session.binding.binder import Binder
+from gradwatch.session.pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Multiplication
 
@@ -44,9 +45,16 @@ class ByHand:
     Parameters of one model, or reached by one backward when they were first reached, belong to one loop.
     """
 
-    def __init__(self, capture: Capture, judge: Judge, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        binder: Binder,
+        pipeline: StepPipeline,
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._capture = capture
-        self._judge = judge
+        self._binder = binder
+        self._pipeline = pipeline
         self._failed = failed
         self._loops: list[_Loop] = []
         self._unowned: frozenset[int] = frozenset()  # when it was last looked whether the loops' lanes stand
@@ -75,8 +83,6 @@ class ByHand:
             for loop in self._open():
                 if loop.moved():
                     self._end(loop)
-            for loop in self._loops:
-                loop.settle_deferred()
         finally:
             self._ending = False
 
@@ -154,7 +160,6 @@ class ByHand:
             self._unowned = unowned
             for loop in self._loops:
                 if not self._stands(loop.lane):
-                    loop.settle_deferred()
                     self._loops = [one for one in self._loops if one is not loop]
         return [loop for loop in self._loops if loop.lane.backwards]
 
@@ -178,12 +183,7 @@ class ByHand:
         window = lane.observed()
         window.loss_scale, loop.scale = loop.scale, None
         self._capture.look_after(lane, window)
-        judged = self._judge.measure(lane, window).judge
-        loop.settle_deferred()
-        if lane.on_cpu:
-            judged()
-        else:
-            loop.deferred = judged  # a step later its numbers have arrived
+        self._pipeline.observe(lane, window, self._failed)
         lane.advance()
 
     def _claim(self, lane: Lane) -> None:
@@ -191,7 +191,7 @@ class ByHand:
         before, self._ending = self._ending, True
         try:
             self._capture.claim(lane)
-            self._judge.bound(lane)
+            self._binder.bind(lane)
         finally:
             self._ending = before
 
@@ -204,7 +204,6 @@ class _Loop:
         self.clip_seen = False  # in the window that is open
         self.thread = 0  # that its last backward has run on
         self.scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
-        self.deferred: Callable[[], object] | None = None
         self.take(lane)
 
     def take(self, lane: Lane) -> None:
@@ -244,12 +243,6 @@ class _Loop:
     def cleared(self) -> bool:
         """Whether every gradient was taken away."""
         return all(grad is None for grad in self.lane.grads())
-
-    def settle_deferred(self) -> None:
-        """Judge the step before, whose numbers had to arrive from a device."""
-        judged, self.deferred = self.deferred, None
-        if judged is not None:
-            judged()
 
 
 class Probed(NamedTuple):

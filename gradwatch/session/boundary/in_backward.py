@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,33 +25,31 @@ from gradwatch.reading.device import Arriving, DeviceReading, arrived
 from gradwatch.reading.host import HostReading
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
-from gradwatch.session.deferred import Measured
+from gradwatch.session.binding.binder import Binder
+from gradwatch.session.pipeline import StepPipeline
 from gradwatch.taps import grad_scaler
-
-
-class Judge(Protocol):
-    """What is asked of the composition root."""
-
-    def bound(self, lane: Lane) -> None:
-        """A lane was made or its parameters changed."""
-
-    def measure(self, lane: Lane, window: Window) -> Measured:
-        """Note everything about a window that must be read now; the result judges it, now or a step later."""
 
 
 class InBackward:
     """Collects the steps that optimizers take during one backward; `finish` judges them as one."""
 
-    def __init__(self, capture: Capture, judge: Judge) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        binder: Binder,
+        pipeline: StepPipeline,
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._capture = capture
-        self._judge = judge
+        self._binder = binder
+        self._pipeline = pipeline
+        self._failed = failed
         self._lane: Lane | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._norms: dict[int, float | Tensor] = {}  # by id of the parameter; a tensor on a device
         self._details: dict[int, Detail] = {}
         self._calls: dict[int, int] = {}
         self._stepped: set[int] = set()
-        self._deferred: Callable[[], object] | None = None
 
     def step(self, optimizer: Optimizer) -> None:
         """One of the optimizers is about to step, inside a running backward."""
@@ -80,19 +77,8 @@ class InBackward:
         window = self._window(lane)
         self._norms, self._details, self._calls = {}, {}, {}
         self._capture.look_after(lane, window)
-        judged = self._judge.measure(lane, window).judge
-        self.settle_deferred()
-        if lane.on_cpu:
-            judged()
-        else:
-            self._deferred = judged  # a step later its numbers have arrived
+        self._pipeline.observe(lane, window, self._failed)
         lane.advance()
-
-    def settle_deferred(self) -> None:
-        """Judge the backward whose numbers were still on their way from a device."""
-        judged, self._deferred = self._deferred, None
-        if judged is not None:
-            judged()
 
     def _join(self, optimizer: Optimizer) -> None:
         """From now on this optimizer belongs here."""
@@ -120,7 +106,7 @@ class InBackward:
         params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
         if self._lane is None or self._lane.watched_ids != list(map(id, params)):
             self._lane = self._capture.adopt_inside(params, self._lane)
-            self._judge.bound(self._lane)
+            self._binder.bind(self._lane)
         return self._lane
 
     def _window(self, lane: Lane) -> Window:

@@ -8,7 +8,6 @@ inside `step`.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -20,20 +19,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.apply import Acting, why_stopped
+from gradwatch.actions.apply import Outcome, why_stopped
 from gradwatch.actions.closures import Evaluations, Memory, evaluates_often
 from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
+from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device import Number, arrived, capturing, kept, on_host
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.distinct import Distinct
-from gradwatch.session.by_hand import ByHand
-from gradwatch.session.deferred import Deferred
-from gradwatch.session.in_backward import InBackward
-from gradwatch.session.protocol import Judge
+from gradwatch.session.activity import Activity
+from gradwatch.session.binding.binder import Binder
+from gradwatch.session.boundary.by_hand import ByHand
+from gradwatch.session.boundary.in_backward import InBackward
+from gradwatch.session.context import Contexts, OptimizerContext
+from gradwatch.session.notices import Notices
+from gradwatch.session.ownership import Ownership
+from gradwatch.session.pipeline import StepPipeline
+from gradwatch.session.publish import Judged
 from gradwatch.taps import backward, closure_calls, grad_scaler, modes, process_totals, step_hooks
 
 # By name: to walk torch's module from cold caches costs microseconds.
@@ -43,25 +48,43 @@ RECHECK = 16  # steps between full comparisons of the optimizer's parameters whi
 
 
 class Boundary:
-    """Global step hooks acting on the lanes of one Capture; `close` removes them."""
+    """Global step hooks: what happens at a step, in its order. Everything else is called from here.
 
-    def __init__(self, capture: Capture, judge: Judge) -> None:
+    `close` removes the hooks.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        ownership: Ownership,
+        contexts: Contexts,
+        binder: Binder,
+        pipeline: StepPipeline,
+        ranks: Ranks,
+        activity: Activity,
+        notices: Notices,
+        reset: Callable[[Lane], None],
+    ) -> None:
+        """`reset`: nothing that tensor hooks measured since the last Snapshot of a lane belongs to a step."""
         self._capture = capture
-        self._judge = judge
-        self._inside: dict[int, int] = {}  # nested calls of one optimizer's step, by lane
-        self._acting = Acting(judge.failed, judge.acted)
-        self._deferred: dict[int, Deferred] = {}
+        self._ownership = ownership
+        self._contexts = contexts
+        self._binder = binder
+        self._pipeline = pipeline
+        self._ranks = ranks
+        self._activity = activity
+        self._notices = notices
+        self._reset = reset
         self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
-        self._in_backward = InBackward(capture, judge)
-        self._by_hand = ByHand(capture, judge, self._judging_failed)
+        self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
+        self._by_hand = ByHand(capture, binder, pipeline, self._judging_failed)
         self._registrations = capture.coverage.registrations
         self._spent = capture.spent
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
         self.optimizers = Distinct()  # of which a step was measured
         self._counted = 0  # number of the step counted last
-        self._thread: int | None = None  # that took the last step
-        self._removes = [step_hooks.listen(self), grad_scaler.listen(self), guard.listen(judge.failed)]
+        self._removes = [step_hooks.listen(self), grad_scaler.listen(self), guard.listen(activity.failed)]
 
     def close(self) -> None:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
@@ -69,20 +92,18 @@ class Boundary:
             remove()
         self._guarded(self._in_backward.finish)
         self._by_hand.close()
-        self.settle_deferred()
-        self._acting.close()
+        self.flush()
+        for ctx in self._contexts:
+            ctx.acting.close()
 
-    def is_here(self) -> bool:
-        """Whether this is the thread that takes the steps, as far as one has been seen, or that thread has ended."""
-        if self._thread in (None, threading.get_ident()):
-            return True
-        return all(thread.ident != self._thread for thread in threading.enumerate())
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is watched now."""
+        return not self._activity.resting() and self._ownership.includes(optimizer, self._capture)
 
-    def settle_deferred(self) -> None:
-        """Judge every window that waits: its numbers were on their way from a device, or nothing hurried."""
-        for waiting in self._deferred.values():
-            self._guarded(waiting.judge_all, self._judging_failed)
-        self._guarded(self._in_backward.settle_deferred)
+    def flush(self) -> None:
+        """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
+        for ctx in self._contexts:
+            self._guarded(ctx.deferral.flush, self._judging_failed)
         self._by_hand.settle()
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -94,27 +115,27 @@ class Boundary:
             self.steps += 1
 
     def _judging_failed(self, error: Exception) -> None:
-        self._judge.failed("boundary", error)
+        self._activity.failed("boundary", error)
 
     # -- before ------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
-        self._thread = threading.get_ident()
+        self._activity.steps_here()
         if backward.current() != backward.NONE:
             self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is not None and closure_calls.noticed(closure):
             return None  # a subclass whose step calls super().step(closure): wrapped already
-        lane = self._capture.lane_of(optimizer)
-        nested = lane is not None and self._inside.get(lane.index, 0) > 0 and self._is_nested(optimizer, lane)
+        ctx = self._context(optimizer)
+        nested = ctx is not None and ctx.nested > 0 and self._is_nested(optimizer, ctx.lane)
         if not nested and id(optimizer) in self._evaluations and step_hooks.steps_under_way(optimizer) < 2:
             del self._evaluations[id(optimizer)]  # of a step that raised
         if not callable(closure):
-            self._guarded(self._at_step, optimizer, lane, nested)
+            self._guarded(self._at_step, optimizer, ctx, nested)
             return None
-        if lane is None and not self._judge.owns(optimizer):
+        if ctx is None and not self.owns(optimizer):
             return None  # another watch may own it: what is wrapped once is not wrapped again
         turn = self._evaluations.get(id(optimizer))  # there in a `super().step()` with a closure of its own
         depth = step_hooks.steps_under_way(optimizer) if turn is not None and turn.running else 1
@@ -129,6 +150,11 @@ class Boundary:
             return args, {**kwargs, "closure": instead}
         return (args[0], instead, *args[2:]), kwargs
 
+    def _context(self, optimizer: Optimizer) -> OptimizerContext | None:
+        """The context of an optimizer; None where nothing was captured of it yet."""
+        lane = self._capture.lane_of(optimizer)
+        return None if lane is None else self._contexts.of(lane)
+
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = _grad_enabled()
         try:
@@ -142,14 +168,14 @@ class Boundary:
         except TrainingStopped:
             raise
         except Exception as error:
-            self._judge.failed("boundary", error)
+            self._activity.failed("boundary", error)
         finally:
             _set_grad_enabled(
                 graded
             )  # once more: what arrived at the first must not leave training without a graph
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
-        if self._judge.owns(optimizer):
+        if self.owns(optimizer):
             self._in_backward.step(optimizer)
             self._count(optimizer)
 
@@ -157,9 +183,9 @@ class Boundary:
 
     def _remember(self, optimizer: Optimizer, turn: Evaluations) -> None:
         """Keep what a skip must bring back, where a step may move the weights before its last evaluation."""
-        if evaluates_often(optimizer) and self._judge.owns(optimizer):
-            lane = self._capture.lane_of(optimizer)
-            if lane is None or self._judge.skips_nonfinite(lane) or self._judge.needs_host(lane):
+        if evaluates_often(optimizer) and self.owns(optimizer):
+            ctx = self._context(optimizer)
+            if ctx is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
                 turn.memory = Memory(optimizer)
 
     def _before_evaluation(self, optimizer: Optimizer, turn: Evaluations, closure: object) -> None:
@@ -174,31 +200,32 @@ class Boundary:
         lane = self._capture.lane_of(optimizer)
         if lane is not None:
             lane.discard()
-            self._judge.forget(lane)
+            self._reset(lane)
 
     def _evaluated(self, optimizer: Optimizer, turn: Evaluations) -> None:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
-        lane = self._capture.lane_of(optimizer)
-        if turn.count == 1 or lane is None:
-            self._at_step(optimizer, lane)
+        ctx = self._context(optimizer)
+        if turn.count == 1 or ctx is None:
+            self._at_step(optimizer, ctx)
             return
         if turn.skipped or turn.spoilt:
             return
-        if self._judge.pooled(lane):
+        lane = ctx.lane
+        if ctx.pooled:
             return  # a rank knows only its own part of a later evaluation, and must not act on it alone
         self._capture.drain()
         norms = lane.norms_read()
         total = math.sqrt(np.dot(norms, norms))
         if not math.isfinite(total):
             turn.spoilt = True
-            self._inside[lane.index] = 0
+            ctx.nested = 0
             lane.step += 1  # a Snapshot of its own
-            self._at_step(optimizer, lane)
+            self._at_step(optimizer, ctx)
             return
-        decision = self._judge.clips_again(lane, norms)
+        decision = self._pipeline.clips_again(ctx, norms)
         if turn.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
             decision |= Decision(max_norm=turn.max_norm)
-        self._acting.clip_again(lane, decision, total)
+        ctx.acting.clip_again(lane, decision, total, ctx.rules.standing)
 
     def _is_nested(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
@@ -210,91 +237,129 @@ class Boundary:
             return under_way > 1
         return lane.backwards > 0 and lane.settled == lane.backwards  # compiled: nothing better is known
 
-    def _at_step(self, optimizer: Optimizer, known: Lane | None, nested: bool = False) -> None:
-        """Judge and act; `known` is the optimizer's lane, None where it has none yet.
+    def _at_step(self, optimizer: Optimizer, known: OptimizerContext | None, nested: bool = False) -> None:
+        """Judge and act; `known` is the optimizer's context, None where it has none yet.
 
         After a backward the caches are cold, and every Python call costs microseconds: hence what is passed along
         here and below, and what is asked before it is called.
         """
-        if self._judge.resting() if known is not None else not self._judge.owns(optimizer):
+        if self._activity.resting() if known is not None else not self.owns(optimizer):
             self._among_ranks(known, optimizer, _nothing)
             return
         if known is not None and nested:
-            if id(optimizer) in self._evaluations or known.settled == known.backwards:
-                self._inside[known.index] += 1  # the outer call has judged these gradients, or will
+            if id(optimizer) in self._evaluations or known.lane.settled == known.lane.backwards:
+                known.nested += 1  # the outer call has judged these gradients, or will
                 return
-        elif known is not None and known.index in self._acting.held and self._acting.emptied(known.index):
+        elif known is not None and known.acting.held and known.acting.emptied:
             # The step that was skipped raised all the same.
-            self._acting.give_back(known.index, finished=False)
+            known.acting.give_back(finished=False)
         if self._capture.ready:
             self._capture.drain()
         if known is None:
-            known = self._capture.lane_of(optimizer)  # the drain may have made it
-        elif not known.on_cpu and capturing():
-            known.discard()
-            self._judge.captured()
+            known = self._context(optimizer)  # the drain may have made it
+        elif not known.lane.on_cpu and capturing():
+            known.lane.discard()
+            self._notices.captured()
             return
-        outer = self._inside.get(known.index, 0) if known is not None and nested else 0
-        changed = known is not None and known.solitary and self._changed(optimizer, known)
-        if known is not None and known.solitary and not changed:
+        outer = known.nested if known is not None and nested else 0
+        changed = known is not None and known.needs_no_ranks and self._changed(optimizer, known.lane)
+        if known is not None and known.needs_no_ranks and not changed:
             self._close(optimizer, known, outer)
         else:
             self._among_ranks(known, optimizer, self._close_window, known, outer, changed)
 
     def _among_ranks(
-        self, known: Lane | None, optimizer: Optimizer, close: Callable[..., None], *args: Any
+        self, known: OptimizerContext | None, optimizer: Optimizer, close: Callable[..., None], *args: Any
     ) -> None:
-        """Close a window of a lane (None = it has none yet); whatever fails, no rank is left waiting for this one."""
-        self._judge.arrive(known)
+        """Close a window (`known` None: its optimizer has no context yet), and leave the boundary whatever fails.
+
+        Other ranks would block otherwise.
+        """
+        if known is not None and self._activity.serving:
+            if known.course is not None and known.course.micro is not None:
+                known.course.micro.at_boundary()
+            self._ranks.arrive(known.seat)
         try:
             close(optimizer, *args)
-        except Exception:
-            self._judge.depart(self._capture.lane_of(optimizer))
-            raise
-        self._judge.depart(self._capture.lane_of(optimizer) if known is None else known)
+        finally:
+            ctx = known or self._context(optimizer)
+            if ctx is not None and self._activity.serving:
+                self._ranks.depart(ctx.lane, ctx.seat)
 
-    def _close_window(self, optimizer: Optimizer, known: Lane | None, outer: int, changed: bool) -> None:
-        """As `_close`, of a lane that may have to be made (or made anew: `changed`), and that may meet other ranks."""
-        lane = self._lane(optimizer, known, changed)
-        if not lane.on_cpu and capturing():
-            lane.discard()
-            self._judge.captured()
+    def _close_window(
+        self, optimizer: Optimizer, known: OptimizerContext | None, outer: int, changed: bool
+    ) -> None:
+        """As `_close`, where the lane may have to be made (anew: `changed`), and other ranks may be met."""
+        ctx = self._current(optimizer, known, changed)
+        if not ctx.lane.on_cpu and capturing():
+            ctx.lane.discard()
+            self._notices.captured()
             return
-        self._judge.enter(lane)
-        self._close(optimizer, lane, outer)
+        self._binder.enter(ctx)
+        self._close(optimizer, ctx, outer)
 
-    def _close(self, optimizer: Optimizer, lane: Lane, outer: int) -> None:
+    def _close(self, optimizer: Optimizer, ctx: OptimizerContext, outer: int) -> None:
         """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
-        if self._inside.get(lane.index) and not outer:
+        lane, pipeline = ctx.lane, self._pipeline
+        if ctx.nested and not outer:
             lane.resume()  # the step before this one raised
-        self._inside[lane.index] = outer + 1
-        if lane.index in self._acting.held:  # left behind by a step that raised
-            self._acting.let_go(lane.index, finished=False)
-        window = self._settle(optimizer, lane)
-        waiting = self._deferred.get(lane.index) or self._waiting(lane)
-        if not lane.on_cpu and not self._must_wait(lane, optimizer):
-            waiting.judge_arrived()
-            waiting.add(self._judge.measure(lane, window))
+        ctx.nested = outer + 1
+        if ctx.acting.held:  # left behind by a step that raised
+            ctx.acting.let_go(finished=False)
+        window = self._settle(optimizer, ctx)
+        if not lane.on_cpu and not self._must_wait(ctx, optimizer):
+            ctx.deferral.flush_ready()
+            ctx.deferral.submit(pipeline.deferred(ctx, pipeline.measure(ctx, window)))
             self._count(optimizer)
-            self._acting.on_device(
-                optimizer, lane, self._judge.max_norm(lane), self._judge.skips_nonfinite(lane)
+            ctx.acting.on_device(
+                optimizer, lane, ctx.rules.bound.max_norm, ctx.rules.standing, pipeline.skips_nonfinite
             )
             return
-        measured = self._judge.measure(lane, window)
+        measurement = pipeline.measure(ctx, window)
         self._count(optimizer)
-        max_norm, turn = self._judge.max_norm(lane), self._evaluations.get(id(optimizer))
+        turn = self._evaluations.get(id(optimizer)) if self._evaluations else None
+        max_norm = ctx.rules.bound.max_norm
         if max_norm is not None and turn is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
         if window.calm and max_norm is not None:
-            window.calm = self._acting.clip_ahead(optimizer, lane, max_norm)
-        if not window.calm or waiting.add(measured):
-            waiting.judge_all(self._judging_failed)
+            window.calm = ctx.acting.clip_ahead(optimizer, lane, max_norm)
+        if not window.calm or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
+            ctx.deferral.flush(self._judging_failed)
         if not window.calm:
-            window.at_hand = True
-            self._acting.carry_out(optimizer, lane, measured.judge(), turn, max_norm)
+            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), turn, max_norm)
 
-    def _settle(self, optimizer: Optimizer, lane: Lane, rejected: bool = False) -> Window:
+    def _act(
+        self,
+        optimizer: Optimizer,
+        ctx: OptimizerContext,
+        judged: Judged,
+        turn: Evaluations | None,
+        max_norm: float | None,
+    ) -> None:
+        """Carry out what was decided of a step, and publish what was really done. Raises `TrainingStopped`."""
+        outcome: Outcome | None = None
+        try:
+            outcome = ctx.acting.apply(
+                optimizer, ctx.lane, judged.decision, turn, max_norm, ctx.rules.standing
+            )
+        finally:
+            self._publish(ctx, judged, outcome)
+        if (failure := outcome.error or outcome.passing) is not None:
+            self._activity.failed("action", failure)
+        if outcome.done.stop:
+            if turn is not None and turn.memory is not None:
+                turn.memory.restore()
+            raise TrainingStopped(why_stopped(outcome.done, ctx.lane))
+
+    def _publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None) -> None:
+        try:
+            self._pipeline.publish(ctx, judged, outcome)
+        except Exception as error:  # a stop must not be lost for it
+            self._judging_failed(error)
+
+    def _settle(self, optimizer: Optimizer, ctx: OptimizerContext, rejected: bool = False) -> Window:
         """Close the window; `rejected`: a scaler has found an overflow, and does not call the optimizer."""
+        lane = ctx.lane
         told = grad_scaler.divisors(optimizer) if rejected else grad_scaler.at_step(optimizer)
         left, divisor, skipped = told.left, told.divisor, 1.0 if rejected else told.found_inf
         window = lane.settle(left)
@@ -313,24 +378,21 @@ class Boundary:
         if distrusted:
             self._capture.restore(lane)
         if self._capture.look_after(lane, window):
-            self._judge.bound(lane)  # tensor hooks on its parameters were silenced with the marks
+            self._binder.bind(lane)  # tensor hooks on its parameters were silenced with the marks
         return window
 
-    def _waiting(self, lane: Lane) -> Deferred:
-        """The windows of a lane that wait to be judged."""
-        waiting = self._deferred.get(lane.index)
-        if waiting is None:
-            waiting = self._deferred[lane.index] = Deferred()
-        return waiting
-
-    def _lane(self, optimizer: Optimizer, lane: Lane | None, changed: bool = False) -> Lane:
-        """The lane to be judged: the one known, or made (anew) where the optimizer has other parameters."""
-        if lane is None or changed or self._changed(optimizer, lane):
-            if lane is not None and lane.index in self._deferred:
-                self._deferred[lane.index].judge_all(self._judging_failed)  # before rules are bound anew
-            lane = self._capture.adopt(optimizer, lane)
-            self._judge.bound(lane)
-        return lane
+    def _current(
+        self, optimizer: Optimizer, known: OptimizerContext | None, changed: bool = False
+    ) -> OptimizerContext:
+        """The context to be judged: the one known, with a lane made (anew) where the optimizer has other parameters."""
+        if known is None or changed or self._changed(optimizer, known.lane):
+            if known is not None:
+                known.deferral.flush(self._judging_failed)  # before rules are bound anew
+            former = self._capture.lane_of(optimizer) if known is None else known.lane
+            lane = self._capture.adopt(optimizer, former)
+            self._by_hand.settle()  # what it has taken over is trained by hand no more
+            return self._binder.bind(lane)
+        return known
 
     def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
@@ -344,9 +406,9 @@ class Boundary:
         lane.compared = self._registrations[0]
         return list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups)))) != lane.watched_ids
 
-    def _must_wait(self, lane: Lane, optimizer: Optimizer) -> bool:
+    def _must_wait(self, ctx: OptimizerContext, optimizer: Optimizer) -> bool:
         fused = grad_scaler.supports_scaling(optimizer)
-        return self._judge.needs_host(lane) or (self._judge.skips_nonfinite(lane) and not fused)
+        return self._pipeline.needs_host(ctx) or (self._pipeline.skips_nonfinite and not fused)
 
     # -- under a GradScaler ------------------------------------------------------------------------------
 
@@ -355,7 +417,7 @@ class Boundary:
         lane = self._capture.lane_of(optimizer)
         if (lane is None or not lane.on_cpu) and capturing():
             return
-        if lane is None and not self._judge.owns(optimizer):
+        if lane is None and not self.owns(optimizer):
             return
         self._scales[id(optimizer)] = number = kept(scale)
         if lane is not None:
@@ -369,26 +431,27 @@ class Boundary:
         self._guarded(self._at_rejected, optimizer)
 
     def _at_rejected(self, optimizer: Optimizer) -> None:
-        if self._judge.owns(optimizer) and not capturing():
+        if self.owns(optimizer) and not capturing():
             self._capture.drain()
-            self._among_ranks(self._capture.lane_of(optimizer), optimizer, self._close_rejected)
+            self._among_ranks(self._context(optimizer), optimizer, self._close_rejected)
 
     def _close_rejected(self, optimizer: Optimizer) -> None:
-        lane = self._lane(optimizer, self._capture.lane_of(optimizer))
-        self._judge.enter(lane)
-        if self._inside.pop(lane.index, None):
+        ctx = self._current(optimizer, self._context(optimizer))
+        self._binder.enter(ctx)
+        lane = ctx.lane
+        if ctx.nested:
             lane.resume()
-        self._acting.give_back(lane.index, finished=False)
-        window = self._settle(optimizer, lane, rejected=True)
-        waiting = self._waiting(lane)
-        measured = self._judge.measure(lane, window)
+        ctx.nested = 0
+        ctx.acting.give_back(finished=False)
+        window = self._settle(optimizer, ctx, rejected=True)
+        measurement = self._pipeline.measure(ctx, window)
         self.optimizers.add(optimizer)
-        if lane.on_cpu or self._must_wait(lane, optimizer):
-            waiting.judge_all(self._judging_failed)
-            decision = measured.judge()
+        if lane.on_cpu or self._must_wait(ctx, optimizer):
+            ctx.deferral.flush(self._judging_failed)
+            decision = self._pipeline.conclude(ctx, measurement)
         else:
-            waiting.judge_arrived()
-            waiting.add(measured)
+            ctx.deferral.flush_ready()
+            ctx.deferral.submit(self._pipeline.deferred(ctx, measurement))
             decision = Decision()
         stop = why_stopped(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
         lane.advance()
@@ -407,7 +470,7 @@ class Boundary:
             else:
                 self._scales.pop(id(optimizer), None)
                 lane.discard()
-                self._judge.forget(lane)
+                self._reset(lane)
 
     # -- after -------------------------------------------------------------------------------------------
 
@@ -418,42 +481,42 @@ class Boundary:
             self._after_step(optimizer)
             self._spent.end(mark)
         except Exception as error:
-            self._judge.failed("boundary", error)
+            self._activity.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        lane, turn = self._capture.lane_of(optimizer), self._evaluations.get(id(optimizer))
-        inside = 0 if lane is None else self._inside.get(lane.index, 0)
+        ctx = self._context(optimizer)
+        turn = self._evaluations.get(id(optimizer)) if self._evaluations else None
+        inside = 0 if ctx is None else ctx.nested
         depth = 1 if turn is None else step_hooks.steps_under_way(optimizer)
         while turn is not None and turn.outer is not None and turn.depth > depth:  # it raised
             turn = turn.outer
         if turn is not None and depth > turn.depth:
-            if lane is not None and inside:
-                self._inside[lane.index] = max(
-                    1, inside - 1
-                )  # its `super().step()` has returned, and no more
+            if ctx is not None and inside:  # its `super().step()` has returned, and no more
+                ctx.nested = max(1, inside - 1)
             return
         if turn is not None:
             del self._evaluations[id(optimizer)]
             if turn.outer is not None:
                 self._evaluations[id(optimizer)] = turn.outer
-            if turn.count > 1 and lane is not None and inside:
-                self._judge.forget(lane)
-        if lane is not None and inside:
-            self._inside[lane.index] = inside - 1
+            if turn.count > 1 and ctx is not None and inside:
+                self._reset(ctx.lane)
+        if ctx is not None and inside:
+            ctx.nested = inside - 1
             if inside == 1:
-                self._leave(lane)
+                self._leave(ctx)
         # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
         if turn is not None and turn.skipped and turn.memory is not None:
             turn.memory.restore()
 
-    def _leave(self, lane: Lane) -> None:
-        """The outermost call of a lane's step has returned."""
-        if lane.index in self._acting.held:
-            self._acting.let_go(lane.index, finished=True)
+    def _leave(self, ctx: OptimizerContext) -> None:
+        """The outermost call of an optimizer's step has returned."""
+        lane = ctx.lane
+        if ctx.acting.held:
+            ctx.acting.let_go(finished=True)
         lane.advance()
         if not lane.thinned and lane.thinnable():
             self._capture.thin(lane)
 
 
 def _nothing(_: Optimizer) -> None:
-    """Of an optimizer that is not watched there is no window to close."""
+    """No-op: the optimizer is not watched."""

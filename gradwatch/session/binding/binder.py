@@ -1,0 +1,85 @@
+"""Rules bound to an optimizer as its parameters and its ranks become known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradwatch.capture.columns.modules import ModuleTaps
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.parameters import Capture
+from gradwatch.capture.shards import local_taps
+from gradwatch.distributed.ranks import Ranks
+from gradwatch.session.activity import Activity
+from gradwatch.session.binding.bindings import Courses
+from gradwatch.session.checkpoints import Checkpoints
+from gradwatch.session.context import Contexts, OptimizerContext
+from gradwatch.session.notices import Notices
+from gradwatch.taps.pipeline import PipelineStages
+
+
+class Binder:
+    """Brings capture, ranks and rules together for one optimizer, at its first step and whenever it changes.
+
+    `note_inactive` is called after each binding: what rules judge may have changed.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        ranks: Ranks,
+        contexts: Contexts,
+        courses: Courses,
+        checkpoints: Checkpoints,
+        taps: ModuleTaps | None,
+        stages: PipelineStages,
+        activity: Activity,
+        notices: Notices,
+        note_inactive: Callable[[], None],
+    ) -> None:
+        self._capture = capture
+        self._ranks = ranks
+        self._contexts = contexts
+        self._courses = courses
+        self._checkpoints = checkpoints
+        self._taps = taps
+        self._stages = stages
+        self._activity = activity
+        self._notices = notices
+        self._note_inactive = note_inactive
+
+    def bind(self, lane: Lane) -> OptimizerContext:
+        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
+        if lane.without_optimizer:
+            self._notices.without_optimizer(lane.sites.names)
+        self.flush()  # what waits was measured on the parameters as they were
+        if self._capture.replaced:
+            self._capture.drop_dead()
+        modules = () if self._taps is None or lane.index else self._taps.names
+        ctx = self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
+        ctx.needs_no_ranks = False  # other parameters, perhaps: the ranks have to meet again
+        self._note_inactive()
+        self._checkpoints.meet()
+        return ctx
+
+    def flush(self) -> None:
+        """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
+        if self._activity.serving and self._activity.is_step_thread():
+            for ctx in self._contexts:
+                ctx.deferral.flush(lambda error: self._activity.failed("boundary", error))
+
+    def enter(self, ctx: OptimizerContext) -> None:
+        """At a step boundary: the ranks meet at the first one, and the rules are bound to what they know together."""
+        ctx.seat, met = self._ranks.enter(ctx.lane, ctx.seat)
+        if ctx.seat.alone:
+            self._activity.health.mark("ranks", False)
+        if met:
+            self._stages.look()
+            self.bind(ctx.lane)
+        ctx.needs_no_ranks = ctx.seat.waits_for_none and ctx.rules.micro is None
+
+    def bind_missing(self) -> None:
+        """Bind the rules to every lane that has none yet."""
+        for lane in self._capture.lanes:
+            ctx = self._contexts.find(lane)
+            if ctx is None or ctx.course is None:
+                self.bind(lane)

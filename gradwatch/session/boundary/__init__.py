@@ -1,0 +1,1 @@
+"""Where a step ends: at an optimizer's hooks, inside a backward, or where a loop without an optimizer moves weights."""

@@ -1,0 +1,73 @@
+"""Whether a checkpoint saved now is one to go back to: every optimizer's steps, and looks at the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradwatch.capture.weights import Weights
+from gradwatch.checkpoint import joined
+from gradwatch.records.snapshot import CheckpointHealth
+from gradwatch.session.activity import Activity
+from gradwatch.session.binding.bindings import Courses
+from gradwatch.session.binding.optimizer_rules import Course
+from gradwatch.session.context import Contexts
+
+
+class Checkpoints:
+    """The health of checkpoints of one session; see `gradwatch.checkpoint` for what that means."""
+
+    def __init__(self, contexts: Contexts, courses: Courses, weights: Weights, activity: Activity) -> None:
+        self._contexts = contexts
+        self._courses = courses
+        self._weights = weights
+        self._activity = activity
+
+    def now(self) -> CheckpointHealth:
+        """As of the last step and the last look."""
+        return joined(course.vitals.now for course in self._courses.begun())
+
+    def look(self) -> CheckpointHealth:
+        """The same after a look at the weights as they are now, which waits for a device."""
+        try:
+            ruin = self._weights.look()
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+            ruin = (f"the weights could not be looked at ({type(error).__name__})",)
+        self._seen(ruin, self._steps())
+        if not self._contexts:
+            return CheckpointHealth(not ruin, None, ruin)
+        return self.now()
+
+    def meet(self) -> None:
+        """An optimizer is about to move parameters for the first time: know what they were like."""
+        try:
+            self._weights.meet()
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+
+    def glance(self, course: Course, broken: bool) -> None:
+        """Look at the weights where a step that jumped was taken, or where the last look is long ago.
+
+        `broken`: the total norm of the step of `course` is not finite.
+        """
+        urgent = broken and not course.vitals.now.reasons
+        for one in self._courses:
+            urgent = urgent or one.vitals.suspected is not None
+        try:
+            found = self._weights.glance(self._steps, urgent)
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+            return
+        if found is not None:
+            self._seen(found[1], found[0])
+
+    def _steps(self) -> dict[int, int]:
+        """The last step taken, by optimizer."""
+        return {ctx.lane.index: ctx.lane.step - 1 for ctx in self._contexts if ctx.course is not None}
+
+    def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
+        for course in self._courses:
+            if course.lane.index in steps:
+                course.vitals.seen(ruin, steps[course.lane.index])
+        if not ruin and self.now().healthy:
+            self._weights.renew()

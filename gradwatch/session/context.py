@@ -1,0 +1,83 @@
+"""Everything that gradwatch keeps of one optimizer from one of its steps to the next, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gradwatch.actions.apply import Acting
+from gradwatch.actions.skip.empty_groups import EmptyLists
+from gradwatch.capture.optimizer import Lane
+from gradwatch.distributed.membership import Seat
+from gradwatch.session.binding.optimizer_rules import Course
+from gradwatch.session.deferral import Deferral
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerContext:
+    """One optimizer, all those that step inside the backward, or one loop without an optimizer.
+
+    `lane` is what was captured since its last step; it is made anew when the parameters change, and the context stays.
+    A new optimizer takes over the context of one that is gone. `course` are the rules bound to it (None = not yet),
+    `seat` its place among the ranks (None = it has not met them).
+    """
+
+    lane: Lane
+    acting: Acting  # what was set aside or set for the step under way
+    deferral: Deferral  # steps measured and not judged yet
+    course: Course | None = None
+    seat: Seat | None = None
+    nested: int = 0  # calls of the optimizer's `step` under way
+    needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
+
+    @property
+    def rules(self) -> Course:
+        """The rules bound to it. Raises LookupError before they are."""
+        if self.course is None:
+            raise LookupError(f"no rules are bound to optimizer {self.lane.index} yet")
+        return self.course
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the ranks exchange the facts of each of its steps, and so wait for them."""
+        return self.seat is not None and self.seat.exchanges
+
+    @property
+    def pooled(self) -> bool:
+        """Whether one rank knows less of its gradients than all together: not where DDP has averaged them for all."""
+        return self.seat is not None and self.seat.pooled
+
+    @property
+    def clips_at_step_instead(self) -> bool:
+        """Whether hooks that were to clip inside the backward have switched themselves off."""
+        limiter = None if self.course is None else self.course.limiter
+        return limiter is not None and bool(limiter.off)
+
+
+class Contexts:
+    """The contexts of one session, by the index of their optimizer in Records."""
+
+    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+        self._failed = failed
+        self._empty_lists = EmptyLists()
+        self._by_index: dict[int, OptimizerContext] = {}
+
+    def __iter__(self) -> Iterator[OptimizerContext]:
+        return iter(list(self._by_index.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_index)
+
+    def find(self, lane: Lane) -> OptimizerContext | None:
+        """The context of a lane; None where there is none yet."""
+        return self._by_index.get(lane.index)
+
+    def of(self, lane: Lane) -> OptimizerContext:
+        """The context of a lane, made where there is none; `lane` is what it captures from now on."""
+        found = self._by_index.get(lane.index)
+        if found is None:
+            acting = Acting(self._failed, self._empty_lists)
+            found = self._by_index[lane.index] = OptimizerContext(lane, acting, Deferral())
+        elif found.lane is not lane:
+            found.lane, found.needs_no_ranks = lane, False
+        return found

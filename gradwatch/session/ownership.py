@@ -1,0 +1,47 @@
+"""Which optimizers a session watches: those named at the attach, and all that own a watched parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch.optim import Optimizer
+
+from gradwatch.capture.parameters import Capture
+
+
+class Ownership:
+    """The optimizers of one session, held weakly."""
+
+    def __init__(self, given: Sequence[Optimizer]) -> None:
+        self._given = [weakref.ref(optimizer) for optimizer in given]
+        self._wanted = [weakref.ref(optimizer) for optimizer in given]
+        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def join(self, optimizers: Iterable[Optimizer]) -> None:
+        """Watch these too."""
+        self._wanted += map(weakref.ref, optimizers)
+
+    def given(self, capture: Capture | None) -> list[Optimizer]:
+        """Those named at the attach, in that order, then those adopted since."""
+        lanes = () if capture is None else capture.lanes
+        refs = [*self._given, *(lane.optimizer for lane in lanes if lane.optimizer is not None)]
+        found = {id(one): one for ref in refs if (one := ref()) is not None}
+        return list(found.values())
+
+    def waiting(self, capture: Capture) -> list[Optimizer]:
+        """Optimizers named since this was last asked that have no lane yet."""
+        if not self._wanted:
+            return []
+        found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]
+        self._named.update(found)
+        self._wanted.clear()
+        return [optimizer for optimizer in found if capture.lane_of(optimizer) is None]
+
+    def includes(self, optimizer: Optimizer, capture: Capture) -> bool:
+        """Whether this optimizer is watched: named at the attach or since, or owner of a watched parameter."""
+        if capture.lane_of(optimizer) is not None:
+            return True
+        if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
+            return True
+        return capture.holds(optimizer)

@@ -1,0 +1,401 @@
+"""One step of one optimizer: measured, shared with the ranks, judged, permitted, published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradwatch.actions.apply import Outcome, left_by_zeroing
+from gradwatch.actions.clip import Found, carried_scale
+from gradwatch.capture.assemble import as_float32, assemble, of_norms
+from gradwatch.capture.columns.running_statistics import RunningStatistics
+from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.parameters import Capture
+from gradwatch.capture.window import Window
+from gradwatch.distributed.ranks import Ranks, Shared
+from gradwatch.engine import Engine
+from gradwatch.engine.actions import settled
+from gradwatch.engine.outcome import factors_of, reshaped, told, unclipped
+from gradwatch.engine.permissions import permitted
+from gradwatch.errors import GradwatchError, TrainingStopped
+from gradwatch.reading.device import arrived, kept
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Decision, Event, Order, Snapshot, Verdict
+from gradwatch.session.activity import Activity
+from gradwatch.session.binding.bindings import Courses
+from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN, Course
+from gradwatch.session.bundles import Bundles
+from gradwatch.session.causes import Causes
+from gradwatch.session.checkpoints import Checkpoints
+from gradwatch.session.context import OptimizerContext
+from gradwatch.session.deferral import Deferred
+from gradwatch.session.measuring import Measurement, Measuring
+from gradwatch.session.notices import Notices
+from gradwatch.session.publish import Facts, Judged, Publishing
+
+UNJUDGED = Verdict()
+"""Stands for the verdict of a step on which the engine failed."""
+
+
+class StepContext(NamedTuple):
+    """A step being judged: this rank's window, the same as all ranks see it, and what was found before any decision."""
+
+    ctx: OptimizerContext
+    measurement: Measurement
+    shared: Shared
+    found: Snapshot
+
+    @property
+    def lane(self) -> Lane:
+        """What the optimizer's gradients were when the step was measured."""
+        return self.measurement.lane
+
+    @property
+    def course(self) -> Course:
+        """The rules that were bound then."""
+        return self.measurement.course
+
+    @property
+    def window(self) -> Window:
+        """The window as this rank measured it."""
+        return self.measurement.window
+
+    @property
+    def rejected(self) -> bool:
+        """Whether a GradScaler keeps this step from the optimizer."""
+        return bool(self.shared.values.get("scaler_skip"))
+
+
+@dataclass(slots=True, frozen=True)
+class Sources:
+    """What a step is judged by beside its own numbers, and who is told of it."""
+
+    capture: Capture
+    statistics: RunningStatistics
+    checkpoints: Checkpoints
+    causes: Causes | None
+    bundles: Bundles | None
+    notices: Notices
+    on_escalate: Callable[[Event], object] | None
+
+
+class StepPipeline:
+    """Judges the steps of every optimizer by the rules bound to it, and publishes their Records.
+
+    Everything is called from the step boundary, and calls down from there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        activity: Activity,
+        courses: Courses,
+        measuring: Measuring,
+        publishing: Publishing,
+        sources: Sources,
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._activity = activity
+        self._courses = courses
+        self._measuring = measuring
+        self._publishing = publishing
+        self._sources = sources
+        self._acts_on_jumps = any(rule.acts and rule.kind == "jump" for rule in engine.ruleset.rules)
+        self._defers = deferral_allowed(engine, courses)
+
+    def needs_host(self, ctx: OptimizerContext) -> bool:
+        """Whether some rule acts on this very step, and no device can decide it alone."""
+        # A device knows only its own rank's part of a pooled norm.
+        return self._engine.acts_on_host or ctx.exchanges or ctx.clips_at_step_instead
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether some rule skips non-finite steps (a fused optimizer is then told so on the device)."""
+        return self._engine.skips_nonfinite
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
+        """Read everything about a window that must be read now."""
+        course = ctx.rules
+        if course.limiter is not None:
+            course.limiter.settle(window)
+            if course.limiter.off and course.bound.asked:
+                self._courses.move_to_step(ctx)
+        if course.micro is not None:
+            course.micro.settle(window)
+        return self._measuring.measure(ctx, window)
+
+    def observe(self, lane: Lane, window: Window, failed: Callable[[Exception], None]) -> None:
+        """Measure, judge and publish a window that no action is carried out on; on a device a step later."""
+        ctx = self._courses.context(lane)
+        measurement = self.measure(ctx, window)
+        ctx.deferral.flush(failed)
+        if lane.on_cpu:
+            self.conclude(ctx, measurement)
+        else:
+            ctx.deferral.submit(self.deferred(ctx, measurement))
+
+    def deferred(self, ctx: OptimizerContext, measurement: Measurement) -> Deferred:
+        """A step that is judged, and published as decided, when it is its turn."""
+        return Deferred(measurement.ready, lambda: self.conclude(ctx, measurement))
+
+    def conclude(self, ctx: OptimizerContext, measurement: Measurement) -> Decision:
+        """Judge a step whose gradients are gone, or are left to a device, and publish it as decided."""
+        judged = self.judge(ctx, measurement)
+        self.publish(ctx, judged)
+        return judged.decision
+
+    def judge(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool = False) -> Judged:
+        """Decide of a step; `at_hand`: its gradients are here, and its decision is about to be carried out.
+
+        An internal error does not make this rank diverge from the others.
+
+        Where it knows the numbers that they judge, it looks again, at the norms alone: rules and policies on norms
+        decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks) miss this
+        step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite gradients,
+        and its baselines miss the step. And plain replicas, which exchange nothing, cannot learn
+        of an error before there is a window to look at (in `Lane.settle`): the others clip that step, this one not.
+        """
+        course, lane, window = measurement.course, measurement.lane, measurement.window
+        course.decided = None
+        try:
+            judged = self._judged(ctx, measurement, at_hand)
+            self._courses.publish_bounds(course)
+            return judged
+        except Exception as error:
+            course.vitals.unjudged(lane.step)
+            shared = self._ranks.norms_alone(ctx.seat, window, measurement.values())
+            if shared is None and self._ranks.several:
+                raise  # the other ranks cannot know what this one would do
+            self._activity.failed("boundary", error)
+            if shared is None:
+                return Judged(course.decided or course.bound.fallback(window.total()))
+            lane.reduced_total = shared.total_applied
+            if course.decided is not None:
+                return Judged(course.decided)
+            return self._second_look(ctx, measurement, shared, at_hand)
+
+    def _second_look(
+        self, ctx: OptimizerContext, measurement: Measurement, shared: Shared, at_hand: bool
+    ) -> Judged:
+        """What is decided by the norms alone; by their total alone, should that fail too."""
+        course, lane = measurement.course, measurement.lane
+        try:
+            found = of_norms(lane.index, course.sites, shared.window, shared.values)
+            return self._decided(StepContext(ctx, measurement, shared, found), at_hand)
+        except Exception as error:
+            self._activity.failed("boundary", error)
+            course.vitals.unjudged(lane.step)
+            return Judged(course.decided or course.bound.fallback(shared.window.total()))
+
+    def _judged(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool) -> Judged:
+        """Judge a window as all ranks see it."""
+        lane, course, coverage = measurement.lane, measurement.course, self._sources.capture.coverage
+        shared = self._ranks.share(
+            lane, ctx.seat, measurement.window, measurement.extras, measurement.values()
+        )
+        if shared is None:  # the other ranks' part of these numbers is missing
+            return Judged(Decision())
+        lane.reduced_total = shared.total_applied
+        self._sources.notices.unmeasured(coverage.missing)
+        found = assemble(
+            lane.index, course.sites, shared.window, shared.extras, shared.values, coverage.ratio
+        )
+        return self._decided(StepContext(ctx, measurement, shared, found), at_hand)
+
+    def _decided(self, step: StepContext, at_hand: bool) -> Judged:
+        """Decide of a Snapshot, and foresee what that makes of it."""
+        course = step.course
+        broken = not math.isfinite(step.found.total_norm)
+        self._sources.checkpoints.glance(course, broken)
+        step = self._with_confirmed(step)
+        own, found = step.shared.own, step.found
+        # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
+        verdict, decision = (UNJUDGED, Decision()) if step.shared.blind else self._ask(course, found)
+        course.decided = decision.at(own)  # the engine has learned this step, and must not do so again
+        decision = self._permitted(step, verdict, decision)
+        course.decided = decision.at(own)
+        decision, snapshot = self._foreseen(step, decision, at_hand)
+        self._note_move(step, decision)
+        self._note_calm(step, verdict, snapshot)
+        course.vitals.spoilt = self._sources.statistics.spoilt(broken)
+        self._publishing.totals.unjudged += verdict is UNJUDGED
+        findings = self._causes(step, snapshot, verdict, decision)
+        if self._sources.bundles is not None:
+            decision = self._sources.bundles.take(step.lane, snapshot, verdict, decision, findings)
+        clock, judged = step.measurement.clock, verdict is not UNJUDGED
+        facts = Facts(course, found, snapshot, verdict, decision, clock, findings, judged)
+        return Judged(decision.at(own), facts)
+
+    def publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None = None) -> None:
+        """Publish the Record of a step: as it was decided, or with what was really done of it."""
+        self._publishing.give(judged, outcome)
+        if outcome is not None and outcome.error is not None:
+            self._ranks.did_otherwise(ctx.lane, ctx.seat)
+
+    def _causes(
+        self, step: StepContext, snapshot: Snapshot, verdict: Verdict, decision: Decision
+    ) -> tuple[Finding, ...]:
+        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+        causes, lane = self._sources.causes, step.lane
+        if causes is None or lane.inside_backward or lane.without_optimizer:
+            return ()
+        late = lane.step != snapshot.step
+        return causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane, step.ctx.seat))
+
+    def _with_confirmed(self, step: StepContext) -> StepContext:
+        """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
+        confirmed = step.course.vitals.confirmed()
+        if not confirmed or self._acts_on_jumps:
+            return step
+        return step._replace(found=replace(step.found, scalars={**step.found.scalars, **confirmed}))
+
+    def _permitted(self, step: StepContext, verdict: Verdict, decision: Decision) -> Decision:
+        """What is to be done in the end: the user's callback may want a stop, and some of it may be refused here."""
+        if verdict.events:
+            decision = self._escalated(verdict, decision)
+        return permitted(
+            decision,
+            agreed=step.shared.may_act,
+            empty=step.window.empty,
+            inside_backward=step.lane.inside_backward,
+            without_optimizer=step.lane.without_optimizer,
+            scaled=step.found.loss_scale is not None,
+            report=self._activity.health.report,
+        )
+
+    def _foreseen(self, step: StepContext, decision: Decision, at_hand: bool) -> tuple[Decision, Snapshot]:
+        """The Snapshot as the decision will leave it, and the decision with a word for the policies of `clip:`."""
+        found = snapshot = step.found
+        lane = step.lane
+        if decision.touches:
+            total = step.shared.window.total_applied()
+            left: dict[int, float] = {}
+            zeroed: dict[int, float] = {}
+            done = decision.skip or decision.stop or step.rejected or not at_hand
+            if decision.zero is not None and not (step.ctx.exchanges or done):
+                zeroed = left_by_zeroing(lane.grads(), decision.zero[step.shared.own])
+                total = lane.total_applied(zeroed)
+                found = replace(found, total_norm_applied=total)
+            if decision.elementwise and not done:
+                decision, left = self._measured_ahead(step, decision, total)
+            snapshot = reshaped(found, decision, total, {} if step.ctx.exchanges else left, zeroed)
+        inside = step.course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
+        if decision.touches or inside:
+            decision = told(decision, unclipped(found) if inside else found, snapshot)
+        return decision, snapshot
+
+    def _note_move(self, step: StepContext, decision: Decision) -> None:
+        """Which weights this step is going to move, where a sampled column compares them."""
+        window, sampler = step.window, step.course.sampler
+        if sampler.awaiting:
+            moved = (window.calls > 0) & (step.found.norm[step.shared.own] > 0)
+            moved &= not (decision.skip or step.rejected)
+            sampler.moved(moved, window.step)
+
+    def _note_calm(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
+        """Whether the marks told the truth, and how long nothing has been out of the usual."""
+        lane, course, window = step.lane, step.course, step.window
+        if lane.thinned and not window.trusted and window.repeats is not None:
+            lane.ambiguous = True
+            self._sources.capture.restore(lane)
+        unusual = verdict.events or verdict.breaching or step.shared.window.details or snapshot.provisional
+        if unusual or course.state.quiet is None:
+            course.calm = CALM - CALM_AGAIN if course.calm >= CALM - CALM_AGAIN else 0
+        else:
+            course.calm += 1
+        calm = self._defers and course.calm >= CALM and not step.ctx.exchanges
+        # Between the last totals: one step out of two that differs must not make the next one unusual as well.
+        before = lane.usual or snapshot.total_norm
+        lane.usual = math.sqrt(before * snapshot.total_norm) if calm else None
+
+    def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
+        """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""
+        course, lane = ctx.rules, ctx.lane
+        own = len(norms)
+        norm, calls = np.zeros(len(course.sites), np.float32), np.zeros(len(course.sites), np.int32)
+        norm[:own], calls[:own] = as_float32(norms), norms > 0
+        total = math.sqrt(np.dot(norms, norms))
+        found = Snapshot(lane.index, lane.step, course.sites, norm, calls, np.ones_like(norm), total, total)
+        return course.bound.again(course.state, found, self._policy_failed).at(slice(0, own))
+
+    def _measured_ahead(
+        self, step: StepContext, decision: Decision, total: float
+    ) -> tuple[Decision, dict[int, float]]:
+        """The norms that elementwise policies will leave; the decision without them where they are refused."""
+        lane, own = step.lane, step.shared.own
+        norms: Sequence[float] = step.shared.window.resolve()[1][own].tolist()  # sync: numpy
+        grads, standing = lane.grads(), step.course.standing
+        factors = factors_of(decision.at(own), total, len(grads))
+        try:
+            if standing is not None:
+                optimizer = None if lane.optimizer is None else lane.optimizer()
+                found = Found(grads, lane.params, arrived(kept(carried_scale(optimizer))))
+                return decision, standing.measure(found, factors, norms)
+        except GradwatchError as error:  # for a reason that every rank has
+            self._activity.failed("action", error)
+            return replace(decision, elementwise=False), {}
+        except Exception as error:  # they are made when they are applied, as on the other ranks
+            self._activity.failed("action", error)
+        return decision, {}
+
+    def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
+        """The engine's verdict; an error in it costs this step's verdict, not its metrics."""
+        try:
+            verdict, state = course.bound.evaluate(course.state, snapshot)
+            decision, course.state = course.bound.decide(state, verdict, snapshot, self._policy_failed)
+        except Exception as error:
+            self._activity.failed("engine", error)
+            return UNJUDGED, self._unjudged(course, snapshot)
+        self._activity.judged()
+        return verdict, decision
+
+    def _unjudged(self, course: Course, snapshot: Snapshot) -> Decision:
+        """What holds without a verdict: as the other ranks are about to do, who have the same numbers and no error."""
+        alone = course.bound.fallback(snapshot.total_norm)
+        decision, course.state = course.bound.clip(alone, course.state, snapshot, self._policy_failed)
+        return decision
+
+    def _policy_failed(self, error: Exception) -> None:
+        """A policy of `clip:` has failed; the verdict, the skip and the other policies are not its to cost."""
+        self._activity.failed("action", error)
+
+    def _escalated(self, verdict: Verdict, decision: Decision) -> Decision:
+        """The decision after the user's callback was given the rungs reached on this step: it may want a stop."""
+        for event in verdict.events:
+            if event.kind == "escalated" and event.actions and self._wants_stop(event):
+                stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
+                decision = settled(decision | stop)
+        return decision
+
+    def _wants_stop(self, event: Event) -> bool:
+        """Call the user's `on_escalate`; its errors are counted, but for `TrainingStopped`, which stops training."""
+        call = self._sources.on_escalate
+        if call is None:
+            return False
+        try:
+            with torch.enable_grad():
+                call(event)
+        except TrainingStopped:
+            return True
+        except Exception as error:
+            self._activity.failed("on_escalate", error)
+        return False
+
+
+def deferral_allowed(engine: Engine, courses: Courses) -> bool:
+    """Whether a calm step needs no verdict before it is taken.
+
+    So where no rule acts but on non-finite gradients; a clip of the total needs none either (`Acting.clip_ahead`).
+    Bounds for the next backward are made of this step.
+    """
+    return not engine.acts_on_host and engine.clips_only_total and not courses.in_backward
