@@ -36,10 +36,10 @@ class Recorder:
         listed = [models] if isinstance(models, nn.Module) else list(models)
         self.session = session = Session(listed, [], RuleSet(), Settings.resolve(), (), "script")
         session.health.report = lambda component, error: self.errors.append((component, error))  # type: ignore[method-assign]
-        self.capture, self.boundary = session._capture, session._boundary
-        session._before_clip.close()
-        self._bind, session._binder.bind = session._binder.bind, self.bound  # type: ignore[method-assign]
-        noting = Noting.of(session._pipeline, self)
+        self.capture, self.boundary = session.attached.capture, session.attached.boundary
+        session.attached.before_clip.close()
+        self._bind, session.attached.binder.bind = session.attached.binder.bind, self.bound  # type: ignore[method-assign]
+        noting = Noting.of(session.attached.pipeline, self)
         for one in (self.boundary, self.boundary._in_backward, self.boundary._by_hand):
             one._pipeline = noting  # type: ignore[attr-defined]
 

@@ -265,6 +265,6 @@ def test_gradients_of_autograd_grad_are_not_held(tmp_path: Path) -> None:
         torch.autograd.grad(model(X).pow(2).mean(), list(model.parameters()))
         optimizer.zero_grad()
         model(X).pow(2).mean().backward()
-        local = next(iter(session_of(gw)._courses)).local
+        local = next(iter(session_of(gw).attached.courses)).local
         assert local is not None
         assert not local._running.arriving

@@ -158,7 +158,7 @@ def test_a_thinned_loop_goes_on_and_stays_calm() -> None:
     kept = Kept()
     with gradwatch.watch(model, optimizer, rules=RuleSet(), sinks=[kept], strict=True) as gw:
         expected = [plain(model, optimizer) for _ in range(70)]
-        assert session_of(gw)._capture.lanes[0].thinned
+        assert session_of(gw).attached.capture.lanes[0].thinned
         assert len(kept.records) < 70
     told = [record.snapshot.scalars.get("loss") for record in kept.records]
     assert told == pytest.approx(expected, rel=1e-6)
@@ -251,7 +251,7 @@ def test_a_backward_that_python_does_not_start_takes_no_other_ones_loss() -> Non
     second, other = make()
     sink, said = Kept(), list[str]()
     with gradwatch.watch([first, second], [optimizer, other], sinks=[sink], rules="default") as gw:
-        session_of(gw)._capture.losses.refused = said.append
+        session_of(gw).attached.capture.losses.refused = said.append
         for step in range(3):
             plain(first, optimizer)
             loss = loss_of(second)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
+from gradwatch.capture.optimizer import Lane
 from gradwatch.capture.parameters import Capture
 
 
@@ -22,9 +23,8 @@ class Ownership:
         """Watch these too."""
         self._wanted += map(weakref.ref, optimizers)
 
-    def given(self, capture: Capture | None) -> list[Optimizer]:
-        """Those named at the attach, in that order, then those adopted since."""
-        lanes = () if capture is None else capture.lanes
+    def given(self, lanes: Sequence[Lane]) -> list[Optimizer]:
+        """Those named at the attach, in that order, then those of `lanes`."""
         refs = [*self._given, *(lane.optimizer for lane in lanes if lane.optimizer is not None)]
         found = {id(one): one for ref in refs if (one := ref()) is not None}
         return list(found.values())

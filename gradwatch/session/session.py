@@ -1,4 +1,4 @@
-"""The composition root: the one place where capture, rules, actions and sinks meet."""
+"""One watched training: what is attached to it, the sinks its Records go to, its account and its state."""
 
 from __future__ import annotations
 
@@ -10,61 +10,33 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.account import NOTHING_TAKEN, Account, Ending
 from gradwatch.account.ending import printed_at_exit
-from gradwatch.capture.assemble import with_modules
-from gradwatch.capture.columns.modules import ModuleTaps
-from gradwatch.capture.columns.running_statistics import RunningStatistics
-from gradwatch.capture.discarded import Discarded
-from gradwatch.capture.fsdp1 import FlatTaps
 from gradwatch.capture.optimizer import Lane
-from gradwatch.capture.parameters import Capture
-from gradwatch.capture.shards import local_taps
-from gradwatch.capture.user_clip import BeforeClip
-from gradwatch.capture.weights import Weights
 from gradwatch.checkpoint import joined
 from gradwatch.distributed.placement import placed
-from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
-from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.engine.unfit import Refusal
 from gradwatch.errors import AttachError
-from gradwatch.incidents.bundle.asked import refused_snapshots, snapshots
 from gradwatch.localise.hold.pre_attach import Early
-from gradwatch.reading.device import capturing
-from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo, Sites
+from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.process import here
 from gradwatch.session.accounting import Accounting, Counted, of_process, steps_concluded
-from gradwatch.session.activity import STEP_PATH, Activity
-from gradwatch.session.binding.backward_rules import module_bounds_of
-from gradwatch.session.binding.binder import Binder
-from gradwatch.session.binding.bindings import Courses
-from gradwatch.session.binding.fitting import Fitting, refused_here
-from gradwatch.session.binding.rank_rules import wants
-from gradwatch.session.boundary.optimizer_step import Boundary
-from gradwatch.session.bundles import Bundles
-from gradwatch.session.causes import Causes, localising
-from gradwatch.session.checkpoints import Checkpoints
-from gradwatch.session.context import Contexts
+from gradwatch.session.activity import Activity
+from gradwatch.session.attached import Attached, Rules, Services
+from gradwatch.session.binding.fitting import Fitting
 from gradwatch.session.lifetimes import LIVE
-from gradwatch.session.measuring import Measuring
 from gradwatch.session.notices import Notices
-from gradwatch.session.ownership import Ownership
-from gradwatch.session.pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.publish import Publishing
 from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
-from gradwatch.taps.pipeline import PipelineStages
 from gradwatch.taps.process_totals import TOTALS, count_backwards
 
-REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
 NOTHING_SAVED: Mapping[str, Any] = {"version": 1, "lanes": {}}
 
 _ordinal = itertools.count()  # of sessions: ranks that run one script count alike
@@ -90,130 +62,49 @@ class Session:
     ) -> None:
         self.origin = origin
         self.ended: Ending = ""
+        self.attached: Attached | None = None  # stays after `close`
         self._closed = not active
-        self._strict = settings.strict
-        self._on_escalate = on_escalate
         self._publishing = Publishing()
         self._sinks: list[Breaker] = self._publishing.sinks
+        self._open: list[Breaker] = []
         self.health = Health(on_first=lambda component, error: self._notices.say(component, error))
         self._notices = Notices(self._sinks, self.health)
         self._activity = Activity(self.health, settings.strict, self._resumed)
-        self._fitting = Fitting(origin == "launcher" and not settings.strict_rules)
-        self._ownership = Ownership(optimizers)
         self._accounting: Accounting | None = None
-        self._causes: Causes | None = None
         self._concluding = False
         self._last_state = NOTHING_SAVED
-        self._containers: list[nn.Module] = []
-        self._open: list[Breaker] = []
-        self._number = next(_ordinal)
-        self.ruleset, self._engine = ruleset, Engine(ruleset)
-        run = run_info(ruleset, self._engine.rule_infos, settings)
+        self.ruleset = ruleset
+        run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
+        number = next(_ordinal)
         if active:
-            self._arm(ruleset)
-            self._attach(models, settings, sinks, loose)
+            fitting = Fitting(origin == "launcher" and not settings.strict_rules)
+            self._services = Services(self._activity, self._notices, self._publishing, fitting)
+            self._rules = Rules(ruleset, self.run, fitting)
+            chosen = self._chosen(sinks, settings)
+            name = f"{self.run.attempt}/{number}"
+            strict_rules = settings.strict_rules
+            attached = Attached(models, optimizers, loose, self._rules, self._services, strict_rules, name)
+            self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
+            self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
+            attached.start(on_escalate)
+            self._activity.begin(self.run.pid)
+            self._go_live(attached, models)
 
     # -- attaching ---------------------------------------------------------------------------------------
 
-    def _arm(self, ruleset: RuleSet) -> None:
-        """Make these the rules of this session."""
-        self.ruleset, self._engine = ruleset, Engine(ruleset, self.run.rank)
-        self.run = replace(self.run, rules=self._engine.rule_infos)
+    def _chosen(self, sinks: Sequence[Sink] | None, settings: Settings) -> list[Sink]:
+        """The sinks given, or else those of the rule file."""
+        if sinks is not None:
+            return list(sinks)
+        specs = sink_specs(self._rules.ruleset, settings, self.run.rank)
+        if any(spec.kind == "journal" for spec in specs):
+            check_directory(settings.run_root(self._rules.ruleset))
+        return [make_sink(spec.kind, spec.options) for spec in specs]
 
-    def _fit(self, refusals: list[Refusal]) -> None:
-        """Go on without what is refused; raise `UnfitRulesError` unless that may be."""
-        fitted = self._fitting.without(refusals, self.ruleset)
-        if fitted is not self.ruleset:
-            self._arm(fitted)
-
-    def _attach(
-        self,
-        models: list[nn.Module],
-        settings: Settings,
-        sinks: Sequence[Sink] | None,
-        loose: Sequence[tuple[str, nn.Parameter]],
-    ) -> None:
-        self._fit(refused_snapshots(self.ruleset))
-        specs = sink_specs(self.ruleset, settings, self.run.rank)
-        if sinks is None and any(spec.kind == "journal" for spec in specs):
-            check_directory(settings.run_root(self.ruleset))
-        chosen = [make_sink(spec.kind, spec.options) for spec in specs] if sinks is None else list(sinks)
-        self._capture = Capture(
-            models,
-            self._backward_ended,
-            self._activity.failed,
-            lambda: self._ownership.waiting(self._capture),
-        )
-        self._capture.add_loose(loose)
-        self._taps: ModuleTaps | None = None
-        self._flat = FlatTaps((), self._capture.hear, self._activity.failed)
-        try:
-            wanted = self._tapped(models, settings)
-        except BaseException:
-            if self._taps is not None:
-                self._taps.close()
-            self._flat.close()
-            self._capture.close()
-            raise
-        self._assemble(wanted)
-        chosen += self._evidence(models)
-        self._open_sinks(chosen)
-        self._put_together()
-        self._activity.begin(self.run.pid)
-        self._go_live(models)
-
-    def _tapped(self, models: list[nn.Module], settings: Settings) -> list[nn.Parameter]:
-        """Tap modules and FSDP's flat parameters; the parameters to watch. Raises where the rules do not fit them."""
-        if not self._capture.hears and not self._capture.lazy_names():
-            raise AttachError(
-                "no parameter of the model wants a gradient, so there is nothing to watch; "
-                "attach after unfreezing it (requires_grad_)"
-            )
-        self._taps = self._fitting.taps(self._engine, models, self._activity.failed)
-        self._flat = FlatTaps(models, self._capture.hear, self._activity.failed)
-        wanted = [param for param in self._capture.params if param.requires_grad]
-        sites = self._all_sites()
-        self._fit(refused_here(self._engine, sites, models, wanted, self.run.world_size))
-        self._engine.check(sites, settings.strict_rules)
-        return wanted
-
-    def _assemble(self, wanted: Sequence[nn.Parameter]) -> None:
-        """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
-        capture, activity, failed = self._capture, self._activity, self._activity.failed
-        self.statistics = RunningStatistics(self.models, self._notices.say)
-        self.weights = Weights(lambda: zip(capture.names, capture.params, strict=False), capture.unmoved)
-        self._contexts = Contexts(failed)
-        self._stages = PipelineStages(self._stage_scaled)
-        name = f"{self.run.attempt}/{self._number}"
-        self._ranks = Ranks(name, wants(self._engine), self.models, self._of_ranks, self._stages.taken)
-        totals = self._publishing.totals
-        self._courses = Courses(self._engine, self._ranks, activity, self._contexts, totals)
-        self._checkpoints = Checkpoints(self._contexts, self._courses, self.weights, activity)
-        if self._taps is not None:
-            self._taps.bounds = module_bounds_of(self.ruleset, failed, self.health.report)
-            self._courses.module_bounds = self._taps.bounds
-        self._courses.listen(local_taps(wanted, capture.models()))
-        self._discarded = Discarded()
-
-    def _evidence(self, models: list[nn.Module]) -> list[Sink]:
-        """What holds steps to find causes and keep bundles; before the boundary is hooked.
-
-        A recorded step ends before it is judged. The sinks that this needs.
-        """
-        self._bundles: Bundles | None = None
-        keeps = bool(snapshots(self.ruleset))
-        if keeps or localising(self.ruleset):
-            self._causes = Causes(self.ruleset, models, self.owns, self._activity.failed, self.run.rank)
-        for component in REPORTED:
-            self.health.mark(component, True)
-        if keeps and self._causes is not None:
-            self._bundles = Bundles(self.ruleset, self._causes, self._activity.failed, self.run)
-        return [] if self._bundles is None else [self._bundles]
-
-    def _open_sinks(self, chosen: Sequence[Sink]) -> None:
+    def _open_sinks(self, chosen: Sequence[Sink], strict: bool) -> None:
         """Before the boundary is hooked: a thread that trains may step at any moment."""
-        self._sinks += [Breaker(sink, self.health, strict=self._strict) for sink in chosen]
+        self._sinks += [Breaker(sink, self.health, strict=strict) for sink in chosen]
         self._open = list(self._sinks)
         for sink in self._sinks:
             sink.open(self.run)
@@ -221,55 +112,15 @@ class Session:
             moved = getattr(sink.sink, "moved", "")
             if moved:
                 self._notices.say(sink.name, AttachError(moved))
-        self._note_inactive()
 
-    def _put_together(self) -> None:
-        """The flow of a step, from the boundary down."""
-        capture, activity, engine = self._capture, self._activity, self._engine
-        parts = capture, self._ranks, self._contexts, self._courses, self._checkpoints, self._taps
-        self._binder = Binder(*parts, self._stages, activity, self._notices, self._note_inactive)
-        self._measuring = Measuring(self._taps, capture.spent.news, deferral_allowed(engine, self._courses))
-        sources = Sources(
-            capture,
-            self.statistics,
-            self._checkpoints,
-            self._causes,
-            self._bundles,
-            self._notices,
-            self._on_escalate,
-        )
-        self._pipeline = StepPipeline(
-            engine, self._ranks, activity, self._courses, self._measuring, self._publishing, sources
-        )
-        self._boundary = Boundary(
-            capture,
-            self._ownership,
-            self._contexts,
-            self._binder,
-            self._pipeline,
-            self._ranks,
-            activity,
-            self._notices,
-            self._reset,
-        )
-        capture.cleared = self._cleared
-        capture.losses.refused = self._no_loss
-        self._before_clip = BeforeClip(
-            capture,
-            lambda: self._ownership.waiting(capture),
-            self._bind,
-            activity.resting,
-            activity.failed,
-        )
-
-    def _go_live(self, models: list[nn.Module]) -> None:
-        """Everything is there: count from here on, and act inside the first backward where rules ask for that."""
+    def _go_live(self, attached: Attached, models: list[nn.Module]) -> None:
+        """Everything is there: count from here on."""
         # A launcher's session answers for all that the process does, any other one from here on.
         before = NOTHING_TAKEN if self.origin == "launcher" else TOTALS.taken()
         self._accounting = accounting = Accounting(
             self.run,
             self._publishing.totals,
-            self._courses,
+            attached.courses,
             self.health.inactive,
             self._counted,
             before,
@@ -280,79 +131,17 @@ class Session:
         LIVE.add(self)
         # After: the backward that finds the models gone is none of this session's.
         self._uncount = count_backwards()
-        self._keep_containers(models)
-        if asks_backward(self.ruleset) or drops_micro(self.ruleset):
-            for optimizer in self._ownership.waiting(self._capture):
-                lane = self._capture.adopt(optimizer)
-                lane.born = False  # it gets its window from the first backward on
-                self._binder.bind(lane)
-
-    def _bind(self, lane: Lane) -> None:
-        self._binder.bind(lane)
-
-    # -- what taps report --------------------------------------------------------------------------------
-
-    def _backward_ended(self, touched: list[Lane]) -> None:
-        if self._activity.resting():
-            return
-        for lane in self._capture.lanes:
-            if not lane.on_cpu and capturing():
-                return  # a read would become part of the user's CUDA graph, or break it
-        self._courses.backward_ended()
-        self._binder.bind_missing()
-        for lane in touched:  # the gradients of others may have been clipped since they were read
-            if lane.due():
-                lane.read()
-
-    def _stage_scaled(self, stage: nn.Module) -> None:
-        """The gradients of a pipeline stage are final: read again what its backwards left."""
-        if self._closed or self._activity.paused():
-            return
-        params = set(map(id, stage.parameters()))
-        with torch.no_grad():
-            for ctx in self._contexts:
-                if not params.isdisjoint(ctx.lane.param_ids):
-                    ctx.lane.read()
-
-    def _reset(self, lane: Lane) -> None:
-        """Nothing that tensor hooks measured since the lane's last Snapshot belongs to a step."""
-        self._courses.forget(lane)
-        if self._causes is not None:
-            self._causes.forget()
-
-    def _cleared(self, lane: Lane) -> None:
-        """Gradients of earlier backwards are gone, and no step was taken by them."""
-        self._courses.cleared(lane)
-        if not self.resting():  # while it pauses it sees no steps, either
-            self._publishing.totals.cleared += self._discarded.unused(lane, self._capture.lanes)
-        if self._causes is not None:
-            self._causes.cleared(None if lane.optimizer is None else lane.optimizer())
+        attached.keep_containers(models)
+        attached.bind_early()
 
     def _resumed(self) -> None:
-        """A pause is over: what was captured in it is no step's."""
-        for lane in self._capture.lanes:
-            lane.discard()
-            lane.tainted = True
+        if self.attached is not None:
+            self.attached.resumed()
 
-    def _of_ranks(self, component: str, error: BaseException) -> None:
-        """Something about the other ranks: reported, but no internal error that would pause anything."""
-        self.health.report(component, error)
-        self.health.mark(component, not self.degraded)
-
-    def _no_loss(self, reason: str) -> None:
-        """A backward whose root is no loss: said once, where a rule needs one."""
-        if "loss" in self._engine.columns and not self.resting():
-            self._notices.no_loss(reason)
-
-    def _note_inactive(self) -> None:
-        self._notices.inactive(self._fitting, self.ruleset, self._courses.inactive, self._all_sites)
-
-    def _all_sites(self) -> Sites:
-        return with_modules(self._capture.all_sites(), () if self._taps is None else self._taps.names)
-
-    def _keep_containers(self, models: Iterable[nn.Module]) -> None:
-        # One may have been made for the call, and would be gone after it, and the session with it.
-        self._containers += [one for one in models if isinstance(one, nn.ModuleList | nn.ModuleDict)]
+    @property
+    def _live(self) -> Attached | None:
+        """What is attached now."""
+        return None if self._closed else self.attached
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -371,42 +160,38 @@ class Session:
 
     def models(self) -> list[nn.Module]:
         """The watched models that are still alive; none once it is closed."""
-        return [] if self._closed else self._capture.models()
+        return [] if self._live is None else self._live.capture.models()
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched now."""
-        return not self.resting() and self._ownership.includes(optimizer, self._capture)
+        return self.attached is not None and self.attached.owns(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
         """Those named at the attach, in that order, then those adopted since."""
-        return self._ownership.given(None if self._closed else self._capture)
+        attached = self.attached
+        return [] if attached is None else attached.ownership.given(self.lanes())
 
     def lanes(self) -> list[Lane]:
         """What is captured of every optimizer watched, those that are gone included."""
-        return [] if self._closed else list(self._capture.lanes)
+        return [] if self._live is None else list(self._live.capture.lanes)
 
     def lane_of(self, optimizer: Optimizer) -> Lane | None:
         """What is captured of this optimizer, None where it is not watched yet."""
-        return None if self._closed else self._capture.lane_of(optimizer)
+        return None if self._live is None else self._live.capture.lane_of(optimizer)
 
     def knows(self, identity: int) -> bool:
         """Whether the parameter with this `id()` is watched here."""
-        return not self._closed and self._capture.covers_id(identity)
+        return self._live is not None and self._live.capture.covers_id(identity)
 
     @property
     def backwards(self) -> int:
         """How many backwards have reached a parameter that is watched here."""
-        return 0 if self._accounting is None else self._capture.backwards
+        return 0 if self.attached is None else self.attached.capture.backwards
 
     @property
     def steps(self) -> int:
         """Optimizer steps watched that no concluded account holds yet."""
-        return 0 if self._concluding else self._boundary.steps
-
-    @property
-    def degraded(self) -> bool:
-        """Whether some optimizer goes on without the other ranks, though they are needed."""
-        return any(ctx.seat is not None and ctx.seat.alone for ctx in self._contexts)
+        return 0 if self._concluding or self.attached is None else self.attached.boundary.steps
 
     @property
     def url(self) -> str | None:
@@ -420,22 +205,22 @@ class Session:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
-        return 0.0 if self._closed else self._capture.count_coverage()
+        return 0.0 if self._live is None else self._live.capture.count_coverage()
 
     def records(self) -> list[Record]:
         """The latest Record of every optimizer."""
-        if self._accounting is None:
+        if self.attached is None:
             return []
-        return [course.record for course in self._courses if course.record is not None]
+        return [course.record for course in self.attached.courses if course.record is not None]
 
     def checkpoint(self) -> CheckpointHealth:
         """The health of a checkpoint saved now; looks at the weights. After `close()`: as of the last step."""
-        if self._accounting is None:
+        if self.attached is None:
             return joined(())
         if self._closed:
-            return self._checkpoints.now()
+            return self.attached.checkpoints.now()
         self.catch_up()
-        found = self._checkpoints.look()
+        found = self.attached.checkpoints.look()
         if self._activity.paused():
             why = (*found.reasons, "watching is paused after faults of gradwatch's own")
             return replace(found, healthy=False, reasons=why)
@@ -450,7 +235,9 @@ class Session:
         return self._accounting.now(self.ended)
 
     def _counted(self) -> Counted:
-        boundary = self._boundary
+        if self.attached is None:
+            return Counted(0, 0, 0, 0)
+        boundary = self.attached.boundary
         return Counted(boundary.steps, self.backwards, boundary.optimizers.count, self._activity.pauses)
 
     def observed_only(self) -> list[int]:
@@ -461,11 +248,11 @@ class Session:
 
     def observe(self, scalars: Mapping[str, float | Tensor]) -> None:
         """Keep one-per-step values for the next step of every optimizer; raises nothing."""
-        if self._closed:
+        if self._live is None:
             return
         for name, value in scalars.items():
             try:
-                self._measuring.observe(name, value)
+                self._live.measuring.observe(name, value)
             except AttachError as error:  # the value is not used
                 self.health.notice("observe", str(error))
             except Exception as error:
@@ -473,35 +260,33 @@ class Session:
 
     def batch(self, indices: Iterable[int] | Tensor) -> None:
         """Note which samples of the dataset make the forward calls that follow; raises nothing."""
-        if self._closed or self._causes is None:
+        if self._live is None or self._live.causes is None:
             return
         try:
-            self._causes.tell(indices)
+            self._live.causes.tell(indices)
         except Exception as error:
             self._activity.failed("localise", error)
 
     def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
         """While this is entered, the step to localise is what `run` computes."""
-        return nullcontext() if self._causes is None else self._causes.closure(run)
+        causes = None if self.attached is None else self.attached.causes
+        return nullcontext() if causes is None else causes.closure(run)
 
     def read_before_clip(self) -> None:
         """Read the gradients now, before code of the script clips them."""
-        if not self._closed:
-            self._before_clip.read()
+        if self._live is not None:
+            self._live.before_clip.read()
 
     def rebaseline(self, glob: str) -> None:
         """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
-        if not self._closed:
+        if self._live is not None:
             self.catch_up()
-            self._courses.rebaseline(glob)
+            self._live.courses.rebaseline(glob)
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
-        added = list(models)
-        self._capture.add_models(added)
-        if self._causes is not None:
-            self._causes.add(added)
-        self._keep_containers(added)
+        if self._live is not None:
+            self._live.add(models)
 
     def join(
         self,
@@ -510,36 +295,39 @@ class Session:
         loose: Iterable[tuple[str, nn.Parameter]] = (),
     ) -> None:
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
-        mark = self._capture.spent.begin()
+        attached = self._live
+        if attached is None:
+            return
+        mark = attached.capture.spent.begin()
         known = {id(model) for model in self.models()}
         if added := [model for model in models if id(model) not in known]:
-            self.add(added)
-        self._capture.join(optimizers, loose)
-        self._ownership.join(optimizers)
-        self._capture.spent.end(mark)
+            attached.add(added)
+        attached.capture.join(optimizers, loose)
+        attached.ownership.join(optimizers)
+        attached.capture.spent.end(mark)
 
     def inherit(self, early: Early, joining: Iterable[nn.Module] = ()) -> None:
         """Localise this step too, by calls held before its models were watched, or `join`."""
-        if self._causes is not None and not self._closed:
-            self._causes.inherit(early, joining)
+        if self._live is not None and self._live.causes is not None:
+            self._live.causes.inherit(early, joining)
 
     def let_go_of_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
-        if self._closed or not self._activity.is_step_thread():
+        if self._live is None or not self._activity.is_step_thread():
             return
         if self.orphaned():
-            self._capture.release()
+            self._live.capture.release()
         else:
-            self._capture.let_go_of_dead()
+            self._live.capture.let_go_of_dead()
 
     def orphaned(self) -> bool:
         """Whether all models are gone that it was to watch; a launcher's session watches what comes, too."""
-        return self.origin != "launcher" and not self._closed and self._capture.childless()
+        return self.origin != "launcher" and self._live is not None and self._live.capture.childless()
 
     def catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
-        if not self._closed and here[0] == self.run.pid and self._activity.is_step_thread():
-            self._boundary.flush()
+        if self._live is not None and here[0] == self.run.pid and self._activity.is_step_thread():
+            self._live.boundary.flush()
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
@@ -552,11 +340,12 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts."""
-        if self._closed:
+        attached = self._live
+        if attached is None:
             return dict(self._last_state)
         self.catch_up()
-        lanes = self._courses.saved(self._capture.lanes)
-        return {"version": 1, "lanes": lanes, "weights": self.weights.to_dict()}
+        lanes = attached.courses.saved(attached.capture.lanes)
+        return {"version": 1, "lanes": lanes, "weights": attached.weights.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; parameters that are new start afresh, by name.
@@ -567,11 +356,11 @@ class Session:
             raise AttachError(
                 f"this state was saved by another version: {state.get('version')!r}, expected 1"
             )
-        if self._accounting is None:
+        if self.attached is None:
             return
         self.catch_up()
-        self._courses.load(state["lanes"], [] if self._closed else self._capture.lanes)
-        self.weights.load(state.get("weights"))
+        self.attached.courses.load(state["lanes"], self.lanes())
+        self.attached.weights.load(state.get("weights"))
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -587,19 +376,11 @@ class Session:
         except Exception as error:  # a session that cannot tell its state must still let go
             self.health.report("close", error)
         self.conclude()
-        taps = [self._stages, self._taps, self._flat, self._causes]
-        parts = [self._before_clip, self._boundary, *taps, self._courses, self._capture]
-        seats = [ctx.seat for ctx in self._contexts]
-        for part in (*seats, *parts):
-            try:
-                if part is not None:
-                    part.close()
-            except Exception as error:  # the others must be given back all the same
-                self.health.report("close", error)
+        if self.attached is not None:
+            self.attached.close()
         self._uncount()
         self._closed = True
         self._activity.end()
-        self._containers.clear()
         self.close_sinks()
         LIVE.discard(self)
 

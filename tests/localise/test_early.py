@@ -151,8 +151,8 @@ def test_a_step_walks_only_what_can_still_hear_a_call() -> None:
     model = nn.Sequential(SqrtAtZero(), nn.Tanh())
     optimizer = sgd(model)
     with gradwatch.watch(model, optimizer, rules=rules(), sinks=[], strict=True) as gw:
-        assert session_of(gw)._causes is not None
-        held = session_of(gw)._causes._localiser._holdings
+        assert session_of(gw).attached.causes is not None
+        held = session_of(gw).attached.causes._localiser._holdings
         assert len(list(held)) > 1
         model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
@@ -390,7 +390,7 @@ def test_rules_that_replay_nothing_take_over_nothing(early: Early) -> None:
             session_of(gw).inherit(early)
             early.close()
             assert hooks(model) == 0
-            assert session_of(gw)._causes is None or session_of(gw)._causes.held() == []
+            assert session_of(gw).attached.causes is None or session_of(gw).attached.causes.held() == []
 
 
 def test_no_more_is_held_than_the_rule_allows(early: Early) -> None:
@@ -402,9 +402,9 @@ def test_no_more_is_held_than_the_rule_allows(early: Early) -> None:
     small = rules("by: replay, max_bytes: 256")
     with gradwatch.watch(model, rules=small, sinks=[]) as gw:
         session_of(gw).inherit(early)
-        assert session_of(gw)._causes is not None
-        assert session_of(gw)._causes.dropped > 0
-        assert len(session_of(gw)._causes.held()) < 4
+        assert session_of(gw).attached.causes is not None
+        assert session_of(gw).attached.causes.dropped > 0
+        assert len(session_of(gw).attached.causes.held()) < 4
 
 
 def test_steps_that_were_taken_let_go_of_what_led_to_them(early: Early) -> None:
@@ -415,13 +415,13 @@ def test_steps_that_were_taken_let_go_of_what_led_to_them(early: Early) -> None:
     optimizer = sgd(model)
     gw, _ = attached_late(early, model, optimizer)
     with gw:
-        assert session_of(gw)._causes is not None
-        assert len(session_of(gw)._causes.held()) == 1
+        assert session_of(gw).attached.causes is not None
+        assert len(session_of(gw).attached.causes.held()) == 1
         optimizer.step()
-        assert session_of(gw)._causes.held() == []
+        assert session_of(gw).attached.causes.held() == []
         assert not [
             one
-            for one in session_of(gw)._causes._localiser._holdings
+            for one in session_of(gw).attached.causes._localiser._holdings
             if isinstance(one, Holding) and one.calls
         ]
 

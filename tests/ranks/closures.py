@@ -96,7 +96,7 @@ def twice(rank: int, injured: int, text: str) -> dict[str, Any]:
             "untouched": untouched,
             "finite shard": shards,
             "errors": gw.health.errors(),
-            "alone": session_of(gw).degraded,
+            "alone": session_of(gw).attached.degraded,
         }
 
 
@@ -141,7 +141,7 @@ def replicas(rank: int, injured: int) -> dict[str, Any]:
             "skipped": [record.decision.skip for record in collector.records].count(True),
             "hashes": hashes,
             "errors": gw.health.errors(),
-            "alone": session_of(gw).degraded,
+            "alone": session_of(gw).attached.degraded,
         }
 
 

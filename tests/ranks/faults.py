@@ -160,7 +160,7 @@ def our_fault(rank: int, site: str, wrap: Callable[[nn.Module], nn.Module] = Dis
             "steps": [r.snapshot.step for r in collector.records],
             "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
             "errors": gw.health.errors(),
-            "alone": session_of(gw).degraded,
+            "alone": session_of(gw).attached.degraded,
         }
 
 
@@ -278,7 +278,11 @@ def silent(rank: int) -> dict[str, Any]:
         with watched(model, optimizer, SKIPPING) as (gw, _):  # meets, to know that all will act
             for step in range(4):
                 take_step(model, optimizer, step, rank)
-            return {"observing": observing, "skipping": gw.health.errors(), "alone": session_of(gw).degraded}
+            return {
+                "observing": observing,
+                "skipping": gw.health.errors(),
+                "alone": session_of(gw).attached.degraded,
+            }
 
 
 def one_collective(rank: int) -> dict[str, Any]:
