@@ -236,7 +236,7 @@ import os, time, torch, gradwatch
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 gw = gradwatch.watch(model, optimizer, rules="default", run_dir="runs", run_id="r", listen="127.0.0.1:0")
-(journal,) = [sink.sink for sink in session_of(gw)._sinks if sink.name == "journal"]
+(journal,) = [sink.sink for sink in gw._session._sinks if sink.name == "journal"]
 journal.on_acknowledged = lambda event: event.rule != "non-finite" or os.kill(os.getpid(), 9)
 for step in range(6):
     optimizer.zero_grad()

@@ -94,7 +94,7 @@ with gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0"
         if step == steps // 2:
             before = resident()
     gw.flush(); print(resident() - before)
-    (dropped,) = [sink.sink.dropped for sink in session_of(gw)._sinks if sink.name == "journal"]
+    (dropped,) = [sink.sink.dropped for sink in gw._session._sinks if sink.name == "journal"]
     assert dropped, "the queue was never full"
 """
 

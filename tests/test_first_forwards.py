@@ -234,7 +234,7 @@ def test_a_script_that_watches_itself_wins(tmp_path: Path) -> None:
         + "import gradwatch\ngw = gradwatch.watch(net)\n"
         + LEFT
         + LOOP
-        + "print(left())\nprint(gw.origin)"
+        + "print(left())\nprint(gw._session.origin)"
     )
     done = run(tmp_path, script)
     assert done.stderr.count("the backward of sqrt in Net") == 1
@@ -274,7 +274,7 @@ for step in range(4):
     model(torch.randn(8, 4), Odd() if step == 0 else None).sum().backward()
     optimizer.step()
 from gradwatch.launch import agent
-print(agent._watches[0].health.errors(), agent._watches[0].status()["steps"])
+print(agent._watches[0].health.errors(), agent._watches[0].steps)
 """
     done = run(tmp_path, script)
     assert done.stdout == "{'localise': 1} 4\n", done.stderr

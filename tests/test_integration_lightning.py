@@ -28,7 +28,8 @@ with warnings.catch_warnings():  # of the frameworks, about their own imports
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
 
-    from gradwatch.integrations.lightning import GradwatchCallback as LightningCallback
+    from gradwatch.session.watch import session_of
+from gradwatch.integrations.lightning import GradwatchCallback as LightningCallback
 
 pytestmark = pytest.mark.usefixtures("framework_folder")
 
@@ -186,7 +187,7 @@ def test_lightning_checkpoints_are_saved_though_our_state_cannot_be() -> None:
                 raise MemoryError("no state")
 
             assert self.gw is not None
-            self.gw.state_dict = fails  # type: ignore[method-assign]
+            session_of(self.gw).state_dict = fails  # type: ignore[method-assign]
 
     callback = Unreadable(sinks=[])
     trainer(callback, enable_checkpointing=True, max_epochs=2).fit(Plain(), loader())

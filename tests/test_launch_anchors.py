@@ -14,6 +14,7 @@ import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.launch.baselines import Baselines
 from gradwatch.launch.keeper import FORKED, TAKEN, Keeper
+from gradwatch.session.watch import session_of
 from tests.test_launch_training import run
 
 NET = """
@@ -241,7 +242,7 @@ def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
             folder.mkdir(parents=True)
             other = Keeper(gw.run)
             assert other.keeps()
-            baselines = Baselines(gw)
+            baselines = Baselines(session_of(gw))
             model(torch.ones(1, 2)).sum().backward()
             baselines.before_step(optimizer)
             optimizer.step()

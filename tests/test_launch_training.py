@@ -133,7 +133,7 @@ def test_on_means_on_until_the_script_watches_itself(tmp_path: Path) -> None:
         + INSPECT
         + (
             "import gradwatch\nfrom gradwatch.launch import agent\nfirst = agent._watches[0]\n"
-            "gw = gradwatch.watch(model, sinks=[])\nprint(first.status()['active'], gw.status()['active'])"
+            "gw = gradwatch.watch(model, sinks=[])\nprint(not first.closed, gw.status()['active'])"
         )
     )
     done = run(tmp_path, script, fresh=True)

@@ -29,14 +29,14 @@ meta = torch.optim.SGD(net.parameters(), 0.1)
 other, calls, sizes = [], {}, {}
 
 def size(gw):
-    capture, causes = gw._capture, gw._causes
+    at = gw.attached; capture, causes = at.capture, at.causes
     gw.flush()
     with urllib.request.urlopen(gw.url) as page:
         series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
     return {
         "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
-        "marks": len(capture._marks._marked_as), "lanes": len(capture.lanes), "courses": len(list(gw._courses)),
-        "weights": len(gw.weights._reference), "families": len(causes._localiser._holdings._families),
+        "marks": len(capture._marks._marked_as), "lanes": len(capture.lanes), "courses": len(list(at.courses)),
+        "weights": len(at.weights._reference), "families": len(causes._localiser._holdings._families),
         "series": len(series), "called": len(module_calls._heard),
     }
 

@@ -41,9 +41,9 @@ def watch(
     `rules` is a shipped pack's name, a path, or a RuleSet (default: `GRADWATCH_RULES`, else "default").
     `sinks` replaces those of the rule file. `listen` is host:port of the Prometheus endpoint, `run_dir` the
     folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
-    A rule or group that matches nothing of the model is off by itself, which the log, `inactive()` and the metric
-    `gradwatch_rule_inactive` say; `strict_rules` raises `UnmatchedRulesError` instead. An action that cannot be carried
-    out on this model, or with these ranks, raises `UnfitRulesError`; under `gradwatch run` it too is off by itself.
+    A rule or group that matches nothing of the model is off by itself, which the log, `status()["inactive"]` and the
+    metric `gradwatch_rule_inactive` say; `strict_rules` raises `UnmatchedRulesError` instead. An action that cannot be
+    carried out on this model, or with these ranks, raises `UnfitRulesError`; under `gradwatch run` it too is off by itself.
     `on_escalate(event)` is called when a rung of a rule's ladder (`escalate:`) is reached, on the training thread, just
     before the optimizer steps: the place to lower the learning rate or to go back to a checkpoint. What it raises is
     counted and kept out of training, but for `TrainingStopped`, which stops it.

@@ -185,7 +185,7 @@ def test_a_pause_is_the_reason_why_steps_were_not_watched(monkeypatch: pytest.Mo
         def broken(*_: object) -> None:
             raise RuntimeError("ours")
 
-        monkeypatch.setattr(gw, "measure", broken)
+        monkeypatch.setattr(session_of(gw).attached.pipeline, "measure", broken)
         for _ in range(6):
             optimizer.step(closure_of(model, optimizer))
     (missed,) = gaps(session_of(gw).account())

@@ -114,7 +114,7 @@ def test_the_loop_runs_as_shown(path: Path, tmp_path: Path, monkeypatch: pytest.
             "checkpoint": {},
         }
         exec(compile(code, path.name, "exec"), names)
-        assert names["gw"].account().watched.steps == 3
+        assert names["gw"].status()["account"]["watched"]["steps"] == 3
         assert names["checkpoint"]["gradwatch"]["version"] == 1
 
 
