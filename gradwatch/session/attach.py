@@ -43,7 +43,8 @@ def watch(
     folder that receives one folder per run. `strict` lets gradwatch's own faults raise (for tests and CI).
     A rule or group that matches nothing of the model is off by itself, which the log, `status()["inactive"]` and the
     metric `gradwatch_rule_inactive` say; `strict_rules` raises `UnmatchedRulesError` instead. An action that cannot be
-    carried out on this model, or with these ranks, raises `UnfitRulesError`; under `gradwatch run` it too is off by itself.
+    carried out on this model, or with these ranks, raises `UnfitRulesError`; under `gradwatch run` it too is off by
+    itself.
     `on_escalate(event)` is called when a rung of a rule's ladder (`escalate:`) is reached, on the training thread, just
     before the optimizer steps: the place to lower the learning rate or to go back to a checkpoint. What it raises is
     counted and kept out of training, but for `TrainingStopped`, which stops it.

@@ -29,7 +29,7 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Order, Snapshot, Verdict
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.bindings import Courses
-from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN, Course
+from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN, Clock, Course
 from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes
 from gradwatch.session.checkpoints import Checkpoints
@@ -47,24 +47,12 @@ class StepContext(NamedTuple):
     """A step being judged: this rank's window, the same as all ranks see it, and what was found before any decision."""
 
     ctx: OptimizerContext
-    measurement: Measurement
+    lane: Lane  # what was captured when the step was measured
+    course: Course  # the rules that were bound then
+    window: Window
+    clock: Clock
     shared: Shared
     found: Snapshot
-
-    @property
-    def lane(self) -> Lane:
-        """What the optimizer's gradients were when the step was measured."""
-        return self.measurement.lane
-
-    @property
-    def course(self) -> Course:
-        """The rules that were bound then."""
-        return self.measurement.course
-
-    @property
-    def window(self) -> Window:
-        """The window as this rank measured it."""
-        return self.measurement.window
 
     @property
     def rejected(self) -> bool:
@@ -191,7 +179,7 @@ class StepPipeline:
         course, lane = measurement.course, measurement.lane
         try:
             found = of_norms(lane.index, course.sites, shared.window, shared.values)
-            return self._decided(StepContext(ctx, measurement, shared, found), at_hand)
+            return self._decided(ctx, measurement, shared, found, at_hand)
         except Exception as error:
             self._activity.failed("boundary", error)
             course.vitals.unjudged(lane.step)
@@ -210,11 +198,24 @@ class StepPipeline:
         found = assemble(
             lane.index, course.sites, shared.window, shared.extras, shared.values, coverage.ratio
         )
-        return self._decided(StepContext(ctx, measurement, shared, found), at_hand)
+        return self._decided(ctx, measurement, shared, found, at_hand)
 
-    def _decided(self, step: StepContext, at_hand: bool) -> Judged:
+    def _decided(
+        self,
+        ctx: OptimizerContext,
+        measurement: Measurement,
+        shared: Shared,
+        found: Snapshot,
+        at_hand: bool,
+    ) -> Judged:
         """Decide of a Snapshot, and foresee what that makes of it."""
-        course = step.course
+        lane, course, window, clock = (
+            measurement.lane,
+            measurement.course,
+            measurement.window,
+            measurement.clock,
+        )
+        step = StepContext(ctx, lane, course, window, clock, shared, found)
         broken = not math.isfinite(step.found.total_norm)
         self._sources.checkpoints.glance(course, broken)
         step = self._with_confirmed(step)
@@ -232,8 +233,7 @@ class StepPipeline:
         findings = self._causes(step, snapshot, verdict, decision)
         if self._sources.bundles is not None:
             decision = self._sources.bundles.take(step.lane, snapshot, verdict, decision, findings)
-        clock, judged = step.measurement.clock, verdict is not UNJUDGED
-        facts = Facts(course, found, snapshot, verdict, decision, clock, findings, judged)
+        facts = Facts(course, found, snapshot, verdict, decision, clock, findings, verdict is not UNJUDGED)
         return Judged(decision.at(own), facts)
 
     def publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None = None) -> None:

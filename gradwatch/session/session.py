@@ -63,6 +63,7 @@ class Session:
         self.origin = origin
         self.ended: Ending = ""
         self.attached: Attached | None = None  # stays after `close`
+        self._live: Attached | None = None  # the same until then
         self._closed = not active
         self._publishing = Publishing()
         self._sinks: list[Breaker] = self._publishing.sinks
@@ -86,6 +87,7 @@ class Session:
             strict_rules = settings.strict_rules
             attached = Attached(models, optimizers, loose, self._rules, self._services, strict_rules, name)
             self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
+            self._live = attached
             self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
             attached.start(on_escalate)
             self._activity.begin(self.run.pid)
@@ -137,11 +139,6 @@ class Session:
     def _resumed(self) -> None:
         if self.attached is not None:
             self.attached.resumed()
-
-    @property
-    def _live(self) -> Attached | None:
-        """What is attached now."""
-        return None if self._closed else self.attached
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -379,7 +376,7 @@ class Session:
         if self.attached is not None:
             self.attached.close()
         self._uncount()
-        self._closed = True
+        self._closed, self._live = True, None
         self._activity.end()
         self.close_sinks()
         LIVE.discard(self)

@@ -56,7 +56,7 @@ class Courses:
         self.most_parameters = 0  # named in the lanes at one time, each counted once
 
     def __iter__(self) -> Iterator[Course]:
-        return (ctx.course for ctx in self._contexts if ctx.course is not None)
+        return iter([ctx.course for ctx in self._contexts if ctx.course is not None])
 
     def context(self, lane: Lane) -> OptimizerContext:
         """The context that a lane's rules are bound in."""
