@@ -55,7 +55,7 @@ JUMP = 100.0
 """A total norm of this many times the largest so far may have ruined the weights: they are looked at."""
 
 
-class Vitals:
+class CheckpointHealthTracker:
     """Follows one optimizer's steps; `critical` are the rules whose firing makes a checkpoint unfit."""
 
     __slots__ = (
@@ -154,7 +154,7 @@ class Vitals:
         found, self._confirmed = self._confirmed, {}
         return found
 
-    def carry_on(self, before: Vitals) -> None:
+    def carry_on(self, before: CheckpointHealthTracker) -> None:
         """Go on from the Vitals of the same optimizer under other sites or rules."""
         self.load(before.to_dict())
         self.suspected, self.looked = before.suspected, before.looked

@@ -82,7 +82,7 @@ def bound(rules: list[Rule], size: int = 4, groups: tuple[Group, ...] = (), **ke
     return Engine(RuleSet(groups=groups, rules=tuple(rules), **keys)).bind(make_sites(size))
 
 
-class Course:
+class OptimizerRules:
     """A bound engine with its state, stepped by hand; keeps every event and decision."""
 
     def __init__(self, engine: BoundEngine, state: EngineState | None = None) -> None:

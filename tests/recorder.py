@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gradwatch.capture.assemble import Extras, assemble
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.reading.device import arrived
 from gradwatch.records.snapshot import Decision, Snapshot
 from gradwatch.rules.model import RuleSet
@@ -54,7 +54,7 @@ class Recorder:
         self.session.close()
         assert self.errors == []
 
-    def bound(self, lane: Lane) -> OptimizerContext:
+    def bound(self, lane: OptimizerCapture) -> OptimizerContext:
         """Bind it, as on a device and with the clip of the total where the test asks for them."""
         ctx = self._bind(lane)
         lane.on_cpu = lane.on_cpu and not self.on_device

@@ -19,7 +19,7 @@ import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Decision, Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session import deferral, measuring, pipeline
@@ -310,7 +310,7 @@ def test_a_glance_is_never_wrong_about_a_bound(
     """Where a glance is certain that a clip would change nothing, the exact coefficient is 1, however close."""
     chance = torch.Generator().manual_seed(numel)
     grads = [torch.randn(numel, generator=chance) * 10**exponent for exponent in exponents]
-    reading = HostReading(CpuReader().read(grads), np.zeros(len(grads)), scale)
+    reading = CpuNorms(CpuReader().read(grads), np.zeros(len(grads)), scale)
     total = float(torch.stack([grad.double().norm() for grad in grads]).norm()) / scale
     max_norm = total * (1 + margin) + 1e-12
     within = reading.surely_within(max_norm)

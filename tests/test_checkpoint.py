@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.checkpoint import Vitals, joined, read_tag, tag_name, write_tag
+from gradwatch.checkpoint import CheckpointHealthTracker, joined, read_tag, tag_name, write_tag
 from gradwatch.journal.health_tag import HealthTag
 from gradwatch.records.snapshot import CheckpointHealth, Column, Decision, Verdict
 from tests.acting_cases import Training, run_folder, watched
@@ -83,7 +83,7 @@ def test_a_critical_rule_that_fires_is_reason_enough() -> None:
 )
 def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None:
     """Against a plain restatement of the definition, over random runs."""
-    sites, vitals = make_sites(2), Vitals(frozenset({"r"}))
+    sites, vitals = make_sites(2), CheckpointHealthTracker(frozenset({"r"}))
     poisoned, last, healthy = False, None, True
     for step, what in enumerate(script):
         value = {
@@ -106,7 +106,7 @@ def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None
             healthy = what == "fine" and not poisoned
             last = step if healthy else last
         assert (found.healthy, found.last_healthy_step, bool(found.reasons)) == (healthy, last, not healthy)
-        restored = Vitals(frozenset({"r"}))
+        restored = CheckpointHealthTracker(frozenset({"r"}))
         restored.load(json.loads(json.dumps(vitals.to_dict())))
         assert restored.to_dict() == vitals.to_dict()
 
@@ -142,7 +142,7 @@ def test_an_overflowed_norm_of_finite_elements_poisons_nothing() -> None:
     """The norm is infinite in float32, no element is."""
     counts = Column(np.zeros(2, np.float32), np.ones(2, bool))
     snapshot = make_snapshot(make_sites(2), 0, [math.inf, 1.0], columns={"nonfinite": counts})
-    vitals = Vitals(frozenset())
+    vitals = CheckpointHealthTracker(frozenset())
     assert vitals.after(snapshot, Verdict(), Decision()).healthy
 
 

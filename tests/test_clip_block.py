@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.engine import Engine, EngineState
 from gradwatch.engine.clipping import NO_CLIPPING, bind_clipping
 from gradwatch.errors import AttachError
@@ -23,7 +23,7 @@ from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.model import Clip, ClipPolicy, Group, RuleSet
 from gradwatch.testing import draw_norms
-from tests.engine_cases import Course, make_sites, make_snapshot
+from tests.engine_cases import OptimizerRules, make_sites, make_snapshot
 from tests.kept import Kept
 from tests.test_device_path import WAITING, Operations
 
@@ -33,9 +33,9 @@ GROUPS = (Group("weights", ("*.weight",)), Group("first", ("layers.0.*",)), Grou
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(3))
 
 
-def engine(total: ClipPolicy | None = None, size: int = 4, **groups: ClipPolicy) -> Course:
+def engine(total: ClipPolicy | None = None, size: int = 4, **groups: ClipPolicy) -> OptimizerRules:
     """An engine that only clips, over `size` parameters (weights and biases by turns)."""
-    return Course(Engine(RuleSet(groups=GROUPS, clip=Clip(total, groups))).bind(make_sites(size)))
+    return OptimizerRules(Engine(RuleSet(groups=GROUPS, clip=Clip(total, groups))).bind(make_sites(size)))
 
 
 def norm(max_norm: float, **more: Any) -> ClipPolicy:
@@ -114,10 +114,10 @@ def test_normalize_may_enlarge_where_nobody_objects() -> None:
 @pytest.mark.parametrize("method", STATEFUL)
 def test_only_steps_that_are_taken_are_learned(method: str) -> None:
     """Skipped, rejected by the scaler, provisional, missing, NaN: the state is that of a run without these steps."""
-    course = Course(
+    course = OptimizerRules(
         Engine(parse_rules(f"version: 1\n{SKIP}\nclip: {{total: {{method: {method}}}}}")).bind(make_sites(4))
     )
-    clean = Course(course.engine)
+    clean = OptimizerRules(course.engine)
     rng = np.random.default_rng(2)
     for step in range(60):
         norms = np.exp(rng.normal(0, 0.2, 4)).tolist()
@@ -141,14 +141,14 @@ def test_states_resume_through_json(method: str, scope: str) -> None:
     bound = Engine(ruleset).bind(make_sites(7))
     steps = draw_norms(1, steps=130)
     for cut in (0, 1, 7, 19, 25, 101):
-        one = Course(bound)
+        one = OptimizerRules(bound)
         for number, (norms, present) in enumerate(steps):
             with np.errstate(over="ignore"):
                 narrow = norms.astype(np.float32)
             row = [float(n) if p else None for n, p in zip(narrow, present, strict=True)]
             if number == cut:
                 saved = json.loads(json.dumps(one.state.to_dict(), allow_nan=False))
-                other = Course(bound, EngineState.from_dict(saved, bound))
+                other = OptimizerRules(bound, EngineState.from_dict(saved, bound))
             one.step(number, row)
             if number >= cut:
                 other.step(number, row)
@@ -161,7 +161,7 @@ def test_states_follow_names_when_parameters_come_and_go(method: str) -> None:
     said = "" if method == "adagc" else ", scope: param"
     rules = parse_rules(f"version: 1\nclip: {{total: {{method: {method}{said}}}}}")
     small, large = Engine(rules).bind(make_sites(3)), Engine(rules).bind(make_sites(6))
-    course = Course(large)
+    course = OptimizerRules(large)
     for step in range(150):
         course.step(step, (np.arange(1, 7) * np.exp(0.1 * math.sin(step))).tolist())
     there = EngineState.from_dict(course.state.to_dict(), small)
@@ -170,7 +170,7 @@ def test_states_follow_names_when_parameters_come_and_go(method: str) -> None:
         assert np.array_equal(kept[..., :3][: len(whole)], whole[..., :3])
         assert np.array_equal(grown[..., :3][: len(whole)], whole[..., :3])
         assert not grown[..., 3:].any()
-    again = Course(large, back)
+    again = OptimizerRules(large, back)
     for step in range(150, 200):
         again.step(step, [1.0] * 6)  # a ring that was dropped is there again for those that are new
     other = parse_rules(f"version: 1\nclip: {{total: {{method: {method}{said}, {OTHER[method]}}}}}")
@@ -188,14 +188,14 @@ def test_rebaseline_forgets_the_policies_too(method: str) -> None:
     bound = Engine(parse_rules(f"version: 1\nclip: {{total: {{method: {method}{said}}}}}")).bind(
         make_sites(4)
     )
-    course = Course(bound)
+    course = OptimizerRules(bound)
     for step in range(150):
         course.step(step, [1.0 + 0.1 * math.sin(step)] * 4)
     state = bound.rebaseline(course.state, "layers.0.*")
     for array, before in zip(state.clips[0], course.state.clips[0], strict=True):
         assert not array[..., :2].any()
         assert np.array_equal(array[: len(before)][..., 2:] if array.ndim > 1 else array[2:], before[..., 2:])
-    again = Course(bound, state)
+    again = OptimizerRules(bound, state)
     for step in range(150, 200):
         again.step(step, [1.0] * 4)
 
@@ -205,7 +205,7 @@ def test_a_file_that_clips_nothing_carries_nothing() -> None:
     bound = Engine(parse_rules(f"version: 1\n{SKIP}")).bind(make_sites(4))
     assert bound.clipping is NO_CLIPPING
     assert not bound.clipping
-    course = Course(bound)
+    course = OptimizerRules(bound)
     course.step(0, [1e9] * 4)
     assert course.state.clips == ()
     assert not course.decision.touches
@@ -490,7 +490,9 @@ DEVICE = {
 def test_a_device_clips_without_the_host(clip: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the host to 1e-6, also past a NaN; and no operation of the step copies a number to the host."""
     expected = trained(DEVICE[clip], fused)
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     found = trained(DEVICE[clip], fused, watched=True)
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -518,7 +520,9 @@ def trained(clip: str, fused: bool, watched: bool = False) -> list[list[Tensor]]
 
 def test_a_device_divides_the_loss_scale_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused optimizer under a GradScaler: bounds hold for the unscaled gradients, of a group and of elements."""
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -16,7 +16,7 @@ import pytest
 
 from gradwatch.engine import Engine
 from gradwatch.rules.files import load_rules
-from tests.engine_cases import Course, everywhere, make_sites
+from tests.engine_cases import OptimizerRules, everywhere, make_sites
 
 SIZE = 24
 STEPS = 400
@@ -35,9 +35,9 @@ HEALTHY: dict[str, Shape] = {
 }
 
 
-def run(shape: Shape, seed: int, fault: Fault | None = None) -> Course:
+def run(shape: Shape, seed: int, fault: Fault | None = None) -> OptimizerRules:
     """A run of the default pack over 24 parameters, with the columns that bursts of sampling give."""
-    course = Course(Engine(load_rules("default")).bind(make_sites(SIZE)))
+    course = OptimizerRules(Engine(load_rules("default")).bind(make_sites(SIZE)))
     rng = np.random.default_rng(seed)
     level = rng.normal(0, 1, SIZE)
     for step in range(STEPS):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
 from gradwatch.capture.columns import loss as losses
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.weights import Weights
 from gradwatch.taps import modes
 from tests.recorder import Recorder, norms_of, seen
@@ -101,7 +101,9 @@ def test_shipped_packs_wait_for_nothing(
     pack: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole watch, samplers and sinks included: no step holds an operation that waits for the device."""
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)  # AdamW reads its own step counts
     with gradwatch.watch(

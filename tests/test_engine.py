@@ -27,7 +27,7 @@ from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.records.snapshot import Column, Order
 from gradwatch.rules.model import Action, Clip, ClipPolicy, Group, Modules, RuleSet
-from tests.engine_cases import GROUPS, SKIP, Course, bound, default_like, everywhere, make_sites, rule
+from tests.engine_cases import GROUPS, SKIP, OptimizerRules, bound, default_like, everywhere, make_sites, rule
 
 HEALTHY = [1.0, 1.0, 1.0, 1.0]
 NAN_AT_2 = [1.0, 1.0, math.nan, 1.0]
@@ -40,7 +40,7 @@ def skip(limit: int | None = None, then: str = "continue") -> tuple[Action, ...]
 
 def test_a_nan_fires_names_the_parameter_and_skips_at_once() -> None:
     """One bad element: critical, skipped on the very step, resolved on the next healthy one."""
-    course = Course(bound([rule("nan", NonFinite(), do=SKIP, severity="critical")]))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP, severity="critical")]))
     course.step(0, HEALTHY)
     counts = everywhere([0, 0, 3, 0])
     verdict = course.step(1, NAN_AT_2, columns={"nonfinite": counts})
@@ -63,14 +63,14 @@ def test_a_nan_norm_without_counts_is_still_a_nan() -> None:
         (("inf",), [False, True]),
     ):
         engine = bound([rule("bad", NonFinite(values=values))], size=2)
-        verdict = Course(engine).step(0, [math.nan, math.inf])
+        verdict = OptimizerRules(engine).step(0, [math.nan, math.inf])
         assert verdict.breaching["bad"].tolist() == seen
 
 
 def test_a_nan_norm_that_was_not_counted_beside_others_is_still_a_nan() -> None:
     """Counts may cover only some sites; a site without one is judged by its norm."""
     counts = Column(np.array([4.0, 0.0], np.float32), np.array([True, False]))
-    verdict = Course(bound([rule("bad", NonFinite())], size=2)).step(
+    verdict = OptimizerRules(bound([rule("bad", NonFinite())], size=2)).step(
         0, [math.nan, math.nan], columns={"nonfinite": counts}
     )
     assert verdict.breaching["bad"].tolist() == [True, True]
@@ -78,7 +78,7 @@ def test_a_nan_norm_that_was_not_counted_beside_others_is_still_a_nan() -> None:
 
 def test_an_overflow_is_not_a_nan() -> None:
     """Finite gradients whose norm exceeds float32 trip `norm_overflow`, never `nonfinite`."""
-    course = Course(bound([rule("nan", NonFinite()), rule("over", NormOverflow())]))
+    course = OptimizerRules(bound([rule("nan", NonFinite()), rule("over", NormOverflow())]))
     columns = {"nonfinite": everywhere([0, 0, 0, 0]), "norm_overflow": everywhere([0, 1, 0, 0])}
     verdict = course.step(0, [1.0, math.inf, 1.0, 1.0], columns=columns)
     assert list(verdict.firing) == ["over"]
@@ -86,7 +86,7 @@ def test_an_overflow_is_not_a_nan() -> None:
 
 def test_for_counts_breaching_samples_in_a_row() -> None:
     """Pending at the first, firing at the third, back to nothing when one sample is fine."""
-    course = Course(bound([rule("big", Above(threshold=10, of="total_norm"), for_=3)]))
+    course = OptimizerRules(bound([rule("big", Above(threshold=10, of="total_norm"), for_=3)]))
     for step, total in enumerate([99, 99, 1, 99, 99, 99, 99, 1]):
         course.step(step, HEALTHY, total_norm=float(total))
     assert course.kinds == [
@@ -100,7 +100,7 @@ def test_for_counts_breaching_samples_in_a_row() -> None:
 def test_hysteresis_and_quiet_steps_before_it_resolves() -> None:
     """Quiet starts at clear_below, not at the threshold; a breach ends it; then keep_firing_for steps."""
     big = rule("big", Above(threshold=10, of="total_norm", clear_below=5), keep_firing_for=3)
-    course = Course(bound([big]))
+    course = OptimizerRules(bound([big]))
     for step, total in enumerate([20, 7, 7, 4, 7, 20, 4, 7, 7, 7]):
         course.step(step, HEALTHY, total_norm=float(total))
     assert course.kinds == [(0, "firing", "big"), (9, "resolved", "big")]
@@ -108,7 +108,7 @@ def test_hysteresis_and_quiet_steps_before_it_resolves() -> None:
 
 def test_a_missing_sample_changes_nothing() -> None:
     """Neither the streak, nor the quiet count, nor the state of the rule."""
-    course = Course(bound([rule("big", Above(threshold=10), for_=2, keep_firing_for=1)], size=1))
+    course = OptimizerRules(bound([rule("big", Above(threshold=10), for_=2, keep_firing_for=1)], size=1))
     for step, norm in enumerate([99.0, None, 99.0, None, None, 1.0, None, 1.0]):
         course.step(step, [norm])
     assert course.kinds == [(0, "pending", "big"), (2, "firing", "big"), (7, "resolved", "big")]
@@ -116,7 +116,7 @@ def test_a_missing_sample_changes_nothing() -> None:
 
 def test_a_refire_within_cooldown_is_the_same_incident_and_alerts_nobody() -> None:
     """After the cooldown it is a new one."""
-    course = Course(bound([rule("big", Above(threshold=10, of="total_norm"), cooldown=3)]))
+    course = OptimizerRules(bound([rule("big", Above(threshold=10, of="total_norm"), cooldown=3)]))
     for step, total in enumerate([99, 1, 1, 99, 1, 1, 1, 1, 1, 99]):
         course.step(step, HEALTHY, total_norm=float(total))
     firing = [event for event in course.events if event.kind == "firing"]
@@ -130,7 +130,7 @@ def test_a_refire_within_cooldown_is_the_same_incident_and_alerts_nobody() -> No
 def test_for_and_cooldown_never_delay_an_action_on_a_nonfinite_gradient() -> None:
     """`for: 3` delays the alert; the skip is immediate, also for a rail that a NaN climbs."""
     rules = [rule("nan", NonFinite(), for_=3, do=SKIP), rule("rail", Above(threshold=10), for_=3, do=SKIP)]
-    course = Course(bound(rules))
+    course = OptimizerRules(bound(rules))
     verdict = course.step(0, NAN_AT_2)
     assert verdict.acting == {"nan", "rail"}
     assert course.decision.skip
@@ -141,7 +141,7 @@ def test_for_and_cooldown_never_delay_an_action_on_a_nonfinite_gradient() -> Non
 
 def test_an_action_is_taken_on_every_breach_while_firing() -> None:
     """Each time loudly: a `repeat` that is told but does not alert again."""
-    course = Course(bound([rule("nan", NonFinite(), do=SKIP, cooldown=50)]))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP, cooldown=50)]))
     decisions = []
     for step in range(3):
         course.step(step, NAN_AT_2)
@@ -156,7 +156,7 @@ def test_an_action_is_taken_on_every_breach_while_firing() -> None:
 
 def test_max_consecutive_then_stop() -> None:
     """Three skips, then the run is stopped, and that step is not taken either."""
-    course = Course(bound([rule("nan", NonFinite(), do=skip(3, "stop"))]))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(3, "stop"))]))
     found = []
     for step in range(4):
         course.step(step, NAN_AT_2)
@@ -173,7 +173,7 @@ def test_max_consecutive_then_stop() -> None:
 
 def test_max_consecutive_then_continue_alarms_and_goes_on() -> None:
     """A second critical alert after every 2 skips in a row; a healthy step resets the count."""
-    course = Course(bound([rule("nan", NonFinite(), do=skip(2))]))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(2))]))
     for step in range(5):
         course.step(step, NAN_AT_2)
         assert course.decision.skip
@@ -186,7 +186,7 @@ def test_max_consecutive_then_continue_alarms_and_goes_on() -> None:
 
 def test_shadow_mode_says_and_does_nothing() -> None:
     """The orders are recorded as shadow; nothing is skipped, and the step is learned from."""
-    course = Course(bound([rule("nan", NonFinite(), do=skip(1, "stop"), mode="shadow")]))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(1, "stop"), mode="shadow")]))
     course.step(0, NAN_AT_2)
     course.step(1, NAN_AT_2)
     assert not course.decision.skip
@@ -201,7 +201,7 @@ def test_shadow_mode_says_and_does_nothing() -> None:
 
 def test_stop_stops_once_for_is_met() -> None:
     """`do: [stop]` on a rail."""
-    course = Course(bound([rule("rail", Above(threshold=10), for_=2, do=(Action("stop"),))], size=1))
+    course = OptimizerRules(bound([rule("rail", Above(threshold=10), for_=2, do=(Action("stop"),))], size=1))
     stops = []
     for step in range(3):
         course.step(step, [99.0])
@@ -212,7 +212,7 @@ def test_stop_stops_once_for_is_met() -> None:
 def test_a_standing_clip_is_on_every_decision() -> None:
     """clip.total norm is a bound, whatever the rules say."""
     clip = Clip(total=ClipPolicy("norm", {"max_norm": 0.5}))
-    course = Course(bound([rule("nan", NonFinite(), do=SKIP)], clip=clip))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP)], clip=clip))
     course.step(0, HEALTHY)
     assert course.decision.max_norm == 0.5
     course.step(1, NAN_AT_2)
@@ -222,7 +222,7 @@ def test_a_standing_clip_is_on_every_decision() -> None:
 def test_a_step_skipped_for_nan_is_learned_by_nobody() -> None:
     """Neither by the site, nor by the total, nor by its healthy neighbours."""
     rules = [rule("nan", NonFinite(), do=SKIP), rule("spike", Spike()), rule("total", Spike(of="total_norm"))]
-    course, control = Course(bound(rules)), Course(bound(rules))
+    course, control = OptimizerRules(bound(rules)), OptimizerRules(bound(rules))
     for step in range(60):
         if step % 7 == 3:
             course.step(step, [math.nan, 1e4, 1e4, 1e4])
@@ -233,7 +233,7 @@ def test_a_step_skipped_for_nan_is_learned_by_nobody() -> None:
 
 def test_an_unskipped_nan_is_not_learned_by_its_site_or_the_total() -> None:
     """Under observe-only the other sites go on learning; those that hold NaN keep their baseline."""
-    course = Course(bound([rule("s", Spike()), rule("t", Spike(of="total_norm"))]))
+    course = OptimizerRules(bound([rule("s", Spike()), rule("t", Spike(of="total_norm"))]))
     for step in range(30):
         course.step(step, HEALTHY)
     before = course.state.to_dict()["baselines"]
@@ -249,7 +249,7 @@ def test_an_unskipped_nan_is_not_learned_by_its_site_or_the_total() -> None:
 
 def test_a_provisional_snapshot_is_judged_for_nan_only() -> None:
     """Not learned, no other rule moves; a NaN in it still fires and still acts."""
-    course = Course(
+    course = OptimizerRules(
         bound([rule("nan", NonFinite(), do=SKIP), rule("rail", Above(threshold=10)), rule("s", Spike())])
     )
     before = course.state.to_dict()
@@ -263,7 +263,7 @@ def test_a_provisional_snapshot_is_judged_for_nan_only() -> None:
 
 def test_a_step_the_grad_scaler_rejected_changes_nothing() -> None:
     """Its Inf is the scaler's own affair: no event, no action, not counted."""
-    course = Course(bound([rule("nan", NonFinite(), do=skip(1, "stop"))]))
+    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(1, "stop"))]))
     for step in range(5):
         assert course.step(step, NAN_AT_2, scalars={"scaler_skip": 1.0}).events == ()
         assert not course.decision.skip
@@ -277,7 +277,7 @@ def test_a_rejected_step_reaches_the_rules_on_the_scaler() -> None:
         rule("spike", Spike(of="total_norm", warmup=5)),
         rule("nan", NonFinite(), do=skip(1, "stop")),
     ]
-    course = Course(bound(rules))
+    course = OptimizerRules(bound(rules))
     scale = 65536.0
     for step in range(12):
         rejected = step in (8, 9, 10)
@@ -294,7 +294,7 @@ def test_a_rejected_step_reaches_the_rules_on_the_scaler() -> None:
 
 def test_one_fault_is_one_incident_with_the_deepest_as_first_cause() -> None:
     """Worst five by score, the rest counted, and who was reached first by backward."""
-    course = Course(bound([rule("big", Above(threshold=10))], size=8))
+    course = OptimizerRules(bound([rule("big", Above(threshold=10))], size=8))
     course.step(0, [11, 12, 13, 14, 15, 16, 17, 1])
     (event,) = course.events
     assert event.sites == tuple(f"layers.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in (6, 5, 4, 3, 2))
@@ -303,7 +303,7 @@ def test_one_fault_is_one_incident_with_the_deepest_as_first_cause() -> None:
 
 def test_of_equally_bad_sites_the_deepest_is_named_first() -> None:
     """NaN reaches everything below; the first cause leads the list."""
-    course = Course(bound([rule("nan", NonFinite())]))
+    course = OptimizerRules(bound([rule("nan", NonFinite())]))
     course.step(0, [math.nan, math.nan, math.nan, 1.0])
     assert course.events[0].sites == ("layers.1.weight", "layers.0.bias", "layers.0.weight")
 
@@ -315,7 +315,7 @@ def test_annotations_are_filled_from_the_facts() -> None:
     )
     nan = rule("nan", NonFinite(), annotations={"summary": "NaN in {param}", "description": text})
     engine = Engine(RuleSet(groups=GROUPS, rules=(nan,)), rank=3).bind(make_sites(4))
-    course = Course(engine)
+    course = OptimizerRules(engine)
     course.step(7, NAN_AT_2, columns={"nonfinite": everywhere([0, 0, 5, 0])})
     (event,) = course.events
     assert event.summary == "NaN in layers.1.weight"
@@ -329,7 +329,7 @@ def test_scopes_aggregate_as_the_language_says() -> None:
         rule("total", Above(threshold=6.9), scope="total"),
         rule("listed", Above(threshold=4.5), scope="group", groups=("rest",)),
     ]
-    course = Course(bound(rules, groups=GROUPS))
+    course = OptimizerRules(bound(rules, groups=GROUPS))
     verdict = course.step(0, [3.0, 2.0, 4.0, 4.0])
     found = {event.rule: (event.sites, round(event.value, 4)) for event in verdict.events}
     assert found == {
@@ -355,7 +355,7 @@ def test_scopes_aggregate_as_the_language_says() -> None:
 )
 def test_every_column_is_aggregated_by_its_nature(column: Any, values: list[float], expected: float) -> None:
     """Extremes, sums, means weighted by elements, roots of sums of squares."""
-    course = Course(bound([rule("r", Above(threshold=-1.0, of=column), scope="total")]))
+    course = OptimizerRules(bound([rule("r", Above(threshold=-1.0, of=column), scope="total")]))
     (event,) = course.step(0, HEALTHY, columns={column: everywhere(values)}).events
     assert event.value == pytest.approx(expected)
 
@@ -366,7 +366,7 @@ def test_groups_exclude_and_dimensions_select() -> None:
         rule("in", Above(threshold=0), groups=("matrices",), exclude=("layers.0.*",)),
         rule("ratio", UpdateRatio(), for_=1),
     ]
-    course = Course(bound(rules, groups=GROUPS))
+    course = OptimizerRules(bound(rules, groups=GROUPS))
     columns = {"update_ratio": everywhere([1, 1, 1, 1]), "weight_norm": everywhere([1, 1, 1, 1])}
     verdict = course.step(0, HEALTHY, columns=columns)
     assert verdict.breaching["in"].tolist() == [False, False, True, False]
@@ -382,7 +382,7 @@ def test_modules_carry_their_own_columns_only() -> None:
         rule("tap", Above(threshold=3, of="grad_output_norm")),
     ]
     ruleset = RuleSet(rules=tuple(rules), modules=Modules())
-    course = Course(Engine(ruleset).bind(make_sites(2, modules=2)))
+    course = OptimizerRules(Engine(ruleset).bind(make_sites(2, modules=2)))
     tapped = Column(np.array([9, 9, 1, 4], np.float32), np.array([False, False, True, True]))
     for step in range(3):
         verdict = course.step(step, [1.0, 1.0, None, None], columns={"grad_output_norm": tapped})
@@ -393,7 +393,7 @@ def test_modules_carry_their_own_columns_only() -> None:
 
 def test_stale_and_never() -> None:
     """A gradient that stops coming, and one that never came."""
-    course = Course(bound([rule("stale", Stale()), rule("never", Never(within=5))], size=3))
+    course = OptimizerRules(bound([rule("stale", Stale()), rule("never", Never(within=5))], size=3))
     for step in range(8):
         course.step(step, [1.0, 1.0 if step < 2 else None, None])
     found = [(event.step, event.rule, event.sites) for event in course.events if event.kind == "firing"]
@@ -402,7 +402,7 @@ def test_stale_and_never() -> None:
 
 def test_depth_ratio_names_the_first_layer() -> None:
     """The series is one; the site it is about is the first matrix."""
-    course = Course(bound([rule("fade", DepthRatio(), for_=2)]))
+    course = OptimizerRules(bound([rule("fade", DepthRatio(), for_=2)]))
     course.step(0, [1e-5, 1.0, 1.0, 1.0])
     course.step(1, [1e-5, 1.0, 1.0, 1.0])
     assert course.events[-1].sites == ("layers.0.weight",)
@@ -411,7 +411,7 @@ def test_depth_ratio_names_the_first_layer() -> None:
 
 def test_loss_rules_wait_for_a_loss() -> None:
     """No loss observed: nothing happens; a NaN loss fires, and is never learned."""
-    course = Course(bound([rule("nan", LossNonFinite()), rule("jump", LossSpike())]))
+    course = OptimizerRules(bound([rule("nan", LossNonFinite()), rule("jump", LossSpike())]))
     for step in range(60):
         course.step(step, HEALTHY, scalars={"loss": 2.0 + 0.01 * (step % 5)} if step % 2 else {})
     assert course.events == []
@@ -423,7 +423,7 @@ def test_loss_rules_wait_for_a_loss() -> None:
 def test_every_n_evaluates_and_learns_at_its_own_steps() -> None:
     """Samples between are not the rule's samples."""
     rules = [rule("rare", Above(threshold=10), every=3), rule("s", Spike(), every=5)]
-    course = Course(bound(rules, size=1))
+    course = OptimizerRules(bound(rules, size=1))
     for step in range(1, 8):
         course.step(step, [99.0 if step in (1, 2, 4, 6) else 1.0])
     assert course.kinds == [(6, "firing", "rare")]
@@ -432,7 +432,7 @@ def test_every_n_evaluates_and_learns_at_its_own_steps() -> None:
 
 def test_a_learning_rate_jump_rebaselines_without_going_blind() -> None:
     """A level that moves with the rate is learned in 20 samples; a fault at the jump is still seen."""
-    course = Course(bound([rule("spike", Spike()), rule("loss", LossSpike())], size=1))
+    course = OptimizerRules(bound([rule("spike", Spike()), rule("loss", LossSpike())], size=1))
     for step in range(200):
         course.step(step, [1.0], scalars={"lr": 1e-3, "loss": 1.0})
     course.step(200, [1e5], scalars={"lr": 1e-2, "loss": 1.0})
@@ -448,7 +448,7 @@ def test_a_learning_rate_jump_rebaselines_without_going_blind() -> None:
 def test_rebaseline_forgets_what_it_is_told_to() -> None:
     """By glob; a total is touched when any of its parts is."""
     rules = [rule("s", Spike()), rule("t", Spike(of="total_norm")), rule("d", Drift())]
-    course = Course(bound(rules))
+    course = OptimizerRules(bound(rules))
     for step in range(50):
         course.step(step, HEALTHY)
     state = course.engine.rebaseline(course.state, "layers.0.*")
@@ -463,13 +463,13 @@ def test_state_survives_a_changed_parameter_set() -> None:
     """Known by name: what stayed keeps its baseline and its incident, what is new starts empty."""
     rules = [rule("s", Spike(of="norm")), rule("big", Above(threshold=10), keep_firing_for=9)]
     small, large = bound(rules, size=4), bound(rules, size=6)
-    course = Course(small)
+    course = OptimizerRules(small)
     for step in range(30):
         course.step(step, [1.0, 2.0, 3.0, 99.0 if step == 29 else 4.0])
     moved = large.adopt(course.state, small)
     rows = moved.to_dict()["baselines"]["spike(100,20)|norm/param"]
     assert rows["fields"]["n"] == [30, 30, 30, 30, 0, 0]
-    grown = Course(large, moved)
+    grown = OptimizerRules(large, moved)
     verdict = grown.step(30, [1.0, 2.0, 3.0, 4.0, 5.0, 5.0])
     assert verdict.firing["big"].tolist() == [False, False, False, True, False, False]
     back = small.adopt(grown.state, large)
@@ -568,12 +568,14 @@ def test_a_shared_bank_travels_whole() -> None:
     """Also the warm-up samples of series that are stacked with others: the median at 20 is the same."""
     rules = [rule("p", Spike()), rule("t", Spike(of="total_norm"))]
     rng = np.random.default_rng(0)
-    course = Course(bound(rules))
+    course = OptimizerRules(bound(rules))
     for step in range(40):
         if step == 10:
-            course = Course(course.engine, EngineState.from_dict(course.state.to_dict(), course.engine))
+            course = OptimizerRules(
+                course.engine, EngineState.from_dict(course.state.to_dict(), course.engine)
+            )
         if step == 0:
-            control = Course(course.engine)
+            control = OptimizerRules(course.engine)
         norms = np.exp(rng.normal(0, 1, 4)).tolist()
         course.step(step, norms)
         control.step(step, norms)

@@ -29,7 +29,7 @@ from tests import reference_detectors as reference
 from tests.engine_cases import (
     GROUPS,
     SKIP,
-    Course,
+    OptimizerRules,
     bound,
     default_like,
     everywhere,
@@ -81,7 +81,7 @@ def trace(seed: int, steps: int = STEPS, size: int = SIZE) -> list[dict[str, Any
     return out
 
 
-def told(course: Course, steps: list[dict[str, Any]]) -> list[Any]:
+def told(course: OptimizerRules, steps: list[dict[str, Any]]) -> list[Any]:
     """Everything a run of these steps says: events, masks, decisions."""
     out = []
     for step in steps:
@@ -115,7 +115,7 @@ def test_the_trace_exercises_every_rule() -> None:
     """The laws below would be empty if nothing happened."""
     events, said = [], []
     for seed in range(8):
-        course = Course(engine())
+        course = OptimizerRules(engine())
         said += told(course, trace(seed))
         events += course.events
     silent = {one.id for one in rules()} - {event.rule for event in events}
@@ -132,7 +132,7 @@ def test_the_order_of_rules_in_the_file_never_matters(seed: int, random: Any) ->
     shuffled = list(rules())
     random.shuffle(shuffled)
     steps = trace(seed)
-    assert told(Course(engine(tuple(shuffled))), steps) == told(Course(engine()), steps)
+    assert told(OptimizerRules(engine(tuple(shuffled))), steps) == told(OptimizerRules(engine()), steps)
 
 
 @settings(max_examples=15)
@@ -156,7 +156,7 @@ def test_permuting_sites_permutes_the_verdict(seed: int, random: Any) -> None:
         plain.depths[order],
     )
     ruleset = RuleSet(rules=kinds)
-    left, right = Course(Engine(ruleset).bind(plain)), Course(Engine(ruleset).bind(moved))
+    left, right = OptimizerRules(Engine(ruleset).bind(plain)), OptimizerRules(Engine(ruleset).bind(moved))
     for step in trace(seed):
         one = left.step(step["step"], step["norms"])
         two = right.step(step["step"], [step["norms"][i] for i in order])
@@ -172,13 +172,13 @@ def test_permuting_sites_permutes_the_verdict(seed: int, random: Any) -> None:
 def test_resume_is_as_if_nothing_had_happened(seed: int, cuts: list[int]) -> None:
     """P28: cut anywhere, as often as one likes, through JSON; no event twice, none lost."""
     steps = trace(seed)
-    expected = told(Course(engine()), steps)
-    course, found, start = Course(engine()), [], 0
+    expected = told(OptimizerRules(engine()), steps)
+    course, found, start = OptimizerRules(engine()), [], 0
     for cut in [*sorted(cuts), STEPS]:
         found += told(course, steps[start:cut])
         saved = json.loads(json.dumps(course.state.to_dict(), allow_nan=False))
         fresh = engine()
-        course, start = Course(fresh, EngineState.from_dict(saved, fresh)), cut
+        course, start = OptimizerRules(fresh, EngineState.from_dict(saved, fresh)), cut
     assert found == expected
 
 
@@ -202,7 +202,7 @@ def fingerprint() -> str:
     """One hash over everything three faulty runs said, and over the states they ended in."""
     digest = hashlib.sha256()
     for seed in range(3):
-        course = Course(engine())
+        course = OptimizerRules(engine())
         digest.update(repr(told(course, trace(seed))).encode())
         digest.update(json.dumps(course.state.to_dict()).encode())
     return digest.hexdigest()
@@ -302,7 +302,7 @@ def test_the_engine_agrees_with_one_site_at_a_time(seed: int, for_: int, keep: i
         "all_zero": AllZero(min_ndim=0),
         "stale": Stale(),
     }
-    course = Course(
+    course = OptimizerRules(
         bound([rule(name, one, for_=for_, keep_firing_for=keep) for name, one in detectors.items()], SIZE)
     )
     steps = trace(seed)

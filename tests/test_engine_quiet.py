@@ -28,7 +28,15 @@ from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.model import Rule, RuleSet
-from tests.engine_cases import GROUPS, Course, default_like, everywhere, make_sites, make_snapshot, rule
+from tests.engine_cases import (
+    GROUPS,
+    OptimizerRules,
+    default_like,
+    everywhere,
+    make_sites,
+    make_snapshot,
+    rule,
+)
 
 SIZE = 8
 STEPS = 260
@@ -119,7 +127,7 @@ def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
 def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steady gradients never get as far as the judgement of single rules, whatever the pack."""
     engine, rng = bind(packs()[pack]), np.random.default_rng(1)
-    course, judged = Course(engine), []
+    course, judged = OptimizerRules(engine), []
     whole = engine._judge
     monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
     for step in range(60):

@@ -254,7 +254,7 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
     ]
     weights, there = Weights(lambda: named), [False]
     monkeypatch.setattr(device, "on_host", lambda tensor: False)
-    monkeypatch.setattr(device.DeviceReading, "ready", lambda reading: there[0])
+    monkeypatch.setattr(device.DeviceNorms, "ready", lambda reading: there[0])
     with Operations(looks=True) as operations:
         weights.meet()
         with torch.no_grad():

@@ -16,7 +16,7 @@ from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import RuleFileError
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.model import RuleSet
-from tests.engine_cases import SKIP, Course, bound, make_sites, rule
+from tests.engine_cases import SKIP, OptimizerRules, bound, make_sites, rule
 
 Pair = tuple[float | None, float | None]
 
@@ -87,7 +87,7 @@ def test_the_glance_says_what_the_whole_judgement_says(seed: int) -> None:
     """Steps that the fast path leaves out changed nothing; a state through JSON goes on alike."""
     rng = np.random.default_rng(seed)
     engine = bound([rule("jump", Jump(), severity="critical")])
-    fast, plain = Course(engine), Course(engine)
+    fast, plain = OptimizerRules(engine), OptimizerRules(engine)
     for step in range(40):
         norms = (np.exp(rng.normal(0, 1, 4)) * rng.choice([1.0, 1e3, 1e6], p=[0.9, 0.05, 0.05])).tolist()
         scalars = {} if rng.random() < 0.2 else {"loss": float(rng.choice([1.0, -1.1, 5e2, math.nan]))}
@@ -103,7 +103,7 @@ def test_the_glance_says_what_the_whole_judgement_says(seed: int) -> None:
 
 def test_the_default_pack_tells_a_ruin_in_its_warm_up() -> None:
     """Twelve steps of an RNN, then a norm of 1e38: critical at that step, with value, factor and bound."""
-    course = Course(_default())
+    course = OptimizerRules(_default())
     for step in range(12):
         course.step(step, [20.0 + step, 5.0, 1.0, 1.0], scalars={"loss": 200.0})
     course.step(12, [1e38, 1e30, 1.0, 1.0], scalars={"loss": 5e36})
@@ -121,7 +121,7 @@ def _default() -> BoundEngine:
 
 def test_one_nan_is_one_critical_incident() -> None:
     """Gradients, loss and total are not finite for nine steps: the gradients' own rule tells it, once, and no bound."""
-    course = Course(_default())
+    course = OptimizerRules(_default())
     for step in range(40):
         broken = 25 <= step < 34
         norms = [math.nan if broken else 1.0, 1.0, 1.0, 1.0]
@@ -133,7 +133,7 @@ def test_one_nan_is_one_critical_incident() -> None:
 
 def test_a_nan_is_told_by_whoever_is_there_to_tell_it() -> None:
     """Without a rule on finiteness a bound tells it, a rule that acts acts, and a loss alone is its own incident."""
-    alone = Course(bound([rule("rail", Above(threshold=10, of="total_norm"), scope="total")]))
+    alone = OptimizerRules(bound([rule("rail", Above(threshold=10, of="total_norm"), scope="total")]))
     alone.step(0, [math.nan, 1.0, 1.0, 1.0])
     assert alone.kinds == [(0, "firing", "rail")]
     rules = [
@@ -142,7 +142,7 @@ def test_a_nan_is_told_by_whoever_is_there_to_tell_it() -> None:
         rule("bound", Above(threshold=10), scope="param"),
         rule("a-loss", LossNonFinite()),
     ]
-    both = Course(bound(rules))
+    both = OptimizerRules(bound(rules))
     both.step(0, [math.nan, 11.0, 1.0, 1.0], scalars={"loss": math.inf})
     assert both.decision.skip
     assert {(name, event.count) for event in both.events for name in [event.rule]} == {

@@ -21,7 +21,7 @@ from gradwatch.records.snapshot import Event
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.model import Action
 from tests.acting_cases import Training, kinds, orders, watched
-from tests.engine_cases import Course, bound, rule
+from tests.engine_cases import OptimizerRules, bound, rule
 
 LADDER = """
 rules:
@@ -214,7 +214,7 @@ def test_escalated_skips_are_not_learned() -> None:
     slow = rule("nan", NonFinite(), do=(rung("1 in 1", "skip_step"),))
     found: list[Any] = []
     for nan in (quick, slow):
-        course = Course(bound([nan, rule("spike", Spike(of="total_norm"), scope="total")]))
+        course = OptimizerRules(bound([nan, rule("spike", Spike(of="total_norm"), scope="total")]))
         for step in range(40):
             course.step(step, [1.0, 2.0, math.nan if step == 30 else 1.0, 1.0])
         found.append(course.state.to_dict()["baselines"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.engine.outcome import told, unclipped
 from gradwatch.records.snapshot import Decision
 from gradwatch.rules.files import parse_rules
@@ -239,7 +239,9 @@ def test_no_operation_waits_for_the_device(method: str, monkeypatch: pytest.Monk
     for _ in range(6):
         host.step(5.0)
     host.close()
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     job = Job(POLICY % (method, "backward", ""))
     for step in range(6):
         job.optimizer.zero_grad()
@@ -262,7 +264,9 @@ def test_no_operation_waits_for_the_device(method: str, monkeypatch: pytest.Monk
 
 def test_a_rule_on_a_device_clips_without_waiting_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is clipped in its own backward on the device; the alert of that step follows a step later."""
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     job = Job(CONSTANT % "")
     for step in range(6):
         job.optimizer.zero_grad()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import gradwatch
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.test_hook_returns import SLOW, Injected, Spec, gradient, specs
@@ -76,7 +76,10 @@ def test_a_gradient_stays_what_it_is(method: str, on_device: bool, made: list[Sp
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
             patch.setattr(
-                Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+                OptimizerCapture,
+                "on_cpu",
+                property(lambda lane: False, lambda lane, value: None),
+                raising=False,
             )
         _, faults = acted(made, method)
         assert faults == 0

@@ -13,7 +13,7 @@ from gradwatch.detectors import Above, Below, Drift, LossSpike, Sample, Spike
 from gradwatch.engine.baseline_bounds import own_state
 from gradwatch.policies.norm_bound import at_site, factor_of
 from gradwatch.rules.model import Action, Group, Rule
-from tests.engine_cases import Course, bound, make_snapshot, rule
+from tests.engine_cases import OptimizerRules, bound, make_snapshot, rule
 
 INF = float("inf")
 
@@ -22,14 +22,14 @@ def clip(to: str | float = "baseline", at: str = "backward") -> tuple[Action, ..
     return (Action("clip", {"to": to, "at": at, "local": False}),)
 
 
-def factors(course: Course, norms: object) -> np.ndarray:
+def factors(course: OptimizerRules, norms: object) -> np.ndarray:
     """float64[S], what hooks would multiply gradients of these norms by."""
     found, values = course.engine.bounds(course.state), np.asarray(norms, np.float32)
     return np.array([factor_of(at_site(found, k), float(norm)) for k, norm in enumerate(values)])
 
 
-def warmed(rules: list[Rule], seed: int, steps: int = 60, groups: tuple[Group, ...] = ()) -> Course:
-    course = Course(bound(rules, groups=groups))
+def warmed(rules: list[Rule], seed: int, steps: int = 60, groups: tuple[Group, ...] = ()) -> OptimizerRules:
+    course = OptimizerRules(bound(rules, groups=groups))
     rng = np.random.default_rng(seed)
     for step in range(steps):
         course.step(step, np.exp(rng.normal(0, 0.3, 4)))

@@ -18,7 +18,7 @@ from gradwatch.records.snapshot import CheckpointHealth, Column, Record
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.families import RunEnd, families
 from gradwatch.sinks.prometheus.metrics import BY_NAME, METRICS, Metric, documentation
-from gradwatch.sinks.prometheus.run_totals import RecentMax, Tally
+from gradwatch.sinks.prometheus.run_totals import RecentMax, RunTotals
 from gradwatch.sinks.prometheus.sink import MAX_OPTIMIZERS, PrometheusSink
 from tests.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 from tests.test_exposition import read
@@ -205,7 +205,7 @@ def test_own_cost_and_stall_threshold(tmp_path: Path) -> None:
 )
 def test_counters_are_finite_and_never_fall(norms: list[float]) -> None:
     """Whatever the norms, and in whatever order."""
-    sites, tally, before = make_sites(1), Tally.of(RULES), (0,) * 6
+    sites, tally, before = make_sites(1), RunTotals.of(RULES), (0,) * 6
     for step, norm in enumerate(norms):
         tally.observe(make_record(sites, abs(norm), overhead=norm, step_seconds=norm), float(step))
         now = (

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from gradwatch.reading.batched import PATIENCE, CpuReader, RowNorms, inspect, sum_of_squares, suspicious
 from gradwatch.reading.plan import SMALL
-from gradwatch.reading.rows import ROW, UNDERFLOW, NormRows, Sheet, SquareRows, divided, fastest
+from gradwatch.reading.rows import ROW, UNDERFLOW, NormRows, RowBuffer, SquareRows, divided, fastest
 
 KINDS = pytest.mark.parametrize(
     "kind", [NormRows, SquareRows]
 )  # the two ways of reading: several threads, one
 
 
-def reader_of(kind: type[Sheet]) -> CpuReader:
+def reader_of(kind: type[RowBuffer]) -> CpuReader:
     """A reader that reads in this way, which the number of threads otherwise decides."""
     return CpuReader(lambda: kind)
 
@@ -87,7 +87,7 @@ def test_norm_of_any_gradient(
 @settings(max_examples=100)
 @given(st.lists(st.tuples(SHAPES, DTYPES, LAYOUTS), min_size=1, max_size=30), st.data())
 def test_batched_read_equals_one_by_one(
-    kind: type[Sheet], specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
+    kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
 ) -> None:
     """A reader planned on one set of gradients stays right when some are missing or changed shape or dtype."""
     reader = reader_of(kind)
@@ -117,7 +117,7 @@ def test_batched_read_equals_one_by_one(
     ],
 )
 def test_a_strip_of_other_shapes_than_planned(
-    kind: type[Sheet], before: list[tuple[int, ...]], after: list[tuple[int, ...]]
+    kind: type[RowBuffer], before: list[tuple[int, ...]], after: list[tuple[int, ...]]
 ) -> None:
     """Small gradients that change their shapes together are not read through the old buffer, nor as each other."""
     reader = reader_of(kind)
@@ -132,7 +132,7 @@ def test_a_strip_of_other_shapes_than_planned(
 
 
 @KINDS
-def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[Sheet]) -> None:
+def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[RowBuffer]) -> None:
     """What differs in its first dimension alone shares a strip, also where its memory is not contiguous."""
     shapes = [(5,), (300,), (), (5,), (SMALL,), (17,), (6, 1, 3, 3), (2, 1, 3, 3), (6, 1, 3, 3), (9, 1, 3, 3)]
     shapes += [(SMALL + 1,), (3, 4), (4, 3)]
@@ -149,7 +149,7 @@ def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[Sheet]) -> No
 
 
 @KINDS
-def test_scalars_share_a_strip(kind: type[Sheet]) -> None:
+def test_scalars_share_a_strip(kind: type[RowBuffer]) -> None:
     """Gates and scales of no dimension are read together too, and not with vectors of one element."""
     grads = [torch.tensor(float(k)) for k in range(5)] + [torch.tensor([float(k)]) for k in range(5, 9)]
     reader = reader_of(kind)
@@ -159,7 +159,7 @@ def test_scalars_share_a_strip(kind: type[Sheet]) -> None:
 
 
 @KINDS
-def test_gradients_that_come_and_go_cost_only_their_own_kind_a_strip(kind: type[Sheet]) -> None:
+def test_gradients_that_come_and_go_cost_only_their_own_kind_a_strip(kind: type[RowBuffer]) -> None:
     """Where another one is missing each time, the gradients of other shapes are soon read together again."""
     whole: list[torch.Tensor | None] = [torch.full((3 + k // 8,), 2.0) for k in range(16)]
     reader = reader_of(kind)
@@ -174,7 +174,7 @@ def test_gradients_that_come_and_go_cost_only_their_own_kind_a_strip(kind: type[
 
 
 @KINDS
-def test_a_small_gradient_that_is_missing_costs_no_other_its_norm(kind: type[Sheet]) -> None:
+def test_a_small_gradient_that_is_missing_costs_no_other_its_norm(kind: type[RowBuffer]) -> None:
     """One absent, a sparse one, a float64 one too small for float32: the others are as they were."""
     reader = reader_of(kind)
     grads: list[torch.Tensor | None] = [torch.full((k + 2,), 2.0) for k in range(6)]
@@ -218,7 +218,7 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
 @settings(max_examples=200)
 @given(st.lists(st.tuples(SHAPES, DTYPES, st.floats(-44, 4)), min_size=1, max_size=12), st.data())
 def test_what_a_glance_lets_pass_is_right(
-    kind: type[Sheet], specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject
+    kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject
 ) -> None:
     """A glance calls a read faint exactly where some gradient is below its floor; all others are within 1e-5."""
     reader = reader_of(kind)
@@ -272,7 +272,7 @@ def test_threads_decide_how_gradients_are_read() -> None:
 @pytest.mark.parametrize("numel", [ROW, 8 * ROW, 1 << 20, (1 << 20) + 4, 250_000 * 64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, 1.7])
 def test_constant_gradient_keeps_its_digits_when_read_with_others(
-    kind: type[Sheet], numel: int, value: float
+    kind: type[RowBuffer], numel: int, value: float
 ) -> None:
     """The batched read is as exact as the read of one gradient, in either way of reading."""
     grad = torch.full((numel,), value)
@@ -283,7 +283,7 @@ def test_constant_gradient_keeps_its_digits_when_read_with_others(
 
 
 @pytest.mark.parametrize("kind", [NormRows, SquareRows])
-def test_gradients_with_a_graph_of_their_own_are_read_as_planned(kind: type[Sheet]) -> None:
+def test_gradients_with_a_graph_of_their_own_are_read_as_planned(kind: type[RowBuffer]) -> None:
     """`backward(create_graph=True)` leaves gradients that require one; they are no reason to read one by one."""
     grads = [torch.ones(3, 5, requires_grad=True), torch.ones(4, requires_grad=True) * 2]
     with torch.no_grad():
@@ -296,7 +296,7 @@ def test_gradients_with_a_graph_of_their_own_are_read_as_planned(kind: type[Shee
 @pytest.mark.parametrize(
     "numel", [1, 7, ROW, 8 * ROW - 4, 8 * ROW, 8 * ROW + 4, 3 * 8 * ROW + 8, 1000 * 4096, 65_537 * 4]
 )
-def test_a_read_reaches_every_element_once(kind: type[Sheet], numel: int) -> None:
+def test_a_read_reaches_every_element_once(kind: type[RowBuffer], numel: int) -> None:
     """Powers of two that float32 adds up without rounding: one element left out, or read twice, would show."""
     shape = divided(numel)
     if shape is None:
@@ -316,7 +316,7 @@ def test_a_read_reaches_every_element_once(kind: type[Sheet], numel: int) -> Non
 
 
 @KINDS
-def test_large_gradients_keep_apart_from_their_neighbours(kind: type[Sheet]) -> None:
+def test_large_gradients_keep_apart_from_their_neighbours(kind: type[RowBuffer]) -> None:
     """Whatever the shapes they are read in, the rows of each are added up for it alone; one that is gone is 0."""
     shapes = [
         (3, 5),
@@ -363,7 +363,7 @@ def test_sums_taken_elsewhere_have_a_total_too(squares: list[float], total: floa
 
 
 @KINDS
-def test_a_glance_stays_what_it_was_when_the_sums_are_taken(kind: type[Sheet]) -> None:
+def test_a_glance_stays_what_it_was_when_the_sums_are_taken(kind: type[RowBuffer]) -> None:
     """The total belongs to the read: neither taking the sums nor the next read into the same buffer moves it."""
     reader = reader_of(kind)
     first = reader.read([torch.full((3, 4), 2.0), torch.ones(1 << 14)])
@@ -376,7 +376,7 @@ def test_a_glance_stays_what_it_was_when_the_sums_are_taken(kind: type[Sheet]) -
 
 
 @KINDS
-def test_rows_of_zeros_are_not_faint(kind: type[Sheet]) -> None:
+def test_rows_of_zeros_are_not_faint(kind: type[RowBuffer]) -> None:
     """An embedding's gradient is zero in most rows; a gradient that is tiny everywhere is faint."""
     grads = [torch.zeros(1000, 4096), torch.ones(5)]
     floor = np.array([grad.numel() * UNDERFLOW for grad in grads])
@@ -392,7 +392,7 @@ def test_rows_of_zeros_are_not_faint(kind: type[Sheet]) -> None:
 
 @KINDS
 @pytest.mark.parametrize("value", [1e30, math.inf, -math.inf, math.nan, 1e-40])
-def test_reading_raises_no_warning(kind: type[Sheet], value: float) -> None:
+def test_reading_raises_no_warning(kind: type[RowBuffer], value: float) -> None:
     """Squares beyond float32 are ours to find out, whatever the script has numpy do about overflows."""
     grads = [torch.full((1 << 17,), value), *(torch.full((5,), value) for _ in range(8))]
     for how in ("warn", "raise"):
@@ -406,7 +406,7 @@ def test_reading_raises_no_warning(kind: type[Sheet], value: float) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-def test_a_gradient_of_another_dtype_is_not_converted(kind: type[Sheet], dtype: torch.dtype) -> None:
+def test_a_gradient_of_another_dtype_is_not_converted(kind: type[RowBuffer], dtype: torch.dtype) -> None:
     """A place that was planned for float32 and finds something else is read by itself, with all its digits."""
     reader = reader_of(kind)
     reader.read([torch.ones(1 << 17)])
@@ -415,7 +415,7 @@ def test_a_gradient_of_another_dtype_is_not_converted(kind: type[Sheet], dtype: 
 
 
 @KINDS
-def test_gradients_that_come_later_are_planned_for(kind: type[Sheet]) -> None:
+def test_gradients_that_come_later_are_planned_for(kind: type[RowBuffer]) -> None:
     """A first read before any gradient is there (another loop's clip) does not have them read one by one for good."""
     reader, grads = reader_of(kind), [torch.full((5,), 2.0) for _ in range(40)]
     reader.read([None] * 40)

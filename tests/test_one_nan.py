@@ -13,7 +13,7 @@ from gradwatch.detectors import Drift, NonFinite, Spike
 from gradwatch.engine import EngineState
 from gradwatch.rules.model import Action, Rule
 from tests.acting_cases import Training, watched
-from tests.engine_cases import SKIP, Course, bound, rule
+from tests.engine_cases import SKIP, OptimizerRules, bound, rule
 
 CLIP = (Action("clip", {"to": "baseline", "at": "step", "local": False}),)
 SIZE = 4
@@ -51,7 +51,7 @@ def test_one_nan_one_event_no_extra_skip_baselines_as_if_it_had_not_been(
     """Over random healthy streams: with the NaN step, and without it, everything learned is the same to the bit."""
     rng = np.random.default_rng(seed)
     stream = [np.exp(rng.normal(0.0, 0.1, SIZE)).tolist() for _ in range(80)]
-    hurt, spared = Course(bound(rules(), SIZE)), Course(bound(rules(), SIZE))
+    hurt, spared = OptimizerRules(bound(rules(), SIZE)), OptimizerRules(bound(rules(), SIZE))
     skips = []
     for step, norms in enumerate(stream):
         if step == at:
@@ -78,7 +78,7 @@ def test_any_number_of_nans_are_skipped_and_nothing_is_learned_of_them(
 ) -> None:
     """Skips fall exactly on the NaN steps; an event begins each run of them; baselines know only the others."""
     rng = np.random.default_rng(seed)
-    hurt, spared = Course(bound(rules(), SIZE)), Course(bound(rules(), SIZE))
+    hurt, spared = OptimizerRules(bound(rules(), SIZE)), OptimizerRules(bound(rules(), SIZE))
     skips = []
     for step, hit in enumerate(hits):
         norms = np.exp(rng.normal(0.0, 0.1, SIZE)).tolist()

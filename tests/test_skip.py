@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradwatch.actions.skip.empty_groups import EmptyLists
+from gradwatch.actions.skip.empty_groups import EmptiedGroups
 from gradwatch.records.snapshot import Decision
 from tests.recorder import Recorder
 
@@ -436,7 +436,7 @@ def test_which_optimizers_can_do_with_empty_lists(kind: Callable[..., Optimizer]
         model(X).pow(2).sum().backward()
         optimizer.step()
     before, drawn = everything(optimizer), torch.get_rng_state()
-    assert EmptyLists().do_for(optimizer, with_closure=False) is does
+    assert EmptiedGroups().do_for(optimizer, with_closure=False) is does
     assert everything(optimizer) == before
     assert torch.equal(torch.get_rng_state(), drawn)
     assert optimizer.param_groups[0]["params"] == list(model.parameters())

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.health import Health
-from gradwatch.runtime.worker import Courier
+from gradwatch.runtime.worker import BackgroundWorker
 from gradwatch.sinks import make_sink
-from gradwatch.sinks.prometheus.run_totals import Tally
+from gradwatch.sinks.prometheus.run_totals import RunTotals
 from gradwatch.sinks.trackers.points import MOST_OPTIMIZERS, Point, Points
 from gradwatch.sinks.trackers.tracker import MAX_QUEUE, Tracker
 from tests.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
@@ -37,7 +37,7 @@ class Notebook(Tracker):
     name = "notebook"
 
     def __init__(self, every: int = 1, faults: int = 0) -> None:
-        super().__init__(every, Courier("gradwatch-notebook"))
+        super().__init__(every, BackgroundWorker("gradwatch-notebook"))
         self.points: list[Point] = []
         self.calls: list[str] = []
         self.held = threading.Event()
@@ -90,8 +90,8 @@ def test_thinning_hides_no_step_of_note(
 
 
 def test_totals_are_those_of_the_metrics(tmp_path: Path) -> None:
-    """Counters agree with the Tally behind the Prometheus metrics, also over the steps between two points."""
-    maker, tally, last = Points(RULES, every=4), Tally.of(RULES), None
+    """Counters agree with the totals behind the Prometheus metrics, also over the steps between two points."""
+    maker, tally, last = Points(RULES, every=4), RunTotals.of(RULES), None
     for step in range(41):
         events = (make_event(step=step),) if step % 7 == 0 else ()
         norm = math.nan if step % 9 == 1 else 1.0

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gradwatch
-from gradwatch.capture.probes import Sentinels
+from gradwatch.capture.probes import WriteProbes
 from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 from tests.recorder import norms_of
@@ -148,8 +148,8 @@ def test_what_nobody_changed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(reads.values()) == 9
 
 
-def read_of(grads: list[torch.Tensor | None]) -> HostReading:
-    return HostReading(CpuReader().read(grads), np.zeros(len(grads)), 1.0)
+def read_of(grads: list[torch.Tensor | None]) -> CpuNorms:
+    return CpuNorms(CpuReader().read(grads), np.zeros(len(grads)), 1.0)
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, 7, 9), (10000, 20000), (3, 10000), (0, 4), (4096,) * 8])
@@ -161,7 +161,7 @@ def test_sentinels_agree_exactly_with_what_was_read(sizes: tuple[int, ...], dtyp
     for fill in (lambda n: torch.randn(n), lambda n: torch.full((n,), 0.1)):
         grads: list[torch.Tensor | None] = [fill(n).to(dtype) for n in sizes]
         grads.append(None)
-        sentinels, read = Sentinels(np.array([*sizes, 6])), read_of(grads)
+        sentinels, read = WriteProbes(np.array([*sizes, 6])), read_of(grads)
         assert sentinels.agree(grads, read, 1.0)
         for grad in grads[:-1]:
             grad.data *= 0.5  # type: ignore[union-attr]
@@ -176,7 +176,7 @@ def test_sentinels_agree_exactly_with_what_was_read(sizes: tuple[int, ...], dtyp
 def test_what_sentinels_hold_tells_of_every_bit(change: str) -> None:
     """Kept before the read, compared after it: also what leaves every norm as it was, or puts other memory there."""
     grads: list[torch.Tensor | None] = [torch.randn(n) for n in (5, 9, 300)]
-    sentinels, read = Sentinels(np.array([5, 9, 300])), read_of(grads)
+    sentinels, read = WriteProbes(np.array([5, 9, 300])), read_of(grads)
     assert sentinels.agree(grads, read, 1.0)  # chooses
     sentinels.hold(grads)
     grad = grads[2]
@@ -193,7 +193,7 @@ def test_what_sentinels_hold_tells_of_every_bit(change: str) -> None:
 def test_sentinels_that_are_zero_say_nothing_and_others_are_chosen() -> None:
     """Zero stays zero whatever it is multiplied by: what held nothing else asks the norms, which then choose anew."""
     grads: list[torch.Tensor | None] = [torch.ones(4), torch.ones(4)]
-    sentinels, sizes = Sentinels(np.array([4, 4])), [4, 4]
+    sentinels, sizes = WriteProbes(np.array([4, 4])), [4, 4]
     assert sentinels.agree(grads, read_of(grads), 1.0)
     zeros: list[torch.Tensor | None] = [torch.zeros(n) for n in sizes]
     sentinels.hold(zeros)
@@ -209,7 +209,7 @@ def test_sentinels_hold_no_gradient_beyond_the_step() -> None:
     """What was kept for the comparison is gone with it, and where no step came, with the next backward."""
     for over in (lambda s, g, r: s.agree(g, r, 1.0), lambda s, g, r: s.let_go()):
         grads: list[torch.Tensor | None] = [torch.ones(4)]
-        sentinels, read = Sentinels(np.array([4])), read_of(grads)
+        sentinels, read = WriteProbes(np.array([4])), read_of(grads)
         assert sentinels.agree(grads, read, 1.0)
         sentinels.hold(grads)
         over(sentinels, grads, read)
@@ -222,7 +222,7 @@ def test_sentinels_are_few_small_and_spread() -> None:
     """At most three, of at most 4,096 elements where there are any, one from each part of the lane."""
     sizes = np.array([9000, *[8] * 30, 9000])
     grads: list[torch.Tensor | None] = [torch.randn(n) for n in sizes]
-    sentinels = Sentinels(sizes)
+    sentinels = WriteProbes(sizes)
     assert sentinels.agree(grads, read_of(grads), 1.0)
     chosen = sentinels._chosen
     assert len(chosen) == 3
@@ -254,9 +254,9 @@ def test_a_sentinel_agrees_with_the_same_norm_and_what_was_not_finite_with_what_
     read: float, found: float
 ) -> None:
     """Close to infinity is no agreement: a gradient that overflowed and was clamped since is another one."""
-    sentinels = Sentinels(np.array([4]))
-    assert sentinels.agree([torch.tensor([1.0, 0.0, 0.0, 0.0])], HostReading.of(np.array([1.0]), {}), 1.0)
-    reading = HostReading.of(np.array([read]), {})
+    sentinels = WriteProbes(np.array([4]))
+    assert sentinels.agree([torch.tensor([1.0, 0.0, 0.0, 0.0])], CpuNorms.of(np.array([1.0]), {}), 1.0)
+    reading = CpuNorms.of(np.array([read]), {})
     same = read == found or not (np.isfinite(read) or np.isfinite(found))
     assert sentinels.agree([torch.tensor([found, 0.0, 0.0, 0.0])], reading, 1.0) == same
 

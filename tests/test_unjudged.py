@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.checkpoint import Vitals
+from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine
 from gradwatch.engine.judge import Step
 from gradwatch.policies import Policy, State, register_policy
@@ -33,7 +33,7 @@ rules:
     do: [skip_step: {}]
 """
 FAULTS: dict[str, tuple[Any, str, str]] = {
-    "health tag": (Vitals, "after", "boundary"),
+    "health tag": (CheckpointHealthTracker, "after", "boundary"),
     "verdict": (Step, "finish", "engine"),
     "decision": (BoundEngine, "decide", "engine"),
     "what is told": (publish, "Record", "boundary"),

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.clip import Found, StandingClips, carried_scale, put
-from gradwatch.actions.closures import Evaluations
-from gradwatch.actions.skip.empty_groups import EmptyLists
-from gradwatch.actions.skip.skip import Withheld
-from gradwatch.capture.optimizer import Lane
+from gradwatch.actions.clip import ClipSection, Found, carried_scale, put
+from gradwatch.actions.closures import ClosureCalls
+from gradwatch.actions.skip.empty_groups import EmptiedGroups
+from gradwatch.actions.skip.skip import StepSkipper
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.versions import versions_of
 from gradwatch.engine.outcome import factors_of, uniform_factor
 from gradwatch.policies.norm import clip_coefficient
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
     passing: Exception | None = None
 
 
-class Acting:
+class StepActions:
     """Carries out Decisions on the gradients of one optimizer, and undoes what lasts for the length of a step.
 
     `failed(component, error)` counts an internal error; `empty_lists` is what is known of types of optimizers.
@@ -56,11 +56,11 @@ class Acting:
 
     __slots__ = ("_empty_lists", "_failed", "_gates", "_withheld", "held")
 
-    def __init__(self, failed: Callable[[str, BaseException], None], empty_lists: EmptyLists) -> None:
+    def __init__(self, failed: Callable[[str, BaseException], None], empty_lists: EmptiedGroups) -> None:
         self._failed = failed
         self._empty_lists = empty_lists
-        self._withheld: Withheld | None = None
-        self._gates: list[Gate] = []
+        self._withheld: StepSkipper | None = None
+        self._gates: list[AmpOverride] = []
         self.held = False  # something may be set aside for the step under way, or set on its optimizer
 
     def close(self) -> None:
@@ -73,11 +73,11 @@ class Acting:
     def apply(
         self,
         optimizer: Optimizer,
-        lane: Lane,
+        lane: OptimizerCapture,
         decision: Decision,
-        turn: Evaluations | None,
+        turn: ClosureCalls | None,
         max_norm: float | None = None,
-        standing: StandingClips | None = None,
+        standing: ClipSection | None = None,
     ) -> Outcome:
         """Do what was decided of a step on the host, but for a stop; `turn` is its closure's, None without one.
 
@@ -113,9 +113,9 @@ class Acting:
     def _instead(
         self,
         optimizer: Optimizer,
-        lane: Lane,
+        lane: OptimizerCapture,
         instead: Decision,
-        turn: Evaluations | None,
+        turn: ClosureCalls | None,
         error: Exception,
         changed: bool,
     ) -> Decision:
@@ -130,7 +130,7 @@ class Acting:
         return instead
 
     def clip_again(
-        self, lane: Lane, decision: Decision, total: float, standing: StandingClips | None
+        self, lane: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None
     ) -> None:
         """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
         if decision.max_norm is not None and only_total(decision):
@@ -138,7 +138,7 @@ class Acting:
         elif decision.touches:
             _reshape(lane, decision, total, standing)
 
-    def clip_ahead(self, optimizer: Optimizer, lane: Lane, max_norm: float) -> bool:
+    def clip_ahead(self, optimizer: Optimizer, lane: OptimizerCapture, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
         The verdict finds the same total later, and tells the same coefficient. False where it failed, and the host is
@@ -155,10 +155,10 @@ class Acting:
     def _carry_out(
         self,
         optimizer: Optimizer,
-        lane: Lane,
+        lane: OptimizerCapture,
         decision: Decision,
-        turn: Evaluations | None,
-        standing: StandingClips | None,
+        turn: ClosureCalls | None,
+        standing: ClipSection | None,
     ) -> None:
         if turn is not None:
             turn.skipped, turn.max_norm = decision.skip, decision.max_norm
@@ -166,7 +166,7 @@ class Acting:
             if turn is None or not turn.must_finish:
                 self.held = True
                 at_once, known = turn is not None, self._empty_lists
-                withheld = Withheld(optimizer, lambda: known.do_for(optimizer, at_once))
+                withheld = StepSkipper(optimizer, lambda: known.do_for(optimizer, at_once))
                 self._withheld = withheld
                 withheld.begin(at_once)
         elif decision.max_norm is not None and only_total(decision):
@@ -176,7 +176,7 @@ class Acting:
             total = lane.total_applied() if decision.max_norm is not None else 0.0
             _reshape(lane, decision, total, standing)
 
-    def _multiply(self, optimizer: Optimizer | None, lane: Lane, coefficient: np.float32) -> None:
+    def _multiply(self, optimizer: Optimizer | None, lane: OptimizerCapture, coefficient: np.float32) -> None:
         """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
         # The divisor of a fused optimizer is a float32 too.
         if coefficient == 1 or coefficient < SMALLEST or optimizer is None or not divides(optimizer, lane):
@@ -187,9 +187,9 @@ class Acting:
     def on_device(
         self,
         optimizer: Optimizer,
-        lane: Lane,
+        lane: OptimizerCapture,
         max_norm: float | None,
-        standing: StandingClips | None,
+        standing: ClipSection | None,
         skips: bool,
     ) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
@@ -214,7 +214,7 @@ class Acting:
         if skips:
             self._gate(optimizer, lane, total)
 
-    def _gate(self, optimizer: Optimizer, lane: Lane, total: Tensor) -> None:
+    def _gate(self, optimizer: Optimizer, lane: OptimizerCapture, total: Tensor) -> None:
         """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
 
         The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
@@ -225,15 +225,15 @@ class Acting:
             bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
         self._set(optimizer, lane, "found_inf", bad)
 
-    def _divide(self, optimizer: Optimizer, lane: Lane, divisor: Tensor) -> None:
+    def _divide(self, optimizer: Optimizer, lane: OptimizerCapture, divisor: Tensor) -> None:
         """Have a fused optimizer divide its gradients by a 0-dim factor on its way: no pass over them of our own."""
         before = getattr(optimizer, "grad_scale", None)
         if isinstance(before, Tensor):
             divisor = before * divisor.to(before.device, non_blocking=True)
         self._set(optimizer, lane, "grad_scale", divisor)
 
-    def _set(self, optimizer: Optimizer, lane: Lane, name: str, value: Tensor) -> None:
-        gate = Gate(optimizer, name, value, getattr(optimizer, name, None))
+    def _set(self, optimizer: Optimizer, lane: OptimizerCapture, name: str, value: Tensor) -> None:
+        gate = AmpOverride(optimizer, name, value, getattr(optimizer, name, None))
         self.held = True
         self._gates.append(gate)
         setattr(optimizer, name, value)
@@ -271,7 +271,7 @@ class Acting:
         withheld.let_go()
 
 
-class Gate(NamedTuple):
+class AmpOverride(NamedTuple):
     """What was set on a fused optimizer for the length of one step: `value` in place of `before` (None = nothing)."""
 
     optimizer: Optimizer
@@ -294,7 +294,7 @@ def only_total(decision: Decision) -> bool:
     return decision.coef is None and decision.zero is None and not decision.elementwise
 
 
-def divides(optimizer: Optimizer, lane: Lane) -> bool:
+def divides(optimizer: Optimizer, lane: OptimizerCapture) -> bool:
     """Whether the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
 
     Not asked of sharded parameters, whose kernels want the divisor on a mesh.
@@ -302,12 +302,12 @@ def divides(optimizer: Optimizer, lane: Lane) -> bool:
     return supports_scaling(optimizer) and not lane.distributed
 
 
-def where(lane: Lane) -> torch.device:
+def where(lane: OptimizerCapture) -> torch.device:
     """Where the divisor of a lane's gradients is to lie."""
     return lane.params[0].device
 
 
-def _reshape(lane: Lane, decision: Decision, total: float, standing: StandingClips | None) -> None:
+def _reshape(lane: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = lane.grads()
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
@@ -359,7 +359,7 @@ def by_rule(decision: Decision) -> bool:
     return any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
 
 
-def put_aside(lane: Lane) -> dict[int, Tensor]:
+def put_aside(lane: OptimizerCapture) -> dict[int, Tensor]:
     """Copies of the gradients, by position, for `put_back`; none where there is no memory for them.
 
     To divide again would not give back the same bits. Only on the CPU, where what touches many gradients may stop
@@ -371,7 +371,7 @@ def put_aside(lane: Lane) -> dict[int, Tensor]:
         return {}
 
 
-def put_back(lane: Lane, aside: dict[int, Tensor]) -> bool:
+def put_back(lane: OptimizerCapture, aside: dict[int, Tensor]) -> bool:
     """Give the gradients their bits again; whether all of them have."""
     grads = lane.grads()
     if len(aside) != sum(grad is not None for grad in grads):
@@ -397,7 +397,7 @@ def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
     return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)
 
 
-def why_stopped(decision: Decision, lane: Lane) -> str:
+def why_stopped(decision: Decision, lane: OptimizerCapture) -> str:
     """What `TrainingStopped` says of a Decision to stop."""
     rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
     said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from gradwatch.actions.elementwise import Elementwise, Scale
 from gradwatch.reading import foreach
 from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.device import DeviceReading, clip_factor, on_host
+from gradwatch.reading.device import DeviceNorms, clip_factor, on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class StandingClips:
+class ClipSection:
     """What `clip:` asks of one lane beside a bound on the total norm.
 
     `bounds` are what a device can keep to by itself; `ahead` holds what `elementwise` makes of the gradients of the
@@ -92,7 +92,7 @@ class StandingClips:
 
     def apply_on_device(
         self,
-        reading: DeviceReading,
+        reading: DeviceNorms,
         grads: Sequence[Tensor | None],
         params: Sequence[Tensor],
         max_norm: float | None,
@@ -106,7 +106,7 @@ class StandingClips:
         put(after, grads)
         multiply({k: factor for k, factor in factors.items() if k not in after}, grads)
 
-    def _factors(self, reading: DeviceReading, max_norm: float | None, carried: Scale) -> dict[int, Tensor]:
+    def _factors(self, reading: DeviceNorms, max_norm: float | None, carried: Scale) -> dict[int, Tensor]:
         """The smallest factor for each parameter that some bound covers, 0-dim, on its device."""
         norms = reading.each()
         found: dict[int, Tensor] = {}

@@ -17,14 +17,16 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 
-class Evaluations:
+class ClosureCalls:
     """One call of `optimizer.step(closure)`: how often the closure ran, and what was decided.
 
     `outer` is the step of the same optimizer whose closure has taken this one, and `depth` how many calls of its `step`
     were under way as this one began.
     """
 
-    def __init__(self, memory: Memory | None, outer: Evaluations | None = None, depth: int = 1) -> None:
+    def __init__(
+        self, memory: WeightBackup | None, outer: ClosureCalls | None = None, depth: int = 1
+    ) -> None:
         self.outer = outer
         self.depth = depth
         self.count = 0
@@ -60,7 +62,7 @@ class Evaluations:
         return self.count > 1 and self.memory is not None and self.memory.exact
 
 
-class Memory:
+class WeightBackup:
     """Weights (and LBFGS's state) as they were before a step; `restore` is exact to the bit."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window import Window
 from gradwatch.reading.batched import CpuReader, Detail, inspect
 from gradwatch.reading.foreach import multiply
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
 from gradwatch.taps import backward, clip_functions, modes
@@ -44,10 +44,10 @@ class MicroDrop:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: OptimizerCapture,
         failed: Callable[[str, BaseException], None],
         refused: Callable[[str], None],
-        cleared: Callable[[Lane], None],
+        cleared: Callable[[OptimizerCapture], None],
     ) -> None:
         self._cleared = cleared
         self._lane = weakref.ref(lane)
@@ -79,7 +79,7 @@ class MicroDrop:
             self.off = SCALED
             self._refused(SCALED)
 
-    def is_of(self, lane: Lane) -> bool:
+    def is_of(self, lane: OptimizerCapture) -> bool:
         """Whether this is that lane's."""
         return self._lane() is lane
 
@@ -138,7 +138,7 @@ class MicroDrop:
             _put(lane, _added(self._aside or [None] * len(fresh), fresh))
         self._open, self._aside = False, None
 
-    def _finite(self, grads: Sequence[Tensor | None], lane: Lane) -> bool:
+    def _finite(self, grads: Sequence[Tensor | None], lane: OptimizerCapture) -> bool:
         """Whether a glance says that all of them are."""
         if lane.on_cpu:
             return math.isfinite(self._reader.read(grads).total())
@@ -190,7 +190,7 @@ class MicroDrop:
         if self._dropped:
             window.loss = None  # that of the backwards which are left is not known
         self._forget()
-        if poison and isinstance(window.raw, HostReading):
+        if poison and isinstance(window.raw, CpuNorms):
             window.calm = False
             raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})
             raw.details = {**window.raw.details, **poison}
@@ -221,7 +221,7 @@ def poisoned(grads: Sequence[Tensor | None]) -> dict[int, Detail]:
     return {k: detail for k, detail in looked.items() if detail.nonfinite}
 
 
-def _put(lane: Lane, grads: Sequence[Tensor | None]) -> None:
+def _put(lane: OptimizerCapture, grads: Sequence[Tensor | None]) -> None:
     for param, grad in zip(lane.params, grads, strict=True):
         param.grad = grad
 

@@ -19,7 +19,7 @@ STEADY = 5  # identical steps before marks are thinned
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 
 
-class Habit:
+class AccumulationSchedule:
     """What one optimizer's steps have in common; `expected` backwards a step (None = no step seen yet)."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwatch.reading.layouts import local
 
 
-class Arrivals:
+class ArrivalCounts:
     """The marks of K parameters heard between two steps; `positions` gives the k of a slot.
 
     `count` backwards were heard, of which the first `cleared` no longer count. On a device only a gradient that

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from gradwatch.capture import names
 from gradwatch.capture.names import named_parameters
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.runtime import guard
 from gradwatch.taps import tree
 from gradwatch.taps.dynamo import untraced
@@ -128,7 +128,7 @@ class Coverage:
         self._at_attach.discard(slot)
         self._places.forget(slot)
 
-    def count(self, models: list[nn.Module], lanes: Iterable[Lane]) -> float:
+    def count(self, models: list[nn.Module], lanes: Iterable[OptimizerCapture]) -> float:
         """Walk the models; the ratio, which stays until the next count."""
         alive = [lane for lane in lanes if lane.optimizer is None or lane.optimizer() is not None]
         stepped = {identity for lane in alive for identity in lane.param_ids}
@@ -156,7 +156,7 @@ class Coverage:
     def _measured(self, param: nn.Parameter, stepped: set[int]) -> bool:
         return id(param) in stepped or self._slot_of.get(id(param)) in self._at_attach
 
-    def due(self, lane: Lane, calls: NDArray[np.int32]) -> bool:
+    def due(self, lane: OptimizerCapture, calls: NDArray[np.int32]) -> bool:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
         gone = () if self._last.get(lane.index) is calls else self._gone(lane.index, calls)

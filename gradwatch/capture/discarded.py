@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 
 
 class Discarded:
@@ -22,7 +22,7 @@ class Discarded:
             int, int
         ] = {}  # by index of a lane, how often those had stepped when it was last asked
 
-    def unused(self, lane: Lane, lanes: Sequence[Lane]) -> bool:
+    def unused(self, lane: OptimizerCapture, lanes: Sequence[OptimizerCapture]) -> bool:
         """Whether the gradients of a lane, one of `lanes`, were cleared before any step has used them."""
         if lane.settled >= 0:  # a step is under way, whose closure is evaluated once more
             return False
@@ -34,7 +34,7 @@ class Discarded:
         asked = min((lane, *sharing), key=lambda one: (-one.step, one.index))
         return asked is lane and steps == before
 
-    def _shared(self, lane: Lane, lanes: Sequence[Lane]) -> list[Lane]:
+    def _shared(self, lane: OptimizerCapture, lanes: Sequence[OptimizerCapture]) -> list[OptimizerCapture]:
         now = list(map(id, lanes))
         if now != self._lanes:
             self._lanes, self._sharing = now, {}

@@ -25,7 +25,7 @@ MOST = 4
 """Announcements between a read and the step; of more (a clip of each parameter) nothing is made."""
 
 
-class Announced(NamedTuple):
+class KnownScaling(NamedTuple):
     """These gradients, by `id`, are about to be multiplied in place, each once. `exact`: by `factor`, to 6e-8."""
 
     ids: frozenset[int]
@@ -33,15 +33,15 @@ class Announced(NamedTuple):
     exact: bool
 
 
-def announced(grads: Sequence[Tensor], factor: float) -> Announced:
+def announced(grads: Sequence[Tensor], factor: float) -> KnownScaling:
     """What is known when gradients are about to be multiplied by `factor`."""
     ids = frozenset(map(id, grads))
     exact = factor == 1.0 or (SMALLEST <= factor < math.inf and all(grad.dtype in WIDE for grad in grads))
-    return Announced(ids, factor, exact and len(ids) == len(grads))
+    return KnownScaling(ids, factor, exact and len(ids) == len(grads))
 
 
 def factor_since(
-    told: Sequence[Announced],
+    told: Sequence[KnownScaling],
     now: tuple[list[int], list[int]],
     read: tuple[list[int], list[int]],
 ) -> float | None:

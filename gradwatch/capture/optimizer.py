@@ -1,7 +1,7 @@
 """One optimizer's gradients between two of its steps: what arrived, what was read, what changed since.
 
-K parameters of one optimizer. A lane learns how many backwards make a step (`Habit`), so that later steps are
-read once, at the end of the last backward.
+K parameters of one optimizer. How many backwards make a step is learned (`AccumulationSchedule`), so that later steps
+are read once, at the end of the last backward.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.accumulation import Habit
-from gradwatch.capture.arrivals import Arrivals
+from gradwatch.capture.accumulation import AccumulationSchedule
+from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
-from gradwatch.capture.known_scaling import Announced, factor_since
-from gradwatch.capture.probes import Sentinels
+from gradwatch.capture.known_scaling import KnownScaling, factor_since
+from gradwatch.capture.probes import WriteProbes
 from gradwatch.capture.unmarked import Unmarked
 from gradwatch.capture.versions import grown_alike, replaced, versions_of
 from gradwatch.capture.window import Reading, Repeats, State, Window, as_usual, repeated, without
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.device import DeviceReading, Number, arrived
+from gradwatch.reading.device import DeviceNorms, Number, arrived
 from gradwatch.reading.foreach import multiply
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.rows import UNDERFLOW
 from gradwatch.reading.single import norm_of
@@ -44,7 +44,7 @@ KEPT = 1 << 24  # elements of a lane whose gradients may be held until the step,
 _grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 
-class Lane:
+class OptimizerCapture:
     """The parameters of one optimizer and everything read of them since its last step."""
 
     def __init__(
@@ -72,9 +72,9 @@ class Lane:
         self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
         self.settled = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
-        self.announced: list[Announced] = []  # clips since the read, by the one who clips
+        self.announced: list[KnownScaling] = []  # clips since the read, by the one who clips
         self._reader = CpuReader()
-        self._sentinels = Sentinels(sites.numels)
+        self._sentinels = WriteProbes(sites.numels)
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
         self._after: Reading | None = None
@@ -89,15 +89,15 @@ class Lane:
         self._read_at = 0
         self.losses = WindowLoss()
         self._unmarked = Unmarked()
-        self._arrivals = Arrivals(params)
-        self._habit = Habit()
+        self._arrivals = ArrivalCounts(params)
+        self._habit = AccumulationSchedule()
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: State | None = None
         self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
         self.born = True  # made in the middle of a window, until a window has been closed
 
-    def follows(self, before: Lane) -> None:
+    def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another lane; where the sizes are the same its plan of reading is used."""
         self.step = before.step
         if np.array_equal(self.sites.numels, before.sites.numels):
@@ -215,7 +215,7 @@ class Lane:
         calm = not (unread or self.tainted) and as_usual(raw, after)
         repeats, last = None, self._last
         # What tells whether some gradient is the last step's: its mark could, had it one.
-        if self.thinned and last is not None and isinstance(last[2], HostReading):
+        if self.thinned and last is not None and isinstance(last[2], CpuNorms):
             repeats = ids, last[0], last[2]
         state = ids, versions, raw
         self._unmarked.step()
@@ -318,7 +318,7 @@ class Lane:
             return raw
         if not self.on_cpu:  # whether they are zeros cannot be told without waiting
             return None
-        now = HostReading(self._reader.read(grads), self._floor, 1.0)
+        now = CpuNorms(self._reader.read(grads), self._floor, 1.0)
         now.look(grads)
         return None if ((now.norms() == 0) & (raw.norms() > 0)).any() else now
 
@@ -340,7 +340,7 @@ class Lane:
 
     def surely_within(self, max_norm: float) -> bool:
         """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
-        return isinstance(self._after, HostReading) and self._after.surely_within(max_norm)
+        return isinstance(self._after, CpuNorms) and self._after.surely_within(max_norm)
 
     def norms_read(self) -> NDArray[np.float64]:
         """float64[K] what this window's last backward left, read now where it is unread."""
@@ -361,9 +361,9 @@ class Lane:
             multiply(present, torch.tensor(coefficient, device="cpu"))
 
     @property
-    def on_device(self) -> DeviceReading | None:
+    def on_device(self) -> DeviceNorms | None:
         """The norms of the gradients as they stand at the boundary, where they were read on a device."""
-        return self._after if isinstance(self._after, DeviceReading) else None
+        return self._after if isinstance(self._after, DeviceNorms) else None
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Lane:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
-        self.frozen, self._held, self._arrivals = [], [], Arrivals([])
+        self.frozen, self._held, self._arrivals = [], [], ArrivalCounts([])
         self._sentinels.let_go()
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class Lane:
             return device.read(grads, scale)
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
         left = scale if type(scale) is float else arrived(scale)
-        reading = HostReading(self._reader.read(rest), self._floor, left)
+        reading = CpuNorms(self._reader.read(rest), self._floor, left)
         if known or self.usual is None or not reading.as_usual(self.usual, rest):
             reading.look(rest)
         return reading.completed(known) if known else reading
@@ -406,14 +406,14 @@ class Lane:
         """Whether gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
         if self.distributed or self.by_hand:  # a clip of DTensors bumps no version
             return False
-        if not isinstance(raw, HostReading):
+        if not isinstance(raw, CpuNorms):
             return True
         left = scale if type(scale) is float else arrived(scale)
         return self._sentinels.agree(grads, raw, factor * left, but)
 
     def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
         """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
-        if not self.announced or not isinstance(raw, HostReading) or raw.details:
+        if not self.announced or not isinstance(raw, CpuNorms) or raw.details:
             return None
         now = list(map(id, grads)), versions
         factor = factor_since(self.announced, now, (self._ids, self._versions))
@@ -424,14 +424,14 @@ class Lane:
     def _changed(
         self, grads: Grads, ids: list[int], versions: list[int], raw: Reading, scale: Number
     ) -> Reading:
-        if isinstance(raw, DeviceReading):
+        if isinstance(raw, DeviceNorms):
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         left = arrived(scale)
         most = not changed or len(changed) * 2 > len(grads)
         if most or not self._untouched(grads, raw, scale, but=changed):
-            after = HostReading(self._reader.read(grads), self._floor, left)
+            after = CpuNorms(self._reader.read(grads), self._floor, left)
             if raw.looked or not after.finite():  # is it an element, or only the sum of squares?
                 after.look(grads)
             return after

@@ -21,14 +21,14 @@ from gradwatch.capture import names
 from gradwatch.capture.columns.loss import Losses, Root
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard, offloaded
 from gradwatch.capture.window import Window
 from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.spent import Spent
 from gradwatch.taps import backward, modes, tree
-from gradwatch.taps.grad_ready import Marks
+from gradwatch.taps.grad_ready import GradReadyHooks
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
@@ -48,7 +48,7 @@ class Capture:
     def __init__(
         self,
         models: Iterable[nn.Module],
-        ended: Callable[[list[Lane]], None],
+        ended: Callable[[list[OptimizerCapture]], None],
         failed: Callable[[str, BaseException], None],
         waiting: Callable[[], list[Optimizer]] = list,
     ) -> None:
@@ -56,7 +56,7 @@ class Capture:
         self._models = [weakref.ref(model) for model in models]
         self._ended = ended
         self._failed = failed
-        self.lanes: list[Lane] = []
+        self.lanes: list[OptimizerCapture] = []
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         self._since: list[
@@ -70,11 +70,11 @@ class Capture:
         # A strong reference would tie parameter -> mark -> Capture -> parameter.
         self._itself = weakref.ref(self)
         self.ready = self._ends.ready  # by graph task of the backwards that have not ended
-        self._marks = Marks(self.ready, functools.partial(_arm, self._itself))
+        self._marks = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
         self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
-        self.cleared: Callable[[Lane], None] = _nothing  # gradients of earlier backwards are gone
+        self.cleared: Callable[[OptimizerCapture], None] = _nothing  # gradients of earlier backwards are gone
         self.unowned_unscaled: Callable[[Optimizer, Number], None] = _nothing
         self.unowned: Callable[[list[int], Root | None], None] = (
             _nothing  # reached parameters of no optimizer
@@ -199,7 +199,7 @@ class Capture:
         """Parameters of lazy modules that have no shape before their first forward."""
         return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
 
-    def remark(self, lane: Lane) -> None:
+    def remark(self, lane: OptimizerCapture) -> None:
         """Mark the parameters of an unthinned lane that have come to want a gradient again."""
         if not lane.thinned:
             for slot in map(int, lane.slots):
@@ -211,7 +211,7 @@ class Capture:
         """The share of the models' parameters that is measured, counted now."""
         return self.coverage.count(self.models(), self.lanes)
 
-    def look_after(self, lane: Lane, window: Window) -> bool:
+    def look_after(self, lane: OptimizerCapture, window: Window) -> bool:
         """At a step boundary: let go of what is gone, count coverage where it may have changed, renew lost marks.
 
         True if marks of this lane were silenced (`swap_tensors`): other hooks on its parameters are, too.
@@ -227,7 +227,7 @@ class Capture:
             self.coverage.silenced(silenced / len(lane))
         return silenced > 0
 
-    def _heal(self, lane: Lane) -> int:
+    def _heal(self, lane: OptimizerCapture) -> int:
         """Mark those parameters again whose contents were swapped; how many there were."""
         return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, lane.slots))
 
@@ -259,14 +259,14 @@ class Capture:
 
     # -- lanes -------------------------------------------------------------------------------------------
 
-    def lane_of(self, optimizer: Optimizer) -> Lane | None:
+    def lane_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
         """The lane of an optimizer seen before."""
         for lane in self.lanes:
             if lane.optimizer is not None and lane.optimizer() is optimizer:
                 return lane
         return None
 
-    def adopt(self, optimizer: Optimizer, lane: Lane | None = None) -> Lane:
+    def adopt(self, optimizer: Optimizer, lane: OptimizerCapture | None = None) -> OptimizerCapture:
         """Build the lane of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
@@ -275,7 +275,7 @@ class Capture:
         )  # one without parameters is falsy
         index = len(self.lanes) if lane is None else lane.index
         self._unowned_slots = None
-        built = Lane(index, optimizer, params, self._sites(kept, params))
+        built = OptimizerCapture(index, optimizer, params, self._sites(kept, params))
         built.slots = kept
         built.position = {int(slot): k for k, slot in enumerate(kept)}
         if lane is None:
@@ -290,10 +290,10 @@ class Capture:
         self.coverage.outdated()
         return built
 
-    def adopt_inside(self, fresh: list[nn.Parameter], before: Lane | None) -> Lane:
+    def adopt_inside(self, fresh: list[nn.Parameter], before: OptimizerCapture | None) -> OptimizerCapture:
         """The one lane of all optimizers that step inside backward; it hears no marks and reads no `.grad`."""
         params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
-        lane = Lane(
+        lane = OptimizerCapture(
             len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
         )
         lane.inside_backward = True
@@ -308,7 +308,7 @@ class Capture:
         self.coverage.outdated()
         return lane
 
-    def adopt_unowned(self, before: Lane | None, touched: list[int]) -> Lane:
+    def adopt_unowned(self, before: OptimizerCapture | None, touched: list[int]) -> OptimizerCapture:
         """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there.
 
         It has the parameters, but for those of optimizers, of every model of which some were `touched`, now or before.
@@ -323,7 +323,7 @@ class Capture:
             within |= set() if slots.isdisjoint(reached) else slots
         wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
-        lane = Lane(
+        lane = OptimizerCapture(
             len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
         )
         lane.without_optimizer, lane.born = True, False
@@ -335,7 +335,7 @@ class Capture:
             self.replaced = True
         return lane
 
-    def claim(self, lane: Lane) -> None:
+    def claim(self, lane: OptimizerCapture) -> None:
         """A lane that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
         self.drop_dead()
         gone = (k for k, one in enumerate(self.lanes) if one.without_optimizer and not one.params)
@@ -380,7 +380,7 @@ class Capture:
         order = sorted(latest.values(), key=lambda k: self._since[slots[k]])
         return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
 
-    def _predecessor(self, wanted: set[int]) -> Lane | None:
+    def _predecessor(self, wanted: set[int]) -> OptimizerCapture | None:
         """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
         gone = [lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None]
         by_hand = [lane for lane in self.lanes if lane.without_optimizer]
@@ -507,7 +507,7 @@ class Capture:
         self._silent.clear()
         return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
-    def _tell_lanes(self, touched: list[int]) -> list[Lane]:
+    def _tell_lanes(self, touched: list[int]) -> list[OptimizerCapture]:
         """Tell each lane what reached it; those that anything did."""
         root = self.losses.latest()
         if len(touched) < THIN_FROM:
@@ -532,7 +532,7 @@ class Capture:
 
     # -- thinning ----------------------------------------------------------------------------------------
 
-    def thin(self, lane: Lane) -> None:
+    def thin(self, lane: OptimizerCapture) -> None:
         """Keep a few sentinels of a lane whose loop is learned; the rest of its marks are removed."""
         if len(lane) < THIN_FROM:
             return
@@ -543,13 +543,13 @@ class Capture:
                 self._marks.remove(slot)
         lane.thinned = True
 
-    def mute(self, lane: Lane, keep: int) -> None:
+    def mute(self, lane: OptimizerCapture, keep: int) -> None:
         """Keep one mark, of the slot `keep`, of a lane that nothing seems to train; `restore` puts the others back."""
         for slot in map(int, lane.slots):
             if slot != keep:
                 self._marks.remove(slot)
 
-    def restore(self, lane: Lane) -> None:
+    def restore(self, lane: OptimizerCapture) -> None:
         """Put every mark of a lane back."""
         lane.block()
         self.remark(lane)

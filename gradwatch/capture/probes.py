@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.batched import sum_of_squares
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.rows import UNDERFLOW, norms_of_rows, row_of, silently
 
 MOST = 3
@@ -32,7 +32,7 @@ Held = tuple[int, int, NDArray[np.float32], bytes]
 """Position of a gradient, where its memory begins, that memory, and what was in it."""
 
 
-class Sentinels:
+class WriteProbes:
     """A few small gradients of one lane, chosen once: from each part of it the largest by norm, which a
     clamp is most likely to reach. `numels[K]` are the sizes of the parameters.
     """
@@ -66,7 +66,7 @@ class Sentinels:
         self._held = []
 
     def agree(
-        self, grads: Sequence[Tensor | None], read: HostReading, factor: float, but: Container[int] = ()
+        self, grads: Sequence[Tensor | None], read: CpuNorms, factor: float, but: Container[int] = ()
     ) -> bool:
         """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
         held, self._held = self._held, []

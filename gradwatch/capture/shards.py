@@ -20,7 +20,7 @@ from gradwatch.taps import tree
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ShardPlacement:
     """This rank's part of one parameter, `numel` and `ndim` being those of the whole.
 
     `ranks` whose parts make the parameter once or, where it is also replicated, several times: `first` says
@@ -46,7 +46,7 @@ def is_shard(param: Tensor) -> bool:
     return bool(flat) or hasattr(param, "to_local")
 
 
-def holdings(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Holding]:
+def holdings(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[ShardPlacement]:
     """What this rank holds of each of K parameters."""
     flats = dict(_flat_holdings(models)) if any(getattr(p, "_fsdp_flattened", False) for p in params) else {}
     return [flats.get(id(param)) or _holding(param) for param in params]
@@ -103,7 +103,7 @@ def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
                 yield id(one.sharded_param), twin
 
 
-def whole(sites: Sites, held: Sequence[Holding]) -> Sites:
+def whole(sites: Sites, held: Sequence[ShardPlacement]) -> Sites:
     """The sites with the sizes and dimensions of the whole parameters."""
     return replace(
         sites,
@@ -112,18 +112,18 @@ def whole(sites: Sites, held: Sequence[Holding]) -> Sites:
     )
 
 
-def _holding(param: Any) -> Holding:
+def _holding(param: Any) -> ShardPlacement:
     if not hasattr(param, "to_local"):
-        return Holding(param.numel(), param.dim())
+        return ShardPlacement(param.numel(), param.dim())
     mesh = param.device_mesh
     spots = zip(param.placements, mesh.get_coordinate() or (), strict=False)
     first = all(spot == 0 for placement, spot in spots if placement.is_replicate())
     sharded = any(not placement.is_replicate() for placement in param.placements)
     ranks = frozenset(map(int, mesh.mesh.flatten().tolist()))  # sync: the mesh lies on the host
-    return Holding(param.numel(), param.dim(), sharded, ranks, first)
+    return ShardPlacement(param.numel(), param.dim(), sharded, ranks, first)
 
 
-def _flat_holdings(models: Iterable[nn.Module]) -> Iterator[tuple[int, Holding]]:
+def _flat_holdings(models: Iterable[nn.Module]) -> Iterator[tuple[int, ShardPlacement]]:
     """(id of a parameter, holding) for all that FSDP1 has flattened."""
     for module in (module for model in models for module in tree.modules(model)):
         handle: Any = getattr(module, "_handle", None)
@@ -131,11 +131,11 @@ def _flat_holdings(models: Iterable[nn.Module]) -> Iterator[tuple[int, Holding]]
         if flat is None:
             continue
         ranks, first = _owners(module, handle)
-        yield id(flat), Holding(sum(flat._numels), 1, handle.uses_sharded_strategy, ranks, first)
+        yield id(flat), ShardPlacement(sum(flat._numels), 1, handle.uses_sharded_strategy, ranks, first)
         for param, shape in zip(flat._params or (), flat._shapes, strict=False):
             yield (
                 id(param),
-                Holding(shape.numel(), len(shape), handle.uses_sharded_strategy, ranks, first),
+                ShardPlacement(shape.numel(), len(shape), handle.uses_sharded_strategy, ranks, first),
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradwatch.capture.window import State
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import local
 
 
@@ -34,7 +34,7 @@ class Unmarked:
         zero gradient after a backward that did not reach it is what `zero_grad(set_to_none=False)` left.
         """
         ids, versions, raw = now
-        norms = raw.norms() if isinstance(raw, HostReading) else None
+        norms = raw.norms() if isinstance(raw, CpuNorms) else None
         if norms is not None and norms[k] == 0 and backwards:
             return False
         storage = _storage(grad)
@@ -45,7 +45,7 @@ class Unmarked:
         last_ids, last_versions, last = before
         if versions[k] != last_versions[k]:
             return True
-        if norms is not None and isinstance(last, HostReading) and norms[k] != last.norms()[k]:
+        if norms is not None and isinstance(last, CpuNorms) and norms[k] != last.norms()[k]:
             return True  # written through `.data`, which no version tells
         known = self._before.get(k)
         if known is None:  # announced at the last step, so not set by hand then

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradwatch.capture.known_scaling import announced
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import capturing
 from gradwatch.taps.clip_functions import Multiplication, listen
@@ -31,7 +31,7 @@ class BeforeClip:
         self,
         capture: Capture,
         waiting: Callable[[], list[Optimizer]],
-        bound: Callable[[Lane], None],
+        bound: Callable[[OptimizerCapture], None],
         resting: Callable[[], bool],
         failed: Callable[[str, BaseException], None],
     ) -> None:

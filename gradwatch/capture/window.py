@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.batched import Detail
-from gradwatch.reading.device import DeviceReading, Number, arrived, is_ready
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.device import DeviceNorms, Number, arrived, is_ready
+from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]
-Reading = HostReading | DeviceReading
+Reading = CpuNorms | DeviceNorms
 State = tuple[list[int], list[int], Reading]
 """Of K gradients: identities, versions, norms."""
 Repeats = tuple[list[int], list[int], Reading]
@@ -97,11 +97,11 @@ def repeated(repeats: Repeats, raw: Norms) -> bool:
 
 def as_usual(raw: Reading, after: Reading) -> bool:
     """Whether a glance was enough for these gradients, and says that they are finite."""
-    if not isinstance(raw, HostReading) or raw.looked:
+    if not isinstance(raw, CpuNorms) or raw.looked:
         return False
-    return after is raw or (isinstance(after, HostReading) and after.finite() and not after.details)
+    return after is raw or (isinstance(after, CpuNorms) and after.finite() and not after.details)
 
 
 def without(reading: Reading, scale: Number) -> Reading:
     """A reading free of a factor that is in the gradients."""
-    return reading.divided(scale) if isinstance(reading, DeviceReading) else reading.divided(arrived(scale))
+    return reading.divided(scale) if isinstance(reading, DeviceNorms) else reading.divided(arrived(scale))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwatch.distributed.rank_facts import Told
+from gradwatch.distributed.rank_facts import ReducedFacts
 from gradwatch.errors import GradwatchError
 
 
@@ -12,7 +12,7 @@ class PartedError(GradwatchError):
     """Ranks that should hold the same parameters no longer do; the message says which, since when, and what helps."""
 
 
-def by(told: Told) -> PartedError:
+def by(told: ReducedFacts) -> PartedError:
     """Said by every rank one step later, when it has heard of it."""
     ranks = ", ".join(map(str, np.flatnonzero(told.parted)))
     step = int(told.by_rank("step").max()) - 2  # sent as 1 + the step that follows

@@ -9,12 +9,12 @@ import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.distributed.group import Group
-from gradwatch.distributed.rank_facts import Layout, Told, Usual
+from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual
 from gradwatch.records.snapshot import Sites
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class RankMembership:
     """What was agreed on with the other ranks, and the group it talks over (None = it does not)."""
 
     lane_sites: Sites
@@ -28,7 +28,7 @@ class Seat:
     ddp: bool = False
     usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
     lost: bool = False
-    told: Told | None = None
+    told: ReducedFacts | None = None
     owes: bool = False  # at a step boundary, and the others have not been sent its facts yet
     parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
     reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()

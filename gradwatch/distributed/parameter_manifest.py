@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.capture.shards import Holding
+from gradwatch.capture.shards import ShardPlacement
 from gradwatch.records.snapshot import Sites
 
 
@@ -23,7 +23,7 @@ def table(sites: Sites) -> list[list[Any]]:
     ]
 
 
-def identity(sites: Sites, held: Sequence[Holding], stages: tuple[int, ...]) -> str:
+def identity(sites: Sites, held: Sequence[ShardPlacement], stages: tuple[int, ...]) -> str:
     """A digest that ranks have in common which hold the same parameters, whole or in parts.
 
     Equal names and sizes are not enough: two stages of a pipeline may call their layers alike. Ranks that shard their

@@ -21,7 +21,7 @@ from gradwatch.capture.columns.sampled import WEIGHT_NORM_FLOOR
 from gradwatch.capture.window import Norms, Window
 from gradwatch.engine.needs import BURSTS
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Column, Sites
 
 Vector = NDArray[np.float64]
@@ -107,7 +107,7 @@ class Usual:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
+class ReducedFacts:
     """What all ranks said together of one step; equal on every rank.
 
     `complete`: every rank sent its facts. `blind`: the ranks that could not, by our own fault. `steps[W]` the
@@ -268,7 +268,7 @@ def hashes(norms: Norms) -> tuple[float, Vector]:
 # -- what the others said ----------------------------------------------------------------------------------
 
 
-def pooled_window(told: Told, window: Window) -> Window:
+def pooled_window(told: ReducedFacts, window: Window) -> Window:
     """The window of the whole parameters, as every rank sees it."""
     raw = np.sqrt(told.column("squares"))
     applied = np.sqrt(told.column("applied"))
@@ -280,20 +280,20 @@ def pooled_window(told: Told, window: Window) -> Window:
         int(k): Detail(float(raw[k]), int(nan[k]), int(inf[k]))
         for k in np.flatnonzero(~(raw <= FLOAT32_MAX) | (nan + inf > 0))
     }
-    reading = HostReading.of(raw, details)
+    reading = CpuNorms.of(raw, details)
     unchanged = np.array_equal(raw, applied, equal_nan=True)
     return replace(
         window,
         sites=told.layout.sites,
         raw=reading,
-        after=reading if unchanged else HostReading.of(applied, {}),
+        after=reading if unchanged else CpuNorms.of(applied, {}),
         calls=calls,
         repeats=None,
         provisional=told.head("provisional") > 0,
     )
 
 
-def pooled_columns(told: Told) -> dict[str, Column]:
+def pooled_columns(told: ReducedFacts) -> dict[str, Column]:
     """The sampled columns of the whole parameters."""
     found = {}
     for name in told.layout.sampled:
@@ -303,7 +303,7 @@ def pooled_columns(told: Told) -> dict[str, Column]:
     return found
 
 
-def _added_up(told: Told, name: str) -> Vector:
+def _added_up(told: ReducedFacts, name: str) -> Vector:
     total = told.column(name)
     if plain(name) == "zero_fraction":
         return total
@@ -312,7 +312,7 @@ def _added_up(told: Told, name: str) -> Vector:
     return np.sqrt(total)
 
 
-def rank_columns(told: Told, replicas: bool) -> dict[str, Column]:
+def rank_columns(told: ReducedFacts, replicas: bool) -> dict[str, Column]:
     """What is known of each rank, float[W]; `replicas`: their reduced norms are meant to be the same bits."""
     norm, place = told.by_rank("norm_local"), told.by_rank("site")
     columns = {}
@@ -330,12 +330,12 @@ def rank_columns(told: Told, replicas: bool) -> dict[str, Column]:
     return columns
 
 
-def agreeing(told: Told) -> bool:
+def agreeing(told: ReducedFacts) -> bool:
     """Whether all ranks have the same norms, and some: then they are replicas."""
     return not told.layout.pooled and not deviating(told).any()
 
 
-def deviating(told: Told) -> NDArray[np.bool_]:
+def deviating(told: ReducedFacts) -> NDArray[np.bool_]:
     """bool[W]: the ranks whose norms are not those of the majority; all of them where there is none."""
     checksums = told.by_rank("checksum")
     kinds, counts = np.unique(checksums, return_counts=True)
@@ -347,7 +347,7 @@ def deviating(told: Told) -> NDArray[np.bool_]:
     return odd
 
 
-def differing_sites(told: Told) -> NDArray[np.intp]:
+def differing_sites(told: ReducedFacts) -> NDArray[np.intp]:
     """The sites whose hashes are not equal on all ranks: by Cauchy-Schwarz, W·Σh² = (Σh)² only if they are."""
     total = told.column("hash").astype(np.int64)
     return np.flatnonzero(told.layout.world * told.column("hash_squared").astype(np.int64) != total * total)

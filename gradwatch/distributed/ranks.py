@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.assemble import Extras, appended
 from gradwatch.capture.columns.sampled import Ratio, Sampled
-from gradwatch.capture.optimizer import Lane
-from gradwatch.capture.shards import Holding, holdings, local_taps, whole
+from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.shards import ShardPlacement, holdings, local_taps, whole
 from gradwatch.capture.window import Window
 from gradwatch.distributed import divergence, parameter_manifest, rank_facts
 from gradwatch.distributed.group import AloneError, Group, Meeting, announce, meet, place
-from gradwatch.distributed.membership import Seat
-from gradwatch.distributed.rank_facts import Layout, Told, Usual, plain
+from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual, plain
 from gradwatch.reading.layouts import dense
 from gradwatch.records.snapshot import Column, Sites
 
@@ -38,7 +38,7 @@ PARTIAL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class RankRequirements:
     """What a watch is there for: `acts` some rule may change a step; `facts` some rule reads what only all
     ranks together know; `ranked` some rule is about ranks; `sampled` the columns read in bursts; `rules` the
     digest of them all; `refused` why several ranks may not act by these rules ("" = they may).
@@ -86,7 +86,7 @@ class Shared:
 
 
 class Ranks:
-    """The meetings of one watch with the other ranks; what was agreed on for one optimizer is its `Seat`.
+    """The meetings of one watch with the other ranks; what was agreed on for one optimizer is its `RankMembership`.
 
     Nothing here raises because of another rank; it is reported, and this one goes on alone.
     """
@@ -94,7 +94,7 @@ class Ranks:
     def __init__(
         self,
         name: str,
-        wants: Wants,
+        wants: RankRequirements,
         models: Callable[[], list[nn.Module]],
         report: Report,
         stages: Callable[[], tuple[int, ...]] = tuple,
@@ -112,7 +112,7 @@ class Ranks:
         """Whether this process is one of several ranks."""
         return place()[1] > 1
 
-    def judging_together(self, lane: Lane, seat: Seat | None) -> str:
+    def judging_together(self, lane: OptimizerCapture, seat: RankMembership | None) -> str:
         """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
         if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites or seat.uneven:
             return ""
@@ -121,14 +121,14 @@ class Ranks:
 
     # -- meeting -----------------------------------------------------------------------------------------
 
-    def arrive(self, seat: Seat | None) -> None:
+    def arrive(self, seat: RankMembership | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
         if seat is not None:
             seat.told = None
             if not seat.uneven:
                 seat.owes = True
 
-    def enter(self, lane: Lane, seat: Seat | None) -> tuple[Seat, bool]:
+    def enter(self, lane: OptimizerCapture, seat: RankMembership | None) -> tuple[RankMembership, bool]:
         """Meet the other ranks at the first boundary of a lane, or of its changed parameters.
 
         The seat from now on, and whether it is new, or has just lost the others.
@@ -141,7 +141,7 @@ class Ranks:
         held = holdings(lane.params, self._models())
         sites, sharded = whole(lane.sites, held), any(one.sharded for one in held)
         lane.by_hand = self.several and not sharded and not _reduced(self._models())
-        seat = Seat(lane.sites, sites, sharded, owes=True)
+        seat = RankMembership(lane.sites, sites, sharded, owes=True)
         if self.several:
             try:
                 self._meet(lane, seat, held)
@@ -150,7 +150,7 @@ class Ranks:
                 self._report("ranks", error)
         return seat, True
 
-    def _meet(self, lane: Lane, seat: Seat, held: list[Holding]) -> None:
+    def _meet(self, lane: OptimizerCapture, seat: RankMembership, held: list[ShardPlacement]) -> None:
         wants = self._wants
         self._meetings += 1
         name = f"{self._name}/{lane.index}/{self._meetings}"
@@ -190,7 +190,9 @@ class Ranks:
             seat.usual = Usual(np.full(len(held), np.nan))
             seat.group = Group(met)
 
-    def _laid_out(self, met: Meeting, digest: str, held: list[Holding], lane: Lane, pooled: bool) -> Layout:
+    def _laid_out(
+        self, met: Meeting, digest: str, held: list[ShardPlacement], lane: OptimizerCapture, pooled: bool
+    ) -> Layout:
         order = list(dict.fromkeys(str(card["table"]) for card in met.cards))
         found = {table: met.read(table) for table in order}
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
@@ -208,11 +210,11 @@ class Ranks:
             sampled=sampled if pooled else (),
         )
 
-    def sites(self, lane: Lane, seat: Seat | None) -> Sites:
+    def sites(self, lane: OptimizerCapture, seat: RankMembership | None) -> Sites:
         """The parameters that the lane's rules judge: whole, and of all ranks where those hold different ones."""
         return lane.sites if seat is None or seat.lane_sites is not lane.sites else seat.sites
 
-    def with_ranks(self, seat: Seat | None, sites: Sites) -> Sites:
+    def with_ranks(self, seat: RankMembership | None, sites: Sites) -> Sites:
         """The sites, followed by one per rank where rules about ranks have something to read."""
         if seat is None or seat.group is None or not seat.ranked or seat.layout is None:
             return sites
@@ -221,7 +223,12 @@ class Ranks:
     # -- every step --------------------------------------------------------------------------------------
 
     def share(
-        self, lane: Lane, seat: Seat | None, window: Window, extras: Extras, values: Mapping[str, float]
+        self,
+        lane: OptimizerCapture,
+        seat: RankMembership | None,
+        window: Window,
+        extras: Extras,
+        values: Mapping[str, float],
     ) -> Shared | None:
         """Send the others the facts of this window and receive theirs; None where its numbers mean nothing alone."""
         mine = slice(0, len(window.sites))
@@ -241,8 +248,8 @@ class Ranks:
         return None if pooled else Shared(window, extras, values, mine, may_act=False, blind=told is not None)
 
     def _exchange(
-        self, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
-    ) -> Told | None:
+        self, seat: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
+    ) -> ReducedFacts | None:
         layout, group = seat.layout, seat.group
         if layout is None or group is None or not seat.owes:
             return None
@@ -252,11 +259,13 @@ class Ranks:
         vector = rank_facts.encode(layout, window, window.resolve(), values, columns, local, seat.usual)
         return self._send(seat, layout, group, vector)
 
-    def _send(self, seat: Seat, layout: Layout, group: Group, vector: rank_facts.Vector) -> Told | None:
+    def _send(
+        self, seat: RankMembership, layout: Layout, group: Group, vector: rank_facts.Vector
+    ) -> ReducedFacts | None:
         seat.owes, seat.told = False, None
         layout.part(vector, "parted")[layout.rank], seat.parted = float(seat.parted), False
         try:
-            told = seat.told = Told(layout, group.total(vector))
+            told = seat.told = ReducedFacts(layout, group.total(vector))
         except AloneError as error:
             seat.lose(str(error), seat.lane_sites)
             self._report("ranks", error)
@@ -268,14 +277,16 @@ class Ranks:
             self._report("ranks", divergence.by(told))
         return told
 
-    def did_otherwise(self, lane: Lane, seat: Seat | None) -> None:
+    def did_otherwise(self, lane: OptimizerCapture, seat: RankMembership | None) -> None:
         """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
         if seat is not None and seat.layout is not None and seat.group is not None:
             seat.parted = True
         elif self.several:
             self._report("ranks", divergence.untold(place()[0], lane.step))
 
-    def norms_alone(self, seat: Seat | None, window: Window, values: Mapping[str, float]) -> Shared | None:
+    def norms_alone(
+        self, seat: RankMembership | None, window: Window, values: Mapping[str, float]
+    ) -> Shared | None:
         """The step as every rank sees it but for extra columns: where a fault of ours has spoilt the whole of it.
 
         None where there are no others, where they cannot know it either, or where they have not been told yet.
@@ -289,12 +300,12 @@ class Ranks:
             return None
         return _norms_seen_by_all(told, window, values)
 
-    def _catch_up(self, lane: Lane, window: Window, told: Told | None) -> None:
+    def _catch_up(self, lane: OptimizerCapture, window: Window, told: ReducedFacts | None) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
         if told is not None and told.head("facts"):
             lane.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
 
-    def depart(self, lane: Lane, seat: Seat | None) -> None:
+    def depart(self, lane: OptimizerCapture, seat: RankMembership | None) -> None:
         """Leave a step boundary. Where nothing was sent, because of an internal error, take part all the same.
 
         Always called when a step ends, so that other ranks do not block.
@@ -315,7 +326,7 @@ def _reduced(models: list[nn.Module]) -> bool:
 
 
 def _seen_by_all(
-    told: Told, seat: Seat, window: Window, extras: Extras, values: Mapping[str, float]
+    told: ReducedFacts, seat: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
 ) -> Shared:
     seat.replicas = seat.replicas or rank_facts.agreeing(told)
     ranked = (Known(rank_facts.rank_columns(told, seat.replicas)),) if seat.ranked else ()
@@ -324,7 +335,7 @@ def _seen_by_all(
     return replace(_norms_seen_by_all(told, window, values), extras=replace(extras, ranks=ranked))
 
 
-def _norms_seen_by_all(told: Told, window: Window, values: Mapping[str, float]) -> Shared:
+def _norms_seen_by_all(told: ReducedFacts, window: Window, values: Mapping[str, float]) -> Shared:
     values = dict(values)
     if told.loss is not None:
         values["loss"] = told.loss

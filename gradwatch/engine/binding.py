@@ -12,7 +12,7 @@ from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, settled, standing
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
-from gradwatch.engine.fast_path import Quiet
+from gradwatch.engine.fast_path import FastPath
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.needs import Needs, needs_of
 from gradwatch.engine.plan import NO_BANK, Plan, make_plan
@@ -125,7 +125,7 @@ class BoundEngine:
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
-        self._quiet = Quiet(plan)
+        self._quiet = FastPath(plan)
         self._standing = Decision(
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
         )

@@ -2,7 +2,7 @@
 
 Between two sweeps over all gradients the caches are cold, and a step costs as many microseconds as it touches
 functions and arrays. So what a healthy step needs is laid out when the rules are bound: the values each column
-may take without any rule asking more, and which baselines learn from one shared logarithm. `Quiet` answers
+may take without any rule asking more, and which baselines learn from one shared logarithm. `FastPath` answers
 "nothing happened, this was learned" or None, and never tells anything itself: whatever it is not certain of is
 judged by `Step` from the start, so both always agree.
 
@@ -40,7 +40,7 @@ STACKED = ("norm", "total_norm")
 """The columns whose logarithms are taken together: S norms, then the total."""
 
 
-class Guard(NamedTuple):
+class ColumnBound(NamedTuple):
     """Values of a column between `low` and `high` breach none of `rules`; beyond, each is asked."""
 
     column: str
@@ -50,7 +50,7 @@ class Guard(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Feed:
+class BankInput:
     """How one bank gets its samples; `select` its series in the stack of logarithms, None = elsewhere.
 
     `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
@@ -66,7 +66,7 @@ class Feed:
     scalar: str
 
 
-class Quiet:
+class FastPath:
     """What `plan` needs on a step on which nothing happens."""
 
     __slots__ = (
@@ -212,17 +212,17 @@ def _bounded(one: RulePlan) -> bool:
     return one.detector.safe is not None and one.series.owners is None
 
 
-def _guards(rules: Iterable[RulePlan]) -> Iterable[Guard]:
+def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
     def column(one: RulePlan) -> str:
         return one.series.column
 
     for name, found in groupby(sorted(rules, key=column), key=column):
         members = tuple(found)
         safe = [one.detector.safe or UNKNOWN for one in members]
-        yield Guard(name, max(low for low, _ in safe), min(high for _, high in safe), members)
+        yield ColumnBound(name, max(low for low, _ in safe), min(high for _, high in safe), members)
 
 
-def _feeds(plan: Plan) -> Iterable[Feed]:
+def _feeds(plan: Plan) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
         if bank.every == 1 and any(segment.always for segment in bank.segments):
             harshest = easiest([one.detector for one in plan.rules if one.bank == number])
@@ -230,7 +230,7 @@ def _feeds(plan: Plan) -> Iterable[Feed]:
             first = bank.segments[0]
             scalar = first.column if len(bank.segments) == 1 and first.scope == "scalar" and not alone else ""
             selection = _selection(bank, len(plan.sites))
-            yield Feed(number, bank, bank.detector, harshest, selection, alone, scalar)
+            yield BankInput(number, bank, bank.detector, harshest, selection, alone, scalar)
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:

@@ -36,7 +36,7 @@ from gradwatch.records.snapshot import (
 HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 
 
-class Heard(NamedTuple):
+class BankResult(NamedTuple):
     """What a bank made of this step: its samples, its scores (None = all calm), its state before."""
 
     sample: Sample
@@ -82,7 +82,7 @@ class Step:
         self._before = state.consecutive
         self._clips = state.clips
         self.consecutive = list(state.consecutive)
-        self.banks: list[Heard | None] = [None] * len(state.plan.banks)
+        self.banks: list[BankResult | None] = [None] * len(state.plan.banks)
         self.breaching: dict[str, BoolArray] = {}
         self.told = False  # a rule on finiteness breaches on this step
         self.acting: set[str] = set()
@@ -108,7 +108,7 @@ class Step:
                 score, after[number] = bank.detector.advance(before, sample)
             else:
                 score = bank.detector.score(before, sample)
-            self.banks[number] = Heard(sample, score, before)
+            self.banks[number] = BankResult(sample, score, before)
         return tuple(after)
 
     def judge(self, number: int) -> None:

@@ -22,7 +22,7 @@ from gradwatch.runtime import stderr
 from gradwatch.runtime.files import write_whole
 
 if TYPE_CHECKING:
-    from gradwatch.capture.optimizer import Lane
+    from gradwatch.capture.optimizer import OptimizerCapture
     from gradwatch.session.session import Session
 
 EVERY_SECONDS = 60.0
@@ -105,7 +105,7 @@ class Baselines:
         """In a forked child: the state stays the parent's."""
         self._keeper.let_go()
 
-    def _take_up(self, optimizer: Optimizer, lane: Lane) -> None:
+    def _take_up(self, optimizer: Optimizer, lane: OptimizerCapture) -> None:
         if self._loaded is None:
             self._loaded = _load(self._path)
         saved = self._loaded.get("lanes", {}).pop(str(lane.index), None)
@@ -127,11 +127,11 @@ class Baselines:
             self._said = True
             stderr.say(f"gradwatch: {sentence}")
 
-    def _know(self, optimizer: Optimizer, lane: Lane) -> None:
+    def _know(self, optimizer: Optimizer, lane: OptimizerCapture) -> None:
         shapes = [param.shape for param in lane.params]
         self._known[lane.index] = _Known(lane.sites.names, shapes, _counted(optimizer), lane.step)
 
-    def _entry(self, lane: Lane) -> dict[str, Any] | None:
+    def _entry(self, lane: OptimizerCapture) -> dict[str, Any] | None:
         """What is saved of an optimizer beside its state; of one that is gone, with the steps watched since."""
         optimizer = None if lane.optimizer is None else lane.optimizer()
         if optimizer is not None:
@@ -143,7 +143,7 @@ class Baselines:
         return {"names": list(known.names), "shapes": list(map(list, known.shapes)), "counted": counted}
 
 
-def _refusal(saved: Mapping[str, Any], lane: Lane, optimizer: Optimizer) -> str:
+def _refusal(saved: Mapping[str, Any], lane: OptimizerCapture, optimizer: Optimizer) -> str:
     """Why what was saved is not of this training; "" where it is."""
     if list(saved["names"]) != list(lane.sites.names):
         return "the parameters have other names"
@@ -159,7 +159,7 @@ def _refusal(saved: Mapping[str, Any], lane: Lane, optimizer: Optimizer) -> str:
     return ""
 
 
-def _shapes(lane: Lane) -> list[list[int]]:
+def _shapes(lane: OptimizerCapture) -> list[list[int]]:
     return [list(param.shape) for param in lane.params]
 
 

@@ -23,7 +23,7 @@ from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
     from gradwatch.localise.hold.kinds import Kinds
-    from gradwatch.localise.hold.pre_attach import Early
+    from gradwatch.localise.hold.pre_attach import PreAttachRecorder
     from gradwatch.session.session import Session
 
 MOST_MODELS = 16
@@ -40,7 +40,7 @@ class FirstForwards:
     def __init__(self, registered: Registered, lock: Callable[[], AbstractContextManager[Any]]) -> None:
         self._registered = registered
         self._lock = lock
-        self._early: Early | None = None
+        self._early: PreAttachRecorder | None = None
         self._faults: list[tuple[str, BaseException]] = []
         self._wraps: RemovableHandle | None = None
         self._kinds: Kinds = {}
@@ -54,10 +54,10 @@ class FirstForwards:
         if not fresh:
             return
         # Here, not at the top: most processes that import torch make no optimizer.
-        from gradwatch.localise.hold.pre_attach import Early
+        from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 
         if self._early is None:
-            self._early = Early(self._failed)
+            self._early = PreAttachRecorder(self._failed)
             self._early.kinds = self._kinds
             self._wraps = register_module_module_registration_hook(self._wrapped)
         for model in fresh[:MOST_MODELS]:

@@ -22,13 +22,13 @@ from gradwatch.localise.diagnosis.profile import Profile, suspect
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.fingerprint import fingerprint
 from gradwatch.localise.hold.held import Call, inner
-from gradwatch.localise.hold.pre_attach import Early
-from gradwatch.localise.hold.recorded_calls import Holdings
+from gradwatch.localise.hold.pre_attach import PreAttachRecorder
+from gradwatch.localise.hold.recorded_calls import CallRecorder
 from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.closure import Kept, run_again
 from gradwatch.localise.replay.live import Live
 from gradwatch.localise.replay.raising import Raising
-from gradwatch.localise.replay.rank_agreement import Together
+from gradwatch.localise.replay.rank_agreement import RankAgreement
 from gradwatch.localise.replay.replay import Trace, refuse, replay, within
 from gradwatch.records.finding import Batch, Finding
 from gradwatch.taps import backward, step_hooks
@@ -79,7 +79,7 @@ class Localiser:
         self._hold = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
-        self._holdings = Holdings(failed, max_bytes)
+        self._holdings = CallRecorder(failed, max_bytes)
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()
@@ -87,7 +87,7 @@ class Localiser:
         self._closure: Kept | None = None
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
-        self._together: Together | None = None
+        self._together: RankAgreement | None = None
         self.add(models)
         self._remove = step_hooks.listen(self)
 
@@ -99,7 +99,7 @@ class Localiser:
             if self._hold:
                 self._holdings.add(model)
 
-    def inherit(self, early: Early, joining: Iterable[nn.Module] = ()) -> None:
+    def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Take over what was held of the models, those included that are about to be added.
 
         Both know from then on which kinds of models are called whole.
@@ -169,7 +169,7 @@ class Localiser:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
         return self._incidents.get(incident, 0) < TRIES
 
-    def localise(self, ask: Ask, late: bool = False, together: Together | None = None) -> Finding:
+    def localise(self, ask: Ask, late: bool = False, together: RankAgreement | None = None) -> Finding:
         """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises.
 
         `together`: the ranks, where all of them localise this step. Then they tell the cause on the rank that has it.
@@ -282,7 +282,7 @@ class Localiser:
         self._together.agree(refusal)
         return {id(model): gather(model) for model in spread}
 
-    def _told_together(self, together: Together, own: Finding) -> Finding:
+    def _told_together(self, together: RankAgreement, own: Finding) -> Finding:
         """What the ranks found; where one of them knows the cause, nobody needs to record the next steps."""
         try:
             finding = together.tell(own)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradwatch.reading.layouts import REDUCED, dense, flat
 from gradwatch.reading.plan import Plan
-from gradwatch.reading.rows import ROW, NormRows, Sheet, SquareRows, fastest, silently
+from gradwatch.reading.rows import ROW, NormRows, RowBuffer, SquareRows, fastest, silently
 
 FEW = 2048  # row norms whose squares float32 may add up
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
@@ -62,9 +62,9 @@ class RowNorms:
 
     __slots__ = ("_apart", "_glance", "_missed", "_plan", "_sheet", "_squares")
 
-    def __init__(self, plan: Plan, sheet: Sheet) -> None:
+    def __init__(self, plan: Plan, sheet: RowBuffer) -> None:
         self._plan = plan
-        self._sheet: Sheet | None = sheet
+        self._sheet: RowBuffer | None = sheet
         self._glance = 0.0  # the root sum of squares of all rows
         self._apart: dict[int, float] = {}
         self._missed: list[int] = []
@@ -166,7 +166,7 @@ class RowNorms:
 class CpuReader:
     """Reads the sums of squares of a fixed list of CPU gradients; plans once, then one pass per read."""
 
-    def __init__(self, kind: Callable[[], type[Sheet]] = fastest) -> None:
+    def __init__(self, kind: Callable[[], type[RowBuffer]] = fastest) -> None:
         self._kind = kind
         self._plan: Plan | None = None
         self._off = 0
@@ -188,7 +188,7 @@ class CpuReader:
 
 
 def _matrices(
-    plan: Plan, sheet: Sheet, grads: Sequence[Tensor | None]
+    plan: Plan, sheet: RowBuffer, grads: Sequence[Tensor | None]
 ) -> tuple[list[int], list[Any], list[int]]:
     """Parts of the sheet, the matrices to be read into them, and the positions planned for that are not so."""
     missed: list[int] = []

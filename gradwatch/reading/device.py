@@ -32,7 +32,7 @@ NO_FLOAT64 = frozenset({"mps"})
 Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 
 
-class Arriving:
+class AsyncCopy:
     """Per-position numbers on their way to the host, from one or several devices.
 
     `parts` are 1-d tensors whose concatenation belongs to `positions` of an array of `count`; `factor[count]`
@@ -73,7 +73,7 @@ class Arriving:
         return out
 
 
-Number: TypeAlias = float | Arriving
+Number: TypeAlias = float | AsyncCopy
 """One number: known, or on its way from a device."""
 
 _FIRST = np.zeros(1, np.intp)
@@ -89,28 +89,28 @@ def kept(value: float | Tensor) -> Number:
     if not isinstance(value, Tensor):
         return float(value)
     value = value.detach()
-    return float(value) if on_host(value) else Arriving([value.reshape(1)], _FIRST, 1)
+    return float(value) if on_host(value) else AsyncCopy([value.reshape(1)], _FIRST, 1)
 
 
-def one_number(value: Tensor, scale: Number = 1.0) -> Arriving:
+def one_number(value: Tensor, scale: Number = 1.0) -> AsyncCopy:
     """A one-element tensor on its way to the host, divided there by `scale`."""
-    return Arriving([value.reshape(1)], _FIRST, 1, scale=scale)
+    return AsyncCopy([value.reshape(1)], _FIRST, 1, scale=scale)
 
 
 def arrived(value: Number) -> float:
     """The number behind `kept`, waited for where it is still on its way."""
-    return float(value.values()[0]) if isinstance(value, Arriving) else float(value)
+    return float(value.values()[0]) if isinstance(value, AsyncCopy) else float(value)
 
 
 def is_ready(value: Number) -> bool:
     """Whether `arrived` would return at once."""
-    return not isinstance(value, Arriving) or value.ready()
+    return not isinstance(value, AsyncCopy) or value.ready()
 
 
-class DeviceReading:
+class DeviceNorms:
     """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived."""
 
-    def __init__(self, norms: Sequence[Tensor], arriving: Arriving, scales: tuple[Number, ...] = ()) -> None:
+    def __init__(self, norms: Sequence[Tensor], arriving: AsyncCopy, scales: tuple[Number, ...] = ()) -> None:
         self._norms = norms
         self._arriving = arriving
         self._scales = scales
@@ -124,9 +124,9 @@ class DeviceReading:
         """No second looks: they would make the host wait."""
         return {}
 
-    def divided(self, scale: Number) -> DeviceReading:
+    def divided(self, scale: Number) -> DeviceNorms:
         """The same reading without a factor that was in the gradients when they were read."""
-        return DeviceReading(self._norms, self._arriving, (*self._scales, scale))
+        return DeviceNorms(self._norms, self._arriving, (*self._scales, scale))
 
     def device_total(self) -> Tensor | None:
         """0-dim total norm on the device, scale included, for a verdict that never leaves it; None without any."""
@@ -153,7 +153,7 @@ class DeviceReading:
         return found
 
 
-def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceReading:
+def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceNorms:
     """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, grad in enumerate(grads):
@@ -163,7 +163,7 @@ def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceReading:
     norms = [torch.stack(_norms([tensor for _, tensor in group])) for group in by_device.values()]
     positions = np.array([k for group in by_device.values() for k, _ in group], np.intp)
     scales = () if isinstance(scale, float) and scale == 1.0 else (scale,)
-    return DeviceReading(norms, Arriving(norms, positions, len(grads)), scales)
+    return DeviceNorms(norms, AsyncCopy(norms, positions, len(grads)), scales)
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ CLOSE = 1.001
 """Ten times what a glance at the total may be off: beyond that the exact total tells what the glance does."""
 
 
-class HostReading:
+class CpuNorms:
     """Norms of K gradients, free of the loss scale `scale` they were read with.
 
     `floor[K]` are the sums of squares below which digits may have been lost; `details` the second looks at
@@ -29,7 +29,7 @@ class HostReading:
     __slots__ = ("_floor", "_norms", "_rows", "_scale", "details")
 
     @classmethod
-    def of(cls, norms: NDArray[np.float64], details: dict[int, Detail]) -> HostReading:
+    def of(cls, norms: NDArray[np.float64], details: dict[int, Detail]) -> CpuNorms:
         """What was read and looked at one by one."""
         reading = cls(RowNorms.of(np.square(norms)), np.zeros(len(norms)), 1.0)
         reading._norms, reading.details = norms, details
@@ -47,9 +47,9 @@ class HostReading:
         """Whether the norms are known, second looks included."""
         return self._norms is not None
 
-    def divided(self, scale: float) -> HostReading:
+    def divided(self, scale: float) -> CpuNorms:
         """The same reading without a factor that was in the gradients when they were read."""
-        other = HostReading(self._rows, self._floor, self._scale * scale)
+        other = CpuNorms(self._rows, self._floor, self._scale * scale)
         other.details = self.details
         if self._norms is not None:
             other._norms = _divided(self._norms, scale)
@@ -102,15 +102,15 @@ class HostReading:
         norms = self._rows.norms_of(chosen)
         return norms if self._scale == 1.0 else [norm / (self._scale or math.nan) for norm in norms]
 
-    def completed(self, known: Mapping[int, float]) -> HostReading:
+    def completed(self, known: Mapping[int, float]) -> CpuNorms:
         """The same reading with norms that were taken elsewhere, and were None here."""
         whole = self.with_norms(known)
         whole.details = self.details
         return whole
 
-    def with_norms(self, changed: Mapping[int, float]) -> HostReading:
+    def with_norms(self, changed: Mapping[int, float]) -> CpuNorms:
         """The same reading but for a few norms."""
-        other = HostReading(self._rows, self._floor, self._scale)
+        other = CpuNorms(self._rows, self._floor, self._scale)
         other._norms = norms = self.norms().copy()
         for k, norm in changed.items():
             norms[k] = norm

@@ -27,7 +27,7 @@ class Buffer:
         self.event = torch.cuda.Event() if on_cuda else None
 
 
-class Ring:
+class PinnedPool:
     """Free buffers by (device, dtype, capacity). Deques, since autograd runs one thread per device."""
 
     def __init__(self) -> None:
@@ -76,5 +76,5 @@ class Sending:
         return self._taken
 
 
-RING = Ring()
+RING = PinnedPool()
 """Shared by everything that reads off a device in this process."""

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.reading.rows import HERE, UNDERFLOW, Order, Shape, Sheet, divided
+from gradwatch.reading.rows import HERE, UNDERFLOW, Order, RowBuffer, Shape, divided
 
 SMALL = 2048  # elements; above this a copy costs more than the dispatch it saves
 FEWEST = 4  # gradients that can be laid end to end before that pays
 _numel: Callable[[Tensor], int] = Tensor.numel
 
 
-class Strip(NamedTuple):
+class PackedGroup(NamedTuple):
     """Small gradients alike but perhaps for their first dimension, end to end; those of equal size make a matrix.
 
     `parts` are those of a Sheet that they are read into, one for each of `matrices`; `sizes` are their elements, None
@@ -58,7 +58,7 @@ class Strip(NamedTuple):
         return True
 
 
-class Single(NamedTuple):
+class SingleTensor(NamedTuple):
     """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
 
     place: int
@@ -69,7 +69,7 @@ class Single(NamedTuple):
 class Plan:
     """Strips and singles of K gradients, for Sheets of one `kind`; `others` are read one by one."""
 
-    def __init__(self, grads: Sequence[Tensor | None], kind: type[Sheet], varying: bool = False) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], kind: type[RowBuffer], varying: bool = False) -> None:
         """Where gradients are `varying`, one that is missing costs a strip: then each strip is of one shape."""
         self._kind = kind
         self.count = len(grads)
@@ -91,23 +91,23 @@ class Plan:
         # Where the only row of a gradient lies that has no more than one.
         found = zip(strung + planned, self.starts, lengths, strict=True)
         self.row = {k: int(start) for k, start, length in found if length == 1}
-        self.spare: list[Sheet] = []
+        self.spare: list[RowBuffer] = []
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> RowBuffer:
         """One that nobody uses."""
         return self.spare.pop() if self.spare else self._kind(self.shapes)
 
 
 def _strips(
-    grads: Sequence[Tensor | None], kind: type[Sheet], varying: bool
-) -> tuple[list[Strip], list[Shape]]:
+    grads: Sequence[Tensor | None], kind: type[RowBuffer], varying: bool
+) -> tuple[list[PackedGroup], list[Shape]]:
     """The strips worth making, and the shapes of all their matrices."""
     alike: dict[Any, list[tuple[torch.Size, int]]] = {}
     for k, grad in enumerate(grads):
         if grad is not None and _plain(grad) and grad.numel() <= SMALL:
             joined = grad.dim() and not varying
             alike.setdefault((joined, grad.shape[1:] if joined else grad.shape), []).append((grad.shape, k))
-    strips: list[Strip] = []
+    strips: list[PackedGroup] = []
     shapes: list[Shape] = []
     for members in alike.values():
         if len(members) >= FEWEST:
@@ -117,7 +117,9 @@ def _strips(
     return strips, shapes
 
 
-def _strip(members: list[tuple[torch.Size, int]], part: int, kind: type[Sheet]) -> tuple[Strip, list[Shape]]:
+def _strip(
+    members: list[tuple[torch.Size, int]], part: int, kind: type[RowBuffer]
+) -> tuple[PackedGroup, list[Shape]]:
     """A strip of gradients, given as (shape, position) in order, and the shapes of its matrices, from `part` on."""
     first, indices = members[0][0], [k for _, k in members]
     sizes = [shape.numel() for shape, _ in members]
@@ -128,7 +130,7 @@ def _strip(members: list[tuple[torch.Size, int]], part: int, kind: type[Sheet]) 
     pieces = laid_out.view(-1).split([rows * columns for rows, columns in shapes])
     matrices = [kind.matrix(piece, shape, None) for piece, shape in zip(pieces, shapes, strict=True)]
     parts = range(part, part + len(shapes))
-    strip = Strip(
+    strip = PackedGroup(
         parts, indices, operator.itemgetter(*indices), first, None if equal else sizes, laid_out, matrices
     )
     return strip, shapes
@@ -139,7 +141,7 @@ def _plain(grad: Tensor) -> bool:
     return usual and grad.numel() > 0 and grad.device.type == "cpu"
 
 
-def _single(index: int, grad: Tensor | None) -> Single | None:
+def _single(index: int, grad: Tensor | None) -> SingleTensor | None:
     """How to read one gradient as a matrix; None when it has to be read by itself."""
     if grad is None or not _plain(grad):
         return None
@@ -147,6 +149,6 @@ def _single(index: int, grad: Tensor | None) -> Single | None:
     if shape is None:
         return None
     if grad.is_contiguous():
-        return Single(index, shape, None)
+        return SingleTensor(index, shape, None)
     order = tuple(sorted(range(grad.dim()), key=grad.stride, reverse=True))  # channels_last
-    return Single(index, shape, order) if grad.permute(order).is_contiguous() else None
+    return SingleTensor(index, shape, order) if grad.permute(order).is_contiguous() else None

@@ -44,7 +44,7 @@ if _vecdot is not None:
 Result = TypeVar("Result")
 
 
-class Sheet(ABC):
+class RowBuffer(ABC):
     """Where the rows of one read land: `read` fills parts of it from float32 gradients on the CPU."""
 
     __slots__ = ("_host",)
@@ -83,7 +83,7 @@ class Sheet(ABC):
         """[R] sums of squares, at least float32."""
 
 
-class NormRows(Sheet):
+class NormRows(RowBuffer):
     """Rows as norms, by torch, with all its threads."""
 
     __slots__ = ("_parts", "_rows", "_scalar")
@@ -121,7 +121,7 @@ class NormRows(Sheet):
         return np.square(self._host, dtype=np.float64)
 
 
-class SquareRows(Sheet):
+class SquareRows(RowBuffer):
     """Rows as sums of squares, by BLAS, on this thread."""
 
     __slots__ = ("_chunks", "_ones", "_parts", "_sums", "_totals")
@@ -204,7 +204,7 @@ def silently(call: Callable[..., Result], *args: Any) -> Result:
     return _silent.copy().run(call, *args)  # a copy: a context can be entered once at a time
 
 
-def fastest() -> type[Sheet]:
+def fastest() -> type[RowBuffer]:
     """What reads fastest with the threads that torch has now."""
     return NormRows if _vecdot is None or torch.get_num_threads() > 1 else SquareRows
 

@@ -2,7 +2,7 @@
 
 A sink hands over a *round*: something to do, done again after the seconds it asks for and whenever it is woken.
 Rounds take turns, so what one may wait for must be bounded (a timeout on every request); what is not gets a
-`Courier` of its own.
+`BackgroundWorker` of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Work = Callable[[], float | None]
 """Does what is due and returns the seconds to the next time, None for not before being woken."""
 
 
-class Round:
-    """What one sink wants done, and what came of it; made by `Courier.enter`.
+class Job:
+    """What one sink wants done, and what came of it; made by `BackgroundWorker.enter`.
 
     A failure is counted in `health`, and the round made again after 1, 2, 4 … 60 s: a server that is away is
     not asked at every step of a bad phase.
@@ -54,18 +54,18 @@ class Round:
         return again
 
 
-class Courier:
+class BackgroundWorker:
     """The thread, and the rounds it makes; it ends when nobody has anything for it any more."""
 
     def __init__(self, name: str = THREAD_NAME) -> None:
         self._name = name
         self._condition = threading.Condition()
-        self._rounds: list[Round] = []
+        self._rounds: list[Job] = []
         self._thread: threading.Thread | None = None
 
-    def enter(self, name: str, work: Work, health: Health) -> Round:
+    def enter(self, name: str, work: Work, health: Health) -> Job:
         """Take a round on; nothing is done before it is woken. RuntimeError where no thread can be had."""
-        made = Round(name, work, health)
+        made = Job(name, work, health)
         with self._condition:
             self._rounds.append(made)
             if self._thread is None or not self._thread.is_alive():
@@ -73,14 +73,14 @@ class Courier:
                 self._thread.start()
         return made
 
-    def wake(self, one: Round) -> None:
+    def wake(self, one: Job) -> None:
         """There is something to do; returns at once. A round that failed waits its time all the same."""
         with self._condition:
             one.asked += 1
             one.due = one.backoff.until
             self._condition.notify_all()
 
-    def settle(self, one: Round, timeout: float) -> bool:
+    def settle(self, one: Job, timeout: float) -> bool:
         """Have the round made once more, from now on; False where that fails or takes longer."""
         if one.inherited:
             return True  # the parent's thread is at work
@@ -93,7 +93,7 @@ class Courier:
                 self._condition.wait(left)
             return one.done >= asked and not one.backoff.failing
 
-    def leave(self, one: Round) -> None:
+    def leave(self, one: Job) -> None:
         """Forget a round; the thread ends with the last one. Idempotent."""
         if one.inherited:
             return
@@ -117,7 +117,7 @@ class Courier:
                     one.due = time.monotonic() + again
                 self._condition.notify_all()
 
-    def _next(self) -> Round | None:
+    def _next(self) -> Job | None:
         """The round that is due, once one is; None where there are none left."""
         while self._rounds:
             waiting = [one for one in self._rounds if one.due is not None]
@@ -129,10 +129,10 @@ class Courier:
         return None
 
 
-_shared = Courier()
+_shared = BackgroundWorker()
 
 
-def courier() -> Courier:
+def courier() -> BackgroundWorker:
     """The courier of this process."""
     return _shared
 
@@ -142,7 +142,7 @@ def _after_fork_in_child() -> None:
     global _shared
     _shared._condition = threading.Condition()
     _shared._rounds.clear()
-    _shared = Courier()
+    _shared = BackgroundWorker()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -24,7 +24,7 @@ from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.files import write_whole
 from gradwatch.serve.discover import Process
 from gradwatch.sinks.prometheus.families import OptimizerView, RunEnd, View, optimizer_labels
-from gradwatch.sinks.prometheus.run_totals import Histogram, Tally
+from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
 _NEWEST = 5
 _FORMAT = 2
@@ -54,7 +54,7 @@ class Summary:
 
     run: RunInfo
     end: RunEnd
-    tallies: dict[int, Tally]
+    tallies: dict[int, RunTotals]
     recent: tuple[str, ...] = ()
     complete: bool = False
     known: Known = "all"
@@ -74,7 +74,7 @@ class Summary:
         labels = optimizer_labels(self.tallies)
         optimizers = [OptimizerView(labels[index], tally) for index, tally in self.tallies.items()]
         return View(
-            self.run, tuple(optimizers) or (OptimizerView("", Tally.of(self.run.rules)),), end=self.end
+            self.run, tuple(optimizers) or (OptimizerView("", RunTotals.of(self.run.rules)),), end=self.end
         )
 
 
@@ -90,18 +90,18 @@ def summarise(process: Process) -> Summary | None:
     found = reader.run()
     if found is None:
         return None
-    tallies: dict[int, Tally] = {}
+    tallies: dict[int, RunTotals] = {}
     stopped, last = False, found.run.start_time
     told = _Told()
     for step in join_records(told.heed(reader.entries())):
         record = step.record
-        tally = tallies.setdefault(record.snapshot.optimizer, Tally.of(found.run.rules))
+        tally = tallies.setdefault(record.snapshot.optimizer, RunTotals.of(found.run.rules))
         tally.observe(record, record.wall_time)
         tally.record = None  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
     for optimizer, firings in told.firings.items():
-        tally = tallies.setdefault(optimizer, Tally.of(found.run.rules))
+        tally = tallies.setdefault(optimizer, RunTotals.of(found.run.rules))
         tally.firings |= firings
     stopped |= told.ended == "stopped"
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
@@ -236,7 +236,7 @@ class Summaries:
             write_whole(self._path(process), kept.model_dump_json())
 
 
-def _fields(tally: Tally) -> dict[str, Any]:
+def _fields(tally: RunTotals) -> dict[str, Any]:
     return {
         **{name: getattr(tally, name) for name in _COUNTS},
         "firings": [[*key, count] for key, count in tally.firings.items()],
@@ -248,8 +248,8 @@ def _fields(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _tally(fields: dict[str, Any]) -> Tally:
-    tally = Tally()
+def _tally(fields: dict[str, Any]) -> RunTotals:
+    tally = RunTotals()
     for name in _COUNTS:
         setattr(tally, name, int(fields[name]))
     tally.firings = {(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]}

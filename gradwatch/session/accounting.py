@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gradwatch.account import Account, Ending, Taken, merged
 from gradwatch.account.running import RunningTotals
 from gradwatch.records.snapshot import RunInfo
-from gradwatch.session.binding.bindings import Courses
+from gradwatch.session.binding.bindings import RuleBindings
 from gradwatch.session.settings import told_by
 from gradwatch.taps.process_totals import TOTALS
 
@@ -35,7 +35,7 @@ class Accounting:
         self,
         run: RunInfo,
         totals: RunningTotals,
-        courses: Courses,
+        courses: RuleBindings,
         inactive: Callable[[], dict[str, str]],
         counted: Callable[[], Counted],
         before: Taken,

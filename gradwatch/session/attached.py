@@ -14,7 +14,7 @@ from gradwatch.capture.columns.modules import ModuleTaps
 from gradwatch.capture.columns.running_statistics import RunningStatistics
 from gradwatch.capture.discarded import Discarded
 from gradwatch.capture.fsdp1 import FlatTaps
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.shards import local_taps
 from gradwatch.capture.user_clip import BeforeClip
@@ -31,7 +31,7 @@ from gradwatch.rules.model import RuleSet
 from gradwatch.session.activity import STEP_PATH, Activity
 from gradwatch.session.binding.backward_rules import module_bounds_of
 from gradwatch.session.binding.binder import Binder
-from gradwatch.session.binding.bindings import Courses
+from gradwatch.session.binding.bindings import RuleBindings
 from gradwatch.session.binding.fitting import Fitting, refused_here
 from gradwatch.session.binding.rank_rules import wants
 from gradwatch.session.boundary.optimizer_step import Boundary
@@ -141,7 +141,7 @@ class Attached:
         self._stages = PipelineStages(self._stage_scaled)
         self.ranks = Ranks(name, wants(rules.engine), capture.models, self._of_ranks, self._stages.taken)
         totals = self._services.publishing.totals
-        self.courses = Courses(rules.engine, self.ranks, activity, self.contexts, totals)
+        self.courses = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
         self.checkpoints = Checkpoints(self.contexts, self.courses, self.weights, activity)
         if self.taps is not None:
             self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
@@ -268,10 +268,10 @@ class Attached:
     def _waiting(self) -> list[Optimizer]:
         return self.ownership.waiting(self.capture)
 
-    def _bind(self, lane: Lane) -> None:
+    def _bind(self, lane: OptimizerCapture) -> None:
         self.binder.bind(lane)
 
-    def _backward_ended(self, touched: list[Lane]) -> None:
+    def _backward_ended(self, touched: list[OptimizerCapture]) -> None:
         if self._activity.resting():
             return
         for lane in self.capture.lanes:
@@ -293,13 +293,13 @@ class Attached:
                 if not params.isdisjoint(ctx.lane.param_ids):
                     ctx.lane.read()
 
-    def _reset(self, lane: Lane) -> None:
+    def _reset(self, lane: OptimizerCapture) -> None:
         """Nothing that tensor hooks measured since the lane's last Snapshot belongs to a step."""
         self.courses.forget(lane)
         if self.causes is not None:
             self.causes.forget()
 
-    def _cleared(self, lane: Lane) -> None:
+    def _cleared(self, lane: OptimizerCapture) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
         self.courses.cleared(lane)
         if not self._activity.resting():  # while it pauses it sees no steps, either

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.incidents.bundle.asked import SNAPSHOT, snapshots
 from gradwatch.incidents.bundle.background import Background
 from gradwatch.incidents.bundle.document import DOCUMENT, PAGE, Document, LeftOut
@@ -84,7 +84,7 @@ class Bundles:
 
     def take(
         self,
-        lane: Lane,
+        lane: OptimizerCapture,
         snapshot: Snapshot,
         verdict: Verdict,
         decision: Decision,
@@ -112,7 +112,12 @@ class Bundles:
             return False
 
     def _take(
-        self, rule: str, lane: Lane, snapshot: Snapshot, verdict: Verdict, findings: tuple[Finding, ...]
+        self,
+        rule: str,
+        lane: OptimizerCapture,
+        snapshot: Snapshot,
+        verdict: Verdict,
+        findings: tuple[Finding, ...],
     ) -> bool:
         event, action = incident_of(verdict, rule), self._asked.get(rule)
         if event is None or action is None or event.incident in self._incidents:
@@ -130,7 +135,7 @@ class Bundles:
         waiting.taken.append(Taken(event, finding, evidence, int(action.params["keep"])))
         return True
 
-    def _gathered(self, lane: Lane, event: Event, snapshot: Snapshot, action: Action) -> Evidence:
+    def _gathered(self, lane: OptimizerCapture, event: Event, snapshot: Snapshot, action: Action) -> Evidence:
         """The copies; where they cannot be had the bundle says why, and is written all the same."""
         evidence = Evidence(int(action.params["max_bytes"]))
         evidence.obstacle = _gone(lane, snapshot)
@@ -254,7 +259,7 @@ def norms_of(record: Record) -> StepNorms:
     )
 
 
-def _gone(lane: Lane, snapshot: Snapshot) -> str:
+def _gone(lane: OptimizerCapture, snapshot: Snapshot) -> str:
     """Why nothing is left of a step when it is judged; "" where it is about to be taken."""
     if lane.inside_backward or lane.without_optimizer:
         return INSIDE
@@ -263,7 +268,7 @@ def _gone(lane: Lane, snapshot: Snapshot) -> str:
     return REJECTED if snapshot.scalars.get("scaler_skip") else ""
 
 
-def _gradients(lane: Lane, event: Event) -> Iterator[tuple[str, Tensor]]:
+def _gradients(lane: OptimizerCapture, event: Event) -> Iterator[tuple[str, Tensor]]:
     """The gradients that an Event names, this rank's part of each."""
     wanted = dict.fromkeys((*event.sites, event.first_cause))
     grads = lane.grads()

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from gradwatch.incidents.bundle.asked import snapshots
 from gradwatch.localise.hold.held import Call
-from gradwatch.localise.hold.pre_attach import Early
+from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
-from gradwatch.localise.replay.rank_agreement import Together
+from gradwatch.localise.replay.rank_agreement import RankAgreement
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Snapshot, Verdict
 from gradwatch.rules.model import Action, RuleSet
@@ -59,7 +59,7 @@ class Causes:
         """Hold the steps of further models too."""
         self._localiser.add(models)
 
-    def inherit(self, early: Early, joining: Iterable[nn.Module]) -> None:
+    def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module]) -> None:
         """Take over what was held of the models, and of those `joining` next, before they were watched."""
         self._localiser.inherit(early, joining)
 
@@ -117,7 +117,7 @@ class Causes:
             event = incident_of(verdict, rule)
             if event is not None and rule in self._asked and self._localiser.due(event.incident):
                 ask = _ask(self._asked[rule], event, snapshot)
-                together = Together(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
+                together = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
                 found.append(self._localiser.localise(ask, late, together))
         return (*found, *self._localiser.recorded(None if late else snapshot.step))
 

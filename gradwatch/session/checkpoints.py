@@ -8,15 +8,17 @@ from gradwatch.capture.weights import Weights
 from gradwatch.checkpoint import joined
 from gradwatch.records.snapshot import CheckpointHealth
 from gradwatch.session.activity import Activity
-from gradwatch.session.binding.bindings import Courses
-from gradwatch.session.binding.optimizer_rules import Course
+from gradwatch.session.binding.bindings import RuleBindings
+from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.context import Contexts
 
 
 class Checkpoints:
     """The health of checkpoints of one session; see `gradwatch.checkpoint` for what that means."""
 
-    def __init__(self, contexts: Contexts, courses: Courses, weights: Weights, activity: Activity) -> None:
+    def __init__(
+        self, contexts: Contexts, courses: RuleBindings, weights: Weights, activity: Activity
+    ) -> None:
         self._contexts = contexts
         self._courses = courses
         self._weights = weights
@@ -45,7 +47,7 @@ class Checkpoints:
         except Exception as error:
             self._activity.failed("checkpoint", error)
 
-    def glance(self, course: Course, broken: bool) -> None:
+    def glance(self, course: OptimizerRules, broken: bool) -> None:
         """Look at the weights where a step that jumped was taken, or where the last look is long ago.
 
         `broken`: the total norm of the step of `course` is not finite.

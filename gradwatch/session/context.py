@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gradwatch.actions.apply import Acting
-from gradwatch.actions.skip.empty_groups import EmptyLists
-from gradwatch.capture.optimizer import Lane
-from gradwatch.distributed.membership import Seat
-from gradwatch.session.binding.optimizer_rules import Course
+from gradwatch.actions.apply import StepActions
+from gradwatch.actions.skip.empty_groups import EmptiedGroups
+from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.distributed.membership import RankMembership
+from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.deferral import Deferral
 
 
@@ -22,16 +22,16 @@ class OptimizerContext:
     `seat` its place among the ranks (None = it has not met them).
     """
 
-    lane: Lane
-    acting: Acting  # what was set aside or set for the step under way
+    lane: OptimizerCapture
+    acting: StepActions  # what was set aside or set for the step under way
     deferral: Deferral  # steps measured and not judged yet
-    course: Course | None = None
-    seat: Seat | None = None
+    course: OptimizerRules | None = None
+    seat: RankMembership | None = None
     nested: int = 0  # calls of the optimizer's `step` under way
     needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
 
     @property
-    def rules(self) -> Course:
+    def rules(self) -> OptimizerRules:
         """The rules bound to it. Raises LookupError before they are."""
         if self.course is None:
             raise LookupError(f"no rules are bound to optimizer {self.lane.index} yet")
@@ -59,7 +59,7 @@ class Contexts:
 
     def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self._failed = failed
-        self._empty_lists = EmptyLists()
+        self._empty_lists = EmptiedGroups()
         self._by_index: dict[int, OptimizerContext] = {}
 
     def __iter__(self) -> Iterator[OptimizerContext]:
@@ -68,15 +68,15 @@ class Contexts:
     def __bool__(self) -> bool:
         return bool(self._by_index)
 
-    def find(self, lane: Lane) -> OptimizerContext | None:
+    def find(self, lane: OptimizerCapture) -> OptimizerContext | None:
         """The context of a lane; None where there is none yet."""
         return self._by_index.get(lane.index)
 
-    def of(self, lane: Lane) -> OptimizerContext:
+    def of(self, lane: OptimizerCapture) -> OptimizerContext:
         """The context of a lane, made where there is none; `lane` is what it captures from now on."""
         found = self._by_index.get(lane.index)
         if found is None:
-            acting = Acting(self._failed, self._empty_lists)
+            acting = StepActions(self._failed, self._empty_lists)
             found = self._by_index[lane.index] = OptimizerContext(lane, acting, Deferral())
         elif found.lane is not lane:
             found.lane, found.needs_no_ranks = lane, False

@@ -14,13 +14,13 @@ from gradwatch.capture.assemble import Extras
 from gradwatch.capture.columns.loss import without_scale
 from gradwatch.capture.columns.modules import ModuleTaps
 from gradwatch.capture.columns.sampled import Sampled
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window import Window
 from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import arrived, is_ready, kept
 from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS
-from gradwatch.session.binding.optimizer_rules import CALM, Clock, Course
+from gradwatch.session.binding.optimizer_rules import CALM, Clock, OptimizerRules
 from gradwatch.session.context import OptimizerContext
 
 MEASURED = frozenset({*get_args(Column), *SCALAR_COLUMNS, *RANK_COLUMNS}) - {"loss"}
@@ -33,8 +33,8 @@ NOTHING = Extras()
 class Measurement:
     """One step as it was measured, by the rules of then; some numbers may still be on their way from a device."""
 
-    lane: Lane
-    course: Course
+    lane: OptimizerCapture
+    course: OptimizerRules
     window: Window
     extras: Extras
     scalars: dict[str, Any]
@@ -112,7 +112,7 @@ class Measuring:
         return Measurement(lane, course, window, extras, scalars, clock)
 
     def _deferrable(
-        self, ctx: OptimizerContext, course: Course, window: Window, scalars: dict[str, Any]
+        self, ctx: OptimizerContext, course: OptimizerRules, window: Window, scalars: dict[str, Any]
     ) -> bool:
         """Whether this calm window may wait to be judged."""
         finite = True
@@ -127,7 +127,7 @@ class Measuring:
             and (ctx.needs_no_ranks or not ctx.exchanges)
         )
 
-    def _unseen(self, course: Course) -> dict[str, Any]:
+    def _unseen(self, course: OptimizerRules) -> dict[str, Any]:
         """What was observed since this optimizer's last step; each of them gets every value once."""
         fresh = {name: value for name, (count, value) in self._observed.items() if count > course.observed}
         course.observed = self._count

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 
 
@@ -23,7 +23,7 @@ class Ownership:
         """Watch these too."""
         self._wanted += map(weakref.ref, optimizers)
 
-    def given(self, lanes: Sequence[Lane]) -> list[Optimizer]:
+    def given(self, lanes: Sequence[OptimizerCapture]) -> list[Optimizer]:
         """Those named at the attach, in that order, then those of `lanes`."""
         refs = [*self._given, *(lane.optimizer for lane in lanes if lane.optimizer is not None)]
         found = {id(one): one for ref in refs if (one := ref()) is not None}

@@ -15,7 +15,7 @@ from gradwatch.actions.apply import Outcome, left_by_zeroing
 from gradwatch.actions.clip import Found, carried_scale
 from gradwatch.capture.assemble import as_float32, assemble, of_norms
 from gradwatch.capture.columns.running_statistics import RunningStatistics
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
 from gradwatch.distributed.ranks import Ranks, Shared
@@ -28,8 +28,8 @@ from gradwatch.reading.device import arrived, kept
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Order, Snapshot, Verdict
 from gradwatch.session.activity import Activity
-from gradwatch.session.binding.bindings import Courses
-from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN, Clock, Course
+from gradwatch.session.binding.bindings import RuleBindings
+from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN, Clock, OptimizerRules
 from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes
 from gradwatch.session.checkpoints import Checkpoints
@@ -47,8 +47,8 @@ class StepContext(NamedTuple):
     """A step being judged: this rank's window, the same as all ranks see it, and what was found before any decision."""
 
     ctx: OptimizerContext
-    lane: Lane  # what was captured when the step was measured
-    course: Course  # the rules that were bound then
+    lane: OptimizerCapture  # what was captured when the step was measured
+    course: OptimizerRules  # the rules that were bound then
     window: Window
     clock: Clock
     shared: Shared
@@ -84,7 +84,7 @@ class StepPipeline:
         engine: Engine,
         ranks: Ranks,
         activity: Activity,
-        courses: Courses,
+        courses: RuleBindings,
         measuring: Measuring,
         publishing: Publishing,
         sources: Sources,
@@ -122,7 +122,7 @@ class StepPipeline:
             course.micro.settle(window)
         return self._measuring.measure(ctx, window)
 
-    def observe(self, lane: Lane, window: Window, failed: Callable[[Exception], None]) -> None:
+    def observe(self, lane: OptimizerCapture, window: Window, failed: Callable[[Exception], None]) -> None:
         """Measure, judge and publish a window that no action is carried out on; on a device a step later."""
         ctx = self._courses.context(lane)
         measurement = self.measure(ctx, window)
@@ -151,7 +151,8 @@ class StepPipeline:
         decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks) miss this
         step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite gradients,
         and its baselines miss the step. And plain replicas, which exchange nothing, cannot learn
-        of an error before there is a window to look at (in `Lane.settle`): the others clip that step, this one not.
+        of an error before there is a window to look at (in `OptimizerCapture.settle`): the others clip that step, this
+        one does not.
         """
         course, lane, window = measurement.course, measurement.lane, measurement.window
         course.decided = None
@@ -348,7 +349,7 @@ class StepPipeline:
             self._activity.failed("action", error)
         return decision, {}
 
-    def _ask(self, course: Course, snapshot: Snapshot) -> tuple[Verdict, Decision]:
+    def _ask(self, course: OptimizerRules, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; an error in it costs this step's verdict, not its metrics."""
         try:
             verdict, state = course.bound.evaluate(course.state, snapshot)
@@ -359,7 +360,7 @@ class StepPipeline:
         self._activity.judged()
         return verdict, decision
 
-    def _unjudged(self, course: Course, snapshot: Snapshot) -> Decision:
+    def _unjudged(self, course: OptimizerRules, snapshot: Snapshot) -> Decision:
         """What holds without a verdict: as the other ranks are about to do, who have the same numbers and no error."""
         alone = course.bound.fallback(snapshot.total_norm)
         decision, course.state = course.bound.clip(alone, course.state, snapshot, self._policy_failed)
@@ -392,10 +393,10 @@ class StepPipeline:
         return False
 
 
-def deferral_allowed(engine: Engine, courses: Courses) -> bool:
+def deferral_allowed(engine: Engine, courses: RuleBindings) -> bool:
     """Whether a calm step needs no verdict before it is taken.
 
-    So where no rule acts but on non-finite gradients; a clip of the total needs none either (`Acting.clip_ahead`).
+    So where no rule acts but on non-finite gradients; a clip of the total needs none either (`StepActions.clip_ahead`).
     Bounds for the next backward are made of this step.
     """
     return not engine.acts_on_host and engine.clips_only_total and not courses.in_backward

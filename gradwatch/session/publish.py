@@ -12,7 +12,7 @@ from gradwatch.engine.outcome import reshaped
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Record, Snapshot, Verdict
 from gradwatch.runtime.exit_status import end_with_status
-from gradwatch.session.binding.optimizer_rules import Clock, Course
+from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
 from gradwatch.sinks.breaker import Breaker
 
 
@@ -23,7 +23,7 @@ class Facts(NamedTuple):
     `judged` False: the engine failed.
     """
 
-    course: Course
+    course: OptimizerRules
     found: Snapshot
     snapshot: Snapshot
     verdict: Verdict

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from gradwatch.account import NOTHING_TAKEN, Account, Ending
 from gradwatch.account.ending import printed_at_exit
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import joined
 from gradwatch.distributed.placement import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError
-from gradwatch.localise.hold.pre_attach import Early
+from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.health import Health
@@ -168,11 +168,11 @@ class Session:
         attached = self.attached
         return [] if attached is None else attached.ownership.given(self.lanes())
 
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[OptimizerCapture]:
         """What is captured of every optimizer watched, those that are gone included."""
         return [] if self._live is None else list(self._live.capture.lanes)
 
-    def lane_of(self, optimizer: Optimizer) -> Lane | None:
+    def lane_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
         """What is captured of this optimizer, None where it is not watched yet."""
         return None if self._live is None else self._live.capture.lane_of(optimizer)
 
@@ -303,7 +303,7 @@ class Session:
         attached.ownership.join(optimizers)
         attached.capture.spent.end(mark)
 
-    def inherit(self, early: Early, joining: Iterable[nn.Module] = ()) -> None:
+    def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Localise this step too, by calls held before its models were watched, or `join`."""
         if self._live is not None and self._live.causes is not None:
             self._live.causes.inherit(early, joining)

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from gradwatch.records.snapshot import Event, Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.runtime.worker import Round, courier
+from gradwatch.runtime.worker import Job, courier
 from gradwatch.sinks.alert_names import alert_name
 from gradwatch.sinks.post import checked_url, post_json
 from gradwatch.sinks.prometheus.families import NO_OPTIMIZER
@@ -77,7 +77,7 @@ class AlertmanagerSink:
         self._stopped = False
         self._run, self._health = RunInfo("", ""), Health()
         self._columns: dict[str, str] = {}
-        self._round: Round | None = None
+        self._round: Job | None = None
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Get a courier; nothing is sent before a rule fires."""

@@ -21,7 +21,7 @@ from gradwatch.runtime.health import Health
 from gradwatch.sinks import undisturbed
 from gradwatch.sinks.post import checked_url, post
 from gradwatch.sinks.prometheus.exposition import Family, Labels
-from gradwatch.sinks.prometheus.periodic_export import Shipment
+from gradwatch.sinks.prometheus.periodic_export import PeriodicExport
 from gradwatch.sinks.prometheus.targets import target_labels
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class OTLPSink:
         self._url = f"{checked_url(base)}/v1/metrics"
         self._every, self._token_file = every_seconds, token_file
         self._run = RunInfo("", "")
-        self._shipment = Shipment(self.name, self._send)
+        self._shipment = PeriodicExport(self.name, self._send)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import opentelemetry and get a courier; the first metrics are on their way at once."""

@@ -18,7 +18,7 @@ from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swapped import contents, revive
 
 
-class Marks:
+class GradReadyHooks:
     """At most one mark a slot. `ready` takes the slots whose gradients are ready, by graph task.
 
     `arm` is called by the first mark of every graph task, and makes room there; it must not raise.

@@ -58,9 +58,9 @@ def _judge_at_once() -> None:
 
 
 def _judge_in_full() -> None:
-    from gradwatch.engine.fast_path import Quiet
+    from gradwatch.engine.fast_path import FastPath
 
-    _replace(Quiet, "learn", _nothing)
+    _replace(FastPath, "learn", _nothing)
 
 
 def _read_clipped_again() -> None:
@@ -77,11 +77,11 @@ def _read_with_torch() -> None:
 
 
 def _probe_nothing() -> None:
-    from gradwatch.capture.probes import Sentinels
+    from gradwatch.capture.probes import WriteProbes
 
     for name in ("hold", "let_go"):
-        _replace(Sentinels, name, _nothing)
-    _replace(Sentinels, "agree", lambda *_: True)
+        _replace(WriteProbes, name, _nothing)
+    _replace(WriteProbes, "agree", lambda *_: True)
 
 
 def _observe_no_loss() -> None:

@@ -16,7 +16,7 @@ from gradwatch.detectors import Above, Below, Detector, Drift, Drop, NonFinite, 
 from gradwatch.engine import Engine
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.model import Rule, RuleSet
-from tests.engine_cases import GROUPS, Course, default_like, make_sites, make_snapshot, rule
+from tests.engine_cases import GROUPS, OptimizerRules, default_like, make_sites, make_snapshot, rule
 
 WARM = 200
 """Steps before the clock starts: past every warm-up, and past the gains of young baselines."""
@@ -47,7 +47,7 @@ def twenty() -> tuple[Rule, ...]:
 def measure(ruleset: RuleSet, size: int, steps: int, cold: bool) -> tuple[float, float]:
     """(median, 95th percentile) in seconds of a healthy step over `size` parameters."""
     engine = Engine(ruleset).bind(make_sites(size))
-    course, rng = Course(engine), np.random.default_rng(0)
+    course, rng = OptimizerRules(engine), np.random.default_rng(0)
     level, ballast, seconds = np.exp(rng.normal(0, 1, size)), np.zeros(2 << 20), []
     for step in range(WARM + steps):
         norms = (level * np.exp(rng.normal(0, 0.1, size))).astype(np.float32)

@@ -15,12 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwatch.reading.rows import NormRows, Sheet, SquareRows, divided
+from gradwatch.reading.rows import NormRows, RowBuffer, SquareRows, divided
 
 ELEMENTS = 1 << 24
 
 
-def _sheet(kind: type[Sheet], grad: Tensor) -> Callable[[], object]:
+def _sheet(kind: type[RowBuffer], grad: Tensor) -> Callable[[], object]:
     shape = divided(grad.numel())
     assert shape is not None
     sheet = kind([shape])

@@ -188,7 +188,7 @@ def test_an_action_that_failed_is_told_in_the_bundle(tmp_path: Path, monkeypatch
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("broken")
 
-    monkeypatch.setattr(skip.Withheld, "begin", fail)
+    monkeypatch.setattr(skip.StepSkipper, "begin", fail)
     told = Run(tmp_path, rules(), strict=False).document
     assert not told.incident.around[-1].skipped
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gradwatch
-from gradwatch.localise.hold.held import Holding
-from gradwatch.localise.hold.pre_attach import Early
+from gradwatch.localise.hold.held import RecordedCalls
+from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch, session_of
@@ -33,15 +33,17 @@ def failed(component: str, error: BaseException) -> None:
 
 
 @pytest.fixture
-def early() -> Iterator[Early]:
+def early() -> Iterator[PreAttachRecorder]:
     """What holds from the beginning; its faults fail the test."""
 
-    held = Early(failed)
+    held = PreAttachRecorder(failed)
     yield held
     held.close()
 
 
-def attached_late(early: Early, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Watch, Kept]:
+def attached_late(
+    early: PreAttachRecorder, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Watch, Kept]:
     """What the launcher does at the first step: a watch, which takes over what was held."""
     kept = Kept()
     gw = gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True)
@@ -50,7 +52,7 @@ def attached_late(early: Early, model: nn.Module, optimizer: torch.optim.Optimiz
     return gw, kept
 
 
-def first_step(early: Early, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
+def first_step(early: PreAttachRecorder, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
     """The findings of a step whose forward and backward are over; the weights stand still."""
     before = [param.detach().clone() for param in model.parameters()]
     gw, kept = attached_late(early, model, optimizer)
@@ -60,7 +62,7 @@ def first_step(early: Early, model: nn.Module, optimizer: torch.optim.Optimizer)
     return [finding for record in kept.records for finding in record.findings]
 
 
-def test_a_forward_inside_a_function_transform_is_left_alone(early: Early) -> None:
+def test_a_forward_inside_a_function_transform_is_left_alone(early: PreAttachRecorder) -> None:
     """`torch.func.grad` calls the model with stand-ins for tensors: nothing is held, and nothing fails."""
     model = nn.Linear(2, 1)
     early.add(model)
@@ -85,7 +87,7 @@ def hooks(model: nn.Module) -> int:
     return sum(map(module_calls.noticed, model.modules()))
 
 
-def test_the_first_step_has_a_cause(early: Early) -> None:
+def test_the_first_step_has_a_cause(early: PreAttachRecorder) -> None:
     """Module, operation and line, though the watch came after forward and backward."""
     model = SqrtAtZero()
     early.add(model)
@@ -116,7 +118,7 @@ class Task(nn.Module):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_parts_that_the_loop_calls_are_held_from_the_beginning(early: Early, bad: int) -> None:
+def test_parts_that_the_loop_calls_are_held_from_the_beginning(early: PreAttachRecorder, bad: int) -> None:
     """Neither the first step nor those after it have to wait until it is known what is called."""
     model = Task()
     early.add(model)
@@ -134,7 +136,7 @@ def test_parts_that_the_loop_calls_are_held_from_the_beginning(early: Early, bad
     assert found == [(bad, "nets.0", "sqrt")]
 
 
-def test_parts_are_let_go_when_the_whole_is_called(early: Early) -> None:
+def test_parts_are_let_go_when_the_whole_is_called(early: PreAttachRecorder) -> None:
     """Hooks cost every call a little: those that can hear nothing are taken away."""
     model = nn.Sequential(SqrtAtZero(), nn.Tanh())
     early.add(model)
@@ -178,7 +180,7 @@ def test_parts_of_a_kind_that_was_called_whole_are_held_once_a_model_is_not_call
     assert found == [(3, "sqrt")]
 
 
-def test_a_model_of_many_parts_is_held_as_a_whole(early: Early) -> None:
+def test_a_model_of_many_parts_is_held_as_a_whole(early: PreAttachRecorder) -> None:
     """Two hooks on it, and none on a hundred parts."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
     early.add(model)
@@ -193,7 +195,7 @@ class Logarithm(nn.Module):
         return torch.log((out - out).abs()).sum()
 
 
-def test_a_criterion_is_at_fault_at_the_first_step(early: Early) -> None:
+def test_a_criterion_is_at_fault_at_the_first_step(early: PreAttachRecorder) -> None:
     """It is found beside the first call of the model, and its call handed over with the model's."""
     model, criterion = nn.Linear(4, 3), Logarithm()
     early.add(model)
@@ -202,7 +204,7 @@ def test_a_criterion_is_at_fault_at_the_first_step(early: Early) -> None:
     assert (finding.phase, finding.op, finding.module_type) == ("forward", "log", "Logarithm")
 
 
-def test_the_second_of_three_micro_batches(early: Early) -> None:
+def test_the_second_of_three_micro_batches(early: PreAttachRecorder) -> None:
     """All micro-batches of the first step are held; the one at fault is named."""
     model = SqrtAtZero()
     early.add(model)
@@ -213,7 +215,7 @@ def test_the_second_of_three_micro_batches(early: Early) -> None:
     assert (finding.op, finding.call) == ("sqrt", 1)
 
 
-def test_gradients_that_were_thrown_away_are_no_part_of_the_step(early: Early) -> None:
+def test_gradients_that_were_thrown_away_are_no_part_of_the_step(early: PreAttachRecorder) -> None:
     """A trial run with NaN of its own before the first step is not what made that step NaN."""
     model = SqrtAtZero()
     optimizer = sgd(model)
@@ -240,7 +242,7 @@ class Penalised(nn.Module):
         return out
 
 
-def test_a_gradient_penalty_is_part_of_the_step(early: Early) -> None:
+def test_a_gradient_penalty_is_part_of_the_step(early: PreAttachRecorder) -> None:
     """`autograd.grad` leaves nothing in the parameters: the backward after it does not mean that it was in vain."""
     model = Penalised()
     early.add(model)
@@ -264,7 +266,7 @@ class Flat(nn.Module):
         return h + torch.sqrt((h - h).square())
 
 
-def test_a_wrapper_made_later_is_held_in_the_place_of_its_model(early: Early) -> None:
+def test_a_wrapper_made_later_is_held_in_the_place_of_its_model(early: PreAttachRecorder) -> None:
     """What torch.compile makes of a model is called from outside what it compiles; the model itself keeps no hook."""
     torch._dynamo.reset()
     model = Flat()
@@ -279,7 +281,7 @@ def test_a_wrapper_made_later_is_held_in_the_place_of_its_model(early: Early) ->
     torch._dynamo.utils.counters.clear()
 
 
-def test_a_wrapper_that_is_never_called_is_given_back(early: Early) -> None:
+def test_a_wrapper_that_is_never_called_is_given_back(early: PreAttachRecorder) -> None:
     """What waits for its first call goes with the rest."""
     outer, model = nn.Module(), nn.Linear(2, 2)
     early.add(model)
@@ -289,7 +291,7 @@ def test_a_wrapper_that_is_never_called_is_given_back(early: Early) -> None:
     assert hooks(outer) == 0
 
 
-def test_a_part_that_is_to_be_compiled_loses_its_hooks_before(early: Early) -> None:
+def test_a_part_that_is_to_be_compiled_loses_its_hooks_before(early: PreAttachRecorder) -> None:
     """Were they to go later, torch would compile it anew; the whole is held all the same."""
     model = nn.Sequential(SqrtAtZero(), nn.Sequential(Flat()))
     early.add(model)
@@ -334,7 +336,7 @@ def test_a_watch_hears_parts_from_its_first_step() -> None:
 
 
 @pytest.mark.parametrize("build", [SqrtAtZero, Task])
-def test_no_hook_is_left(early: Early, build: Callable[[], nn.Module]) -> None:
+def test_no_hook_is_left(early: PreAttachRecorder, build: Callable[[], nn.Module]) -> None:
     """After the hand-over stand those of the watch alone, and after the watch none."""
     model = build()
     with gradwatch.watch(model, rules=rules(), sinks=[]):
@@ -347,7 +349,7 @@ def test_no_hook_is_left(early: Early, build: Callable[[], nn.Module]) -> None:
     assert hooks(model) == 0
 
 
-def test_models_that_nobody_watches_are_let_go(early: Early) -> None:
+def test_models_that_nobody_watches_are_let_go(early: PreAttachRecorder) -> None:
     """A watch takes over what belongs to its own models."""
     watched, other = SqrtAtZero(), SqrtAtZero()
     early.add(watched)
@@ -359,7 +361,7 @@ def test_models_that_nobody_watches_are_let_go(early: Early) -> None:
     assert hooks(other) == 0
 
 
-def test_an_optimizer_that_somebody_else_watches(early: Early) -> None:
+def test_an_optimizer_that_somebody_else_watches(early: PreAttachRecorder) -> None:
     """Its models are let go, the others stay held."""
     theirs, ours = SqrtAtZero(), SqrtAtZero()
     early.add(theirs)
@@ -370,7 +372,7 @@ def test_an_optimizer_that_somebody_else_watches(early: Early) -> None:
     assert not early.holds(theirs)
 
 
-def test_a_model_within_a_model_is_held_once(early: Early) -> None:
+def test_a_model_within_a_model_is_held_once(early: PreAttachRecorder) -> None:
     """What joins a larger model gives way to it."""
     part = SqrtAtZero()
     early.add(part)
@@ -380,7 +382,7 @@ def test_a_model_within_a_model_is_held_once(early: Early) -> None:
     assert hooks(part) == alone
 
 
-def test_rules_that_replay_nothing_take_over_nothing(early: Early) -> None:
+def test_rules_that_replay_nothing_take_over_nothing(early: PreAttachRecorder) -> None:
     """Neither a rule file that records nor one without causes holds anything."""
     for text in (rules("by: record"), parse_rules("version: 1\nrules: {a: {detect: {kind: nonfinite}}}")):
         model = SqrtAtZero()
@@ -393,7 +395,7 @@ def test_rules_that_replay_nothing_take_over_nothing(early: Early) -> None:
             assert session_of(gw).attached.causes is None or session_of(gw).attached.causes.held() == []
 
 
-def test_no_more_is_held_than_the_rule_allows(early: Early) -> None:
+def test_no_more_is_held_than_the_rule_allows(early: PreAttachRecorder) -> None:
     """The watch's own `max_bytes` cuts what it takes over, and says how many micro-batches that cost."""
     model = SqrtAtZero()
     early.add(model)
@@ -407,7 +409,7 @@ def test_no_more_is_held_than_the_rule_allows(early: Early) -> None:
         assert len(session_of(gw).attached.causes.held()) < 4
 
 
-def test_steps_that_were_taken_let_go_of_what_led_to_them(early: Early) -> None:
+def test_steps_that_were_taken_let_go_of_what_led_to_them(early: PreAttachRecorder) -> None:
     """After the first step nothing of it is held any more."""
     model = SqrtAtZero()
     early.add(model)
@@ -422,11 +424,11 @@ def test_steps_that_were_taken_let_go_of_what_led_to_them(early: Early) -> None:
         assert not [
             one
             for one in session_of(gw).attached.causes._localiser._holdings
-            if isinstance(one, Holding) and one.calls
+            if isinstance(one, RecordedCalls) and one.calls
         ]
 
 
-def test_copies_carry_nothing(early: Early) -> None:
+def test_copies_carry_nothing(early: PreAttachRecorder) -> None:
     """P4: what is copied, pickled or saved before the first step is heard by nobody, and names nothing of ours."""
     model = Task()
     early.add(model)
@@ -439,7 +441,7 @@ def test_copies_carry_nothing(early: Early) -> None:
     assert not [one for one in early if one.calls]
 
 
-def test_the_fast_path_of_transformers_stays(early: Early) -> None:
+def test_the_fast_path_of_transformers_stays(early: PreAttachRecorder) -> None:
     """An encoder layer computes other bits where a hook stands on it or in it: none does, and its calls are noticed."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
@@ -451,7 +453,7 @@ def test_the_fast_path_of_transformers_stays(early: Early) -> None:
         assert torch.equal(model(x), bare)
 
 
-def test_replicas_made_after_the_optimizer(early: Early) -> None:
+def test_replicas_made_after_the_optimizer(early: PreAttachRecorder) -> None:
     """DistributedDataParallel around a model that is held already: its calls are run again as the replica's."""
     with one_rank():
         model = SqrtAtZero()
@@ -474,7 +476,7 @@ def refuse(value: Unreadable) -> Any:
 def test_a_fault_of_ours_is_told_and_stays_here() -> None:
     """An argument that cannot be looked at costs the cause, not the forward."""
     faults: list[tuple[str, BaseException]] = []
-    early = Early(lambda component, error: faults.append((component, error)))
+    early = PreAttachRecorder(lambda component, error: faults.append((component, error)))
     model = SqrtAtZero()
     early.add(model)
 
@@ -492,9 +494,11 @@ def test_a_fault_of_ours_is_told_and_stays_here() -> None:
     assert [(component, type(error)) for component, error in faults] == [("localise", LookupError)]
 
 
-def held_for(module: nn.Module) -> list[Holding]:
+def held_for(module: nn.Module) -> list[RecordedCalls]:
     """What holds, or may hold, calls of this very module."""
-    live = [each for each in gc.get_objects() if issubclass(type(each), Holding) and each.model() is module]
+    live = [
+        each for each in gc.get_objects() if issubclass(type(each), RecordedCalls) and each.model() is module
+    ]
     return [each for each in live if not each.deaf]
 
 
@@ -503,7 +507,7 @@ def called(model: nn.Module, criterion: nn.Module, x: Tensor) -> None:
     criterion(model(x), torch.zeros(5, 3)).backward()
 
 
-def test_what_was_held_before_goes_on_and_is_not_made_anew(early: Early) -> None:
+def test_what_was_held_before_goes_on_and_is_not_made_anew(early: PreAttachRecorder) -> None:
     """One holding of a model, and of the criterion beside it, from the first forward on; also of the next model."""
     first, second, criterion = SqrtAtZero(), SqrtAtZero(), nn.MSELoss()
     early.add(first)
@@ -513,7 +517,7 @@ def test_what_was_held_before_goes_on_and_is_not_made_anew(early: Early) -> None
     with gw:
         assert held_for(first) == [held]
         (of_criterion,) = held_for(criterion)
-        later, optimizer = Early(failed), sgd(second)
+        later, optimizer = PreAttachRecorder(failed), sgd(second)
         later.add(second)
         (held,) = held_for(second)
         called(second, criterion, torch.randn(5, 4))
@@ -529,7 +533,9 @@ def test_what_was_held_before_goes_on_and_is_not_made_anew(early: Early) -> None
     assert (finding.phase, finding.op) == ("backward", "sqrt")
 
 
-def test_a_line_that_calls_one_model_after_another_is_looked_at_once_for_each(early: Early) -> None:
+def test_a_line_that_calls_one_model_after_another_is_looked_at_once_for_each(
+    early: PreAttachRecorder,
+) -> None:
     """A criterion made for each model is found beside its first call, also where the line and the kind are known."""
     gw = None
     for _ in range(3):

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor, nn
 
 from gradwatch.capture.assemble import Extras, assemble
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.reading.batched import FLOAT32_MAX
 from gradwatch.records.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched
@@ -75,7 +75,7 @@ def exact(grad: Tensor) -> float:
     return float(np.sqrt(np.sum(np.square(plain.astype(np.longdouble)))))
 
 
-def lane_of(grads: list[Tensor], on_device: bool) -> Lane:
+def lane_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
     """A lane asks its parameters for their gradients only."""
     count = len(grads)
     sites = Sites(
@@ -85,7 +85,9 @@ def lane_of(grads: list[Tensor], on_device: bool) -> Lane:
         ndims=np.zeros(count, np.int64),
         depths=np.arange(count),
     )
-    lane = Lane(0, None, [SimpleNamespace(grad=grad, device=grad.device) for grad in grads], sites)  # type: ignore[misc]
+    lane = OptimizerCapture(
+        0, None, [SimpleNamespace(grad=grad, device=grad.device) for grad in grads], sites
+    )  # type: ignore[misc]
     lane.on_cpu = not on_device
     return lane
 

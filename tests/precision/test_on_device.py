@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.capture import names as site_names
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned
-from gradwatch.reading.pinned import Ring, Sending
+from gradwatch.reading.pinned import PinnedPool, Sending
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.boundary import optimizer_step
 from gradwatch.session.deferral import DEPTH
@@ -32,7 +32,9 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one on a device."""
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     for module in (device, optimizer_step):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
@@ -100,7 +102,7 @@ def test_the_numbers_are_those_of_the_host_path(fused: bool, unscale: bool) -> N
 def test_on_meta_every_read_of_a_number_would_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole watch on a device without numbers: one copy of the norms a step, and nothing else looked at."""
     sent: list[Tensor] = []
-    ring = Ring()
+    ring = PinnedPool()
 
     class Wire:
         """The one thing `meta` cannot do: what comes over it is made up here."""
@@ -149,7 +151,7 @@ def test_taps_and_local_norms_on_meta(
     dtype: torch.dtype, captured: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hooks inside backward look at no number either; and under a CUDA graph's capture they do nothing."""
-    ring = Ring()
+    ring = PinnedPool()
 
     class Wire:
         def send(self, part: Tensor) -> Sending:
@@ -185,7 +187,7 @@ def test_taps_and_local_norms_on_meta(
 
 def test_several_devices_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients on two devices: one batch each, every norm at its own position."""
-    ring, seen = Ring(), []
+    ring, seen = PinnedPool(), []
 
     class Wire:
         def send(self, part: Tensor) -> Sending:
@@ -291,7 +293,7 @@ def test_rules_are_bound_anew_after_what_is_late_was_learned(
 
 def test_buffers_are_used_again_and_never_while_in_use() -> None:
     """Taking the numbers out frees the buffer; two parts under way have two; what was taken stays as it was."""
-    ring = Ring()
+    ring = PinnedPool()
     first, second = ring.send(torch.arange(3.0)), ring.send(torch.arange(3.0) + 10)
     used = {id(first._buffer), id(second._buffer)}
     assert len(used) == 2
@@ -309,7 +311,7 @@ def test_buffers_are_used_again_and_never_while_in_use() -> None:
 
 def test_threads_share_the_ring() -> None:
     """Autograd runs one thread per device: numbers never mix."""
-    ring, wrong = Ring(), []
+    ring, wrong = PinnedPool(), []
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -454,7 +456,9 @@ def test_finite_gradients_whose_norm_overflows_are_not_skipped() -> None:
 
 def test_a_step_under_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a CUDA graph is captured no operation of ours is enqueued; it is said once; then all goes on."""
-    monkeypatch.setattr(Lane, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False)
+    monkeypatch.setattr(
+        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+    )
     names: list[list[str]] = []
     for watch in (False, True):
         model = net()

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.columns import local
 from gradwatch.capture.columns.sampled import Sampler
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed import group, rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
@@ -115,8 +115,8 @@ def acting(rank: int, wrap: Callable[[nn.Module], nn.Module], text: str = ACTING
 
 
 SITES: dict[str, tuple[Any, str]] = {
-    "settle": (Lane, "settle"),
-    "read": (Lane, "read"),
+    "settle": (OptimizerCapture, "settle"),
+    "read": (OptimizerCapture, "read"),
     "sample": (Sampler, "collect"),
     "local": (local.LocalNorms, "collect"),
     "encode": (rank_facts, "encode"),
@@ -205,7 +205,7 @@ def paused(rank: int) -> dict[str, Any]:
     """Rank 1 pauses itself after three faults: it takes part blind, and counts steps as the others afterwards."""
     plain, model, optimizer = made()
     poison = Poison(plain, rank, "b.weight")
-    original, broken = Lane.settle, [False]
+    original, broken = OptimizerCapture.settle, [False]
 
     def failing(*args: Any) -> Any:
         if broken[0] and rank == 1:
@@ -214,7 +214,7 @@ def paused(rank: int) -> dict[str, Any]:
 
     with (
         mock.patch.object(activity, "PAUSE_SECONDS", 0.2),
-        mock.patch.object(Lane, "settle", failing),
+        mock.patch.object(OptimizerCapture, "settle", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):
         for step in range(30):

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from tests.ranks.trials import made, take_step, told, watched, weights
 
 STEPS, AT = 8, 4
@@ -26,9 +26,9 @@ SILENT = TALKING.replace("  rank-mismatch: {detect: {kind: rank_mismatch}, sever
 def failing(rank: int, text: str, broken: Callable[[int], bool], times: int) -> dict[str, Any]:
     """Train; at step `AT` the multiplication fails so many times on the ranks that are `broken`."""
     _, model, optimizer = made(DistributedDataParallel)
-    multiply, left = Lane.multiply, [0]
+    multiply, left = OptimizerCapture.multiply, [0]
 
-    def multiplied(lane: Lane, coefficient: np.float32) -> None:
+    def multiplied(lane: OptimizerCapture, coefficient: np.float32) -> None:
         if left[0]:
             left[0] -= 1
             raise MemoryError("injected")
@@ -37,7 +37,7 @@ def failing(rank: int, text: str, broken: Callable[[int], bool], times: int) -> 
     hashes: list[str] = []
     said: list[str] = []
     with (
-        mock.patch.object(Lane, "multiply", multiplied),
+        mock.patch.object(OptimizerCapture, "multiply", multiplied),
         watched(model, optimizer, text, strict=False) as (gw, collector),
     ):
         gw.health.on_first = lambda component, error: said.append(f"{component}: {error}")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.actions import clip
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed import rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
@@ -129,7 +129,7 @@ def raising(owner: Any, name: str) -> Callable[[], Any]:
 
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp2": fsdp2}
 AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "_seen_by_all")}
-BEFORE_THE_EXCHANGE = {"settle": (Lane, "settle"), "encode": (rank_facts, "encode")}
+BEFORE_THE_EXCHANGE = {"settle": (OptimizerCapture, "settle"), "encode": (rank_facts, "encode")}
 
 SITUATIONS: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: trained(rank, DistributedDataParallel, EVERYWHERE),
@@ -157,5 +157,5 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
         for where, site in BEFORE_THE_EXCHANGE.items()
         for how, wrap in WRAPS.items()
     },
-    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(clip.StandingClips, "_norms")),
+    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(clip.ClipSection, "_norms")),
 }

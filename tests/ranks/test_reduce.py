@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.capture.shards import Holding
+from gradwatch.capture.shards import ShardPlacement
 from gradwatch.capture.window import Window
 from gradwatch.distributed import rank_facts
-from gradwatch.distributed.rank_facts import Layout, Told, Usual
+from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Column
 from tests.engine_cases import make_sites
 
@@ -40,17 +40,17 @@ def layout(
 def window(norms: np.ndarray, step: int = 3, details: dict[int, Detail] | None = None) -> Window:
     """A window with these norms, not clipped."""
     calls = np.where(norms != 0, 2, 0).astype(np.int32)
-    reading = HostReading.of(norms, details or {})
+    reading = CpuNorms.of(norms, details or {})
     return Window(make_sites(K), step, reading, reading, calls, 2, False, True)
 
 
-def spoken(layouts: list[Layout], windows: list[Window], **more: object) -> Told:
+def spoken(layouts: list[Layout], windows: list[Window], **more: object) -> ReducedFacts:
     """What everybody hears."""
     vectors = [
         rank_facts.encode(one, w, w.resolve(), {}, {}, None, Usual(np.full(K, np.nan)))
         for one, w in zip(layouts, windows, strict=True)
     ]
-    return Told(layouts[0], np.sum(vectors, axis=0))
+    return ReducedFacts(layouts[0], np.sum(vectors, axis=0))
 
 
 @settings(max_examples=50)
@@ -105,7 +105,7 @@ def test_sampled_columns_add_up(suffix: str) -> None:
         }
         w = window(np.ones(K))
         vectors.append(rank_facts.encode(one, w, w.resolve(), {}, columns, None, Usual(np.full(K, np.nan))))
-    found = rank_facts.pooled_columns(Told(layouts[0], np.sum(vectors, axis=0)))
+    found = rank_facts.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
     np.testing.assert_allclose(found["zero_fraction" + suffix].values, 0.4, rtol=1e-6)
     np.testing.assert_allclose(found["weight_norm" + suffix].values, 5.0, rtol=1e-6)
     np.testing.assert_allclose(found["update_ratio" + suffix].values, 0.5 / 5.0, rtol=1e-6)
@@ -139,11 +139,11 @@ def test_a_blind_rank_makes_the_facts_incomplete() -> None:
     late = rank_facts.encode(
         layouts[2], window(np.ones(K), step=4), w.resolve(), {}, {}, None, Usual(np.zeros(K))
     )
-    told = Told(layouts[0], vector + rank_facts.blind(layouts[1]) + late)
+    told = ReducedFacts(layouts[0], vector + rank_facts.blind(layouts[1]) + late)
     assert not told.complete
     assert told.blind == [1]
     third = rank_facts.encode(layouts[1], w, w.resolve(), {}, {}, None, Usual(np.zeros(K)))
-    assert not Told(layouts[0], vector + late + third).complete
+    assert not ReducedFacts(layouts[0], vector + late + third).complete
 
 
 def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
@@ -155,7 +155,7 @@ def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
         for one, loss in zip(layouts, losses, strict=True):
             values = {} if loss is None else {"loss": loss}
             total = total + rank_facts.encode(one, w, w.resolve(), values, {}, None, Usual(np.zeros(K)))
-        return Told(layouts[0], total).loss
+        return ReducedFacts(layouts[0], total).loss
 
     assert heard(1.0, None, 4.0) == 2.5
     assert heard(None, None, None) is None
@@ -183,5 +183,5 @@ def test_a_rank_names_the_parameter_that_explains_it_best() -> None:
 )
 def test_who_counts(ranks: frozenset[int] | None, first: bool, leader: int, expected: list[bool]) -> None:
     """A whole parameter once, by its leader; shards each; other replicas' shards not at all."""
-    holding = Holding(8, 1, ranks is not None, ranks, first)
+    holding = ShardPlacement(8, 1, ranks is not None, ranks, first)
     assert [holding.counts(rank, leader) for rank in range(2)] == expected

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwatch.actions.backward.norms_before import Acted
 from gradwatch.actions.elementwise import Elementwise, shaped
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.policies.norm_bound import Bound, OneBound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense
@@ -37,11 +37,15 @@ SCALED = "a GradScaler multiplies the gradients"
 SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have seen them"
 
 
-class Turn:
+class BackwardClipState:
     """What the hooks share: the bounds in force, and what was done in the running backward and in this window."""
 
     def __init__(
-        self, lane: Lane, elementwise: Elementwise | None, local: bool, refused: Callable[[str], None]
+        self,
+        lane: OptimizerCapture,
+        elementwise: Elementwise | None,
+        local: bool,
+        refused: Callable[[str], None],
     ) -> None:
         # Lists, so that a hook can look without an attribute walk.
         self.task = [backward.IDLE]
@@ -106,7 +110,7 @@ class Turn:
         self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
         self._refused(self.off)
 
-    def take_over(self, before: Turn, param_ids: list[int]) -> None:
+    def take_over(self, before: BackwardClipState, param_ids: list[int]) -> None:
         """Go on with a window that another has begun."""
         place = {identity: k for k, identity in enumerate(param_ids)}
         former = before._param_ids

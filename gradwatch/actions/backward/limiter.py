@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.actions.backward.bounds_in_force import Turn
+from gradwatch.actions.backward.bounds_in_force import BackwardClipState
 from gradwatch.actions.backward.norms_before import before_acting
 from gradwatch.actions.elementwise import Elementwise
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window import Window
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.plan import SMALL
@@ -43,7 +43,7 @@ Hook = Callable[[Tensor], Tensor | None]
 NOT_PLAIN = np.zeros(0, np.float64)
 
 
-class Limiter:
+class BackwardClipper:
     """Tensor hooks on the parameters of one lane; `covered[K]` says which of them may ever be multiplied.
 
     `taps[K]` are the tensors that autograd accumulates into (None: nobody hears of that gradient). `local`: act
@@ -53,17 +53,17 @@ class Limiter:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: OptimizerCapture,
         taps: Sequence[Tensor | None],
         covered: Sequence[bool],
         elementwise: Elementwise | None,
         local: bool,
         failed: Callable[[str, BaseException], None],
         refused: Callable[[str], None],
-        before: Limiter | None = None,
+        before: BackwardClipper | None = None,
     ) -> None:
         """`before` is one that acted on some of these parameters until now; it hands over what it has done."""
-        self._turn = Turn(lane, elementwise, local, refused)
+        self._turn = BackwardClipState(lane, elementwise, local, refused)
         if before is not None:
             self._turn.take_over(before._turn, lane.param_ids)
             before.close()
@@ -131,7 +131,7 @@ class Limiter:
         self._hooks.clear()
 
 
-def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+def _hook(k: int, tap: Tensor, turn: BackwardClipState, failed: Callable[[str, BaseException], None]) -> Hook:
     """The hook of one parameter."""
     # A square tells whether a closer look is due, where float32 adds it up well enough. What float32 cannot hold of it
     # is out of every bound, or is 0.
@@ -142,7 +142,9 @@ def _hook(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException]
     return hook
 
 
-def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+def _at_a_glance(
+    k: int, tap: Tensor, turn: BackwardClipState, failed: Callable[[str, BaseException], None]
+) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
     tracing, current = torch.compiler.is_dynamo_compiling, backward.current
     dispatching, functions = modes.dispatching, modes.functions
@@ -179,7 +181,9 @@ def _at_a_glance(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseExc
     return limit
 
 
-def _closely(k: int, tap: Tensor, turn: Turn, failed: Callable[[str, BaseException], None]) -> Hook:
+def _closely(
+    k: int, tap: Tensor, turn: BackwardClipState, failed: Callable[[str, BaseException], None]
+) -> Hook:
     """The hook of any other parameter."""
     tracing, current = torch.compiler.is_dynamo_compiling, backward.current
     dispatching, functions = modes.dispatching, modes.functions

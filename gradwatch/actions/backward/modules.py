@@ -29,8 +29,8 @@ Square = float | Tensor
 class ModuleBounds:
     """The bounds on M modules; `publish` writes them between a step and the next backward, the hooks read them.
 
-    As the `Limiter` of parameters it switches itself off, loudly, under a GradScaler and where ranks would not hear
-    of it, unless it is `local`. `refused(reason)` is told once; `failed` counts a fault of ours.
+    As the `BackwardClipper` of parameters it switches itself off, and reports it, under a GradScaler and where ranks
+    would not learn of it, unless it is `local`. `refused(reason)` is told once; `failed` counts a fault of ours.
     """
 
     def __init__(

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.window import Window
-from gradwatch.reading.device import Arriving, DeviceReading
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.device import AsyncCopy, DeviceNorms
+from gradwatch.reading.host import CpuNorms
 
 Acted = float | Tensor
 """The norm a hook found before it multiplied; a 0-dim tensor on a device, loss scale included."""
 
 
-def before_acting(window: Window, acted: dict[int, Acted]) -> HostReading | DeviceReading:
+def before_acting(window: Window, acted: dict[int, Acted]) -> CpuNorms | DeviceNorms:
     """The window's reading with the norms found before the hooks multiplied.
 
     Where several backwards were accumulated it is the larger of what the hooks saw and what they left.
     """
     raw = window.raw
-    if isinstance(raw, DeviceReading):
-        return Overheard(raw, {k: torch.as_tensor(norm) for k, norm in acted.items()}, window.micro > 1)
+    if isinstance(raw, DeviceNorms):
+        return PreClipReading(raw, {k: torch.as_tensor(norm) for k, norm in acted.items()}, window.micro > 1)
     left = raw.norms()
     norms = {k: float(norm) for k, norm in acted.items()}
     if window.micro > 1:
@@ -34,10 +34,10 @@ def before_acting(window: Window, acted: dict[int, Acted]) -> HostReading | Devi
     return reading
 
 
-class Overheard(DeviceReading):
+class PreClipReading(DeviceNorms):
     """Norms on their way from a device, some of which hooks found before they multiplied."""
 
-    def __init__(self, after: DeviceReading, before: dict[int, Tensor], larger: bool) -> None:
+    def __init__(self, after: DeviceNorms, before: dict[int, Tensor], larger: bool) -> None:
         self._after = after
         self._larger = larger
         by_device: dict[torch.device, list[int]] = {}
@@ -45,7 +45,7 @@ class Overheard(DeviceReading):
             by_device.setdefault(norm.device, []).append(k)
         self._order = np.array([k for group in by_device.values() for k in group], np.intp)
         stacks = [torch.stack([before[k] for k in group]) for group in by_device.values()]
-        super().__init__(stacks, Arriving(stacks, np.arange(len(self._order)), len(self._order)))
+        super().__init__(stacks, AsyncCopy(stacks, np.arange(len(self._order)), len(self._order)))
 
     def ready(self) -> bool:
         """Whether `norms()` would return at once."""

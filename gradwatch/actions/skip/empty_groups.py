@@ -20,7 +20,7 @@ from gradwatch.actions.skip.shadow_optimizer import unhooked
 from gradwatch.taps.optimizers.inner import with_inner
 
 
-class EmptyLists:
+class EmptiedGroups:
     """What is known of the types of optimizers, whose steps are called with a closure or without."""
 
     def __init__(self) -> None:

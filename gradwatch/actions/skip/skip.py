@@ -33,7 +33,7 @@ from gradwatch.taps import step_hooks
 from gradwatch.taps.optimizers.inner import with_inner
 
 
-class Withheld:
+class StepSkipper:
     """One step of one optimizer, withheld; `may_empty`: whether its step can do with empty parameter lists."""
 
     def __init__(self, optimizer: Optimizer, may_empty: Callable[[], bool]) -> None:

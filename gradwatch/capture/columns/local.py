@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.columns.sampled import Sampled
-from gradwatch.reading.device import Arriving, Number, capturing, widest
+from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.rows import ROW, UNDERFLOW
 from gradwatch.reading.single import exact_norm
@@ -69,7 +69,7 @@ class LocalNorms:
             # In float64 to the end, and never rounded to 0 or past float32 without need: as `norm` is.
             stacks.append(torch.tensor(list(on_host.values()), dtype=torch.float64, device="cpu"))
             order += on_host
-        sampled.parts["norm_local"] = Arriving(stacks, np.array(order, np.intp), self._count, scale=scale)
+        sampled.parts["norm_local"] = AsyncCopy(stacks, np.array(order, np.intp), self._count, scale=scale)
         sampled.present["norm_local"] = present
         self.forget()
         return sampled

@@ -24,7 +24,7 @@ from gradwatch.capture.columns.sampled import Sampled
 from gradwatch.capture.names import named_modules
 from gradwatch.engine.needs import BURSTS, Needs
 from gradwatch.errors import AttachError
-from gradwatch.reading.device import Arriving, Number, capturing
+from gradwatch.reading.device import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.records.snapshot import Sites
 from gradwatch.taps import containers, modes, module_calls
@@ -107,9 +107,9 @@ class ModuleTaps:
             present[positions] = True
             stack = torch.stack([heard[int(m)] for m in positions])
             if column in GRADIENT_COLUMNS:
-                arriving = Arriving([stack.sqrt()], positions, len(self.names), scale=scale)
+                arriving = AsyncCopy([stack.sqrt()], positions, len(self.names), scale=scale)
             else:
-                arriving = Arriving([stack], positions, len(self.names))
+                arriving = AsyncCopy([stack], positions, len(self.names))
             sampled.parts[column] = arriving
             sampled.present[column] = present
             heard.clear()
@@ -133,7 +133,7 @@ class ModuleTaps:
             present = np.zeros(len(self.names), bool)
             present[positions] = True
             stack = torch.stack([torch.as_tensor(factors[int(m)]) for m in positions])
-            sampled.parts["coef"] = Arriving([stack], positions, len(self.names))
+            sampled.parts["coef"] = AsyncCopy([stack], positions, len(self.names))
             sampled.present["coef"] = present
 
     def close(self) -> None:

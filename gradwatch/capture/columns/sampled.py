@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.engine.needs import BURSTS, PERIOD, Needs
-from gradwatch.reading.device import Arriving, Floats, Number
+from gradwatch.reading.device import AsyncCopy, Floats, Number
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.records.snapshot import BoolArray, Column
 
@@ -34,7 +34,7 @@ WEIGHT_NORM_FLOOR = 0.1
 class Ratio:
     """‖Δw‖ / max(‖w‖, 0.1) of K parameters, from two norms on their way."""
 
-    def __init__(self, change: Arriving, size: Arriving) -> None:
+    def __init__(self, change: AsyncCopy, size: AsyncCopy) -> None:
         self._change = change
         self._size = size
 
@@ -64,7 +64,7 @@ class Sampled:
     """Sampled columns of one step, possibly still on their way from a device; K positions."""
 
     count: int
-    parts: dict[str, Arriving | Ratio] = field(default_factory=dict)
+    parts: dict[str, AsyncCopy | Ratio] = field(default_factory=dict)
     present: dict[str, BoolArray | Moved] = field(default_factory=dict)
 
     def ready(self) -> bool:
@@ -237,7 +237,7 @@ def _arriving(
     count: int,
     factor: NDArray[np.float32] | None = None,
     scale: Number = 1.0,
-) -> Arriving:
+) -> AsyncCopy:
     """Numbers on their way to the host, in one copy from each device and of each dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, NDArray[np.intp]]]] = {}
     start = 0
@@ -246,7 +246,7 @@ def _arriving(
         start += len(part)
     places = [place for group in alike.values() for _, place in group]
     joined = [torch.cat([part for part, _ in group]) for group in alike.values()]
-    return Arriving(joined, np.concatenate(places) if places else positions[:0], count, factor, scale)
+    return AsyncCopy(joined, np.concatenate(places) if places else positions[:0], count, factor, scale)
 
 
 def _blown_up(params: Sequence[Tensor]) -> NDArray[np.float32]:

@@ -102,10 +102,10 @@ class Outermost:
     """Which of several holdings hears a call under way: what it calls in turn is a part of it."""
 
     def __init__(self) -> None:
-        self.now: Holding | None = None
+        self.now: RecordedCalls | None = None
 
 
-class Holding:
+class RecordedCalls:
     """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
@@ -127,7 +127,7 @@ class Holding:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
         self.dropped = 0
-        self.parts: Sequence[Holding] = ()  # held beside it until it is called itself
+        self.parts: Sequence[RecordedCalls] = ()  # held beside it until it is called itself
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
@@ -347,7 +347,7 @@ class Holding:
 
 
 @untraced
-def _gradient(holding: Holding, call: Call, position: int, grad: Tensor) -> None:
+def _gradient(holding: RecordedCalls, call: Call, position: int, grad: Tensor) -> None:
     """A gradient has reached an output of the call; nothing is made of it."""
     try:
         if _tracing():

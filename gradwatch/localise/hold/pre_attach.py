@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.held import MAX_BYTES, Call, Holding, inner
-from gradwatch.localise.hold.recorded_calls import Family, Holdings, Inherited
+from gradwatch.localise.hold.held import MAX_BYTES, Call, RecordedCalls, inner
+from gradwatch.localise.hold.recorded_calls import CallRecorder, Family, Inherited
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.taps import backward, module_calls, tree
 
 
-class EarlyHolding(Holding):
+class PreAttachCalls(RecordedCalls):
     """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
     tasks: set[int] | None = None
@@ -55,7 +55,7 @@ class EarlyHolding(Holding):
             self.calls.remove(call)
 
 
-class Early(Holdings):
+class PreAttachRecorder(CallRecorder):
     """Holds the calls of models from now on; `handed_over` to a Watch, or closed."""
 
     def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
@@ -113,7 +113,7 @@ class Early(Holdings):
         """
         roots = list(models)
         watched = {id(module) for model in roots for module in tree.modules(inner(model))}
-        held = [one for one in self if isinstance(one, EarlyHolding) and self._is_of(one, watched)]
+        held = [one for one in self if isinstance(one, PreAttachCalls) and self._is_of(one, watched)]
         known = [one.tasks for one in held if one.tasks is not None]
         for holding in held:
             if known:
@@ -131,7 +131,7 @@ class Early(Holdings):
         self.close()
         return Inherited(going_on, criteria, [holding for holding in leaving if holding.heard])
 
-    def _is_of(self, holding: Holding, watched: set[int]) -> bool:
+    def _is_of(self, holding: RecordedCalls, watched: set[int]) -> bool:
         model = holding.model()
         if model is None or not watched:
             return False
@@ -143,5 +143,5 @@ class Early(Holdings):
                 holding.close()
             self._families.remove(family)
 
-    def _holding(self, module: nn.Module, **options: Any) -> Holding:
-        return EarlyHolding(module, self._failed, self._max_bytes, **options)
+    def _holding(self, module: nn.Module, **options: Any) -> RecordedCalls:
+        return PreAttachCalls(module, self._failed, self._max_bytes, **options)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.hold.caller_scope import beside
-from gradwatch.localise.hold.held import Call, Holding, Outermost
+from gradwatch.localise.hold.held import Call, Outermost, RecordedCalls
 from gradwatch.localise.hold.kinds import Kind, Kinds, kind_of
 from gradwatch.taps import tree
 from gradwatch.taps.dynamo import anything_compiled, compiles
@@ -27,7 +27,7 @@ WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 
 
-Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], Holding]
+Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], RecordedCalls]
 
 
 class Family:
@@ -52,7 +52,7 @@ class Family:
         """The watched model; None once it has been freed."""
         return self._whole.model()
 
-    def belongs_to(self, hold: Hold, adopt: Callable[[Holding], None]) -> None:
+    def belongs_to(self, hold: Hold, adopt: Callable[[RecordedCalls], None]) -> None:
         """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
         self._hold = hold
         for holding in dict.fromkeys((*self.holdings, self._whole, *self._whole.parts)):
@@ -117,11 +117,11 @@ class Inherited(NamedTuple):
     """What was held before a watch began: whole models that go on, the criteria beside them, and calls of others."""
 
     families: list[Family]
-    criteria: Sequence[Holding]
-    former: Sequence[Holding]
+    criteria: Sequence[RecordedCalls]
+    former: Sequence[RecordedCalls]
 
 
-class Holdings:
+class CallRecorder:
     """The calls since the last step, of all models and criteria. Never raises into a forward.
 
     `failed` counts a fault of ours; `max_bytes` caps what is held per model, and per call of a criterion.
@@ -132,8 +132,8 @@ class Holdings:
         self._max_bytes = max_bytes
         self._families: list[Family] = []
         self.kinds: Kinds = {}
-        self._criteria: list[Holding] = []
-        self._former: list[Holding] = []  # that hear no further call
+        self._criteria: list[RecordedCalls] = []
+        self._former: list[RecordedCalls] = []  # that hear no further call
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
 
     def add(self, model: nn.Module) -> None:
@@ -160,7 +160,7 @@ class Holdings:
                 self._criteria.append(criterion)
         self._former += before.former
 
-    def _adopt(self, holding: Holding) -> None:
+    def _adopt(self, holding: RecordedCalls) -> None:
         holding.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
 
     def _let_go(self, model: nn.Module | None) -> None:
@@ -227,17 +227,17 @@ class Holdings:
         """Calls of this step that were let go for their size."""
         return sum(holding.dropped for holding in self)
 
-    def __iter__(self) -> Iterator[Holding]:
+    def __iter__(self) -> Iterator[RecordedCalls]:
         return iter(self._of_models() + self._criteria)
 
-    def _of_models(self) -> list[Holding]:
+    def _of_models(self) -> list[RecordedCalls]:
         return [holding for family in self._families for holding in family.holdings] + self._former
 
-    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> Holding:
+    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> RecordedCalls:
         return self._holding(module, outermost=outermost, kind=kind, met=self._met)
 
-    def _holding(self, module: nn.Module, **options: Any) -> Holding:
-        return Holding(module, self._failed, self._max_bytes, steps=self._steps, **options)
+    def _holding(self, module: nn.Module, **options: Any) -> RecordedCalls:
+        return RecordedCalls(module, self._failed, self._max_bytes, steps=self._steps, **options)
 
     def _met(self, frame: FrameType | None) -> None:
         """A model is called from there."""

@@ -18,7 +18,7 @@ SURE = ("unknown", "loss")  # from the least sure; every other phase names an op
 MET = "the ranks did not meet over the cause: {why}; this is what rank {rank} found of its own step"
 
 
-class Together:
+class RankAgreement:
     """The ranks at one boundary whose verdict they share; `name` is the same on all, and of no other boundary."""
 
     def __init__(self, name: str, rank: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.actions.backward.limiter import Limiter
+from gradwatch.actions.backward.limiter import BackwardClipper
 from gradwatch.actions.backward.modules import ModuleBounds
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard
 from gradwatch.engine import BoundEngine
 from gradwatch.engine.backward import (
@@ -68,10 +68,10 @@ def _reasons(models: Iterable[nn.Module], world_size: int) -> list[str]:
 
 def micro_drop_of(
     ruleset: RuleSet,
-    lane: Lane,
+    lane: OptimizerCapture,
     failed: Callable[[str, BaseException], None],
     report: Callable[[str, BaseException], None],
-    cleared: Callable[[Lane], None],
+    cleared: Callable[[OptimizerCapture], None],
 ) -> MicroDrop | None:
     """What tells the micro-batches of a lane apart; None where no rule asks for it."""
     if not drops_micro(ruleset):
@@ -82,12 +82,12 @@ def micro_drop_of(
 def limiter_of(
     ruleset: RuleSet,
     bound: BoundEngine,
-    lane: Lane,
+    lane: OptimizerCapture,
     taps: Sequence[Tensor | None],
     failed: Callable[[str, BaseException], None],
     report: Callable[[str, BaseException], None],
-    before: Limiter | None,
-) -> Limiter | None:
+    before: BackwardClipper | None,
+) -> BackwardClipper | None:
     """The hooks that act inside the backward for one lane; None where the rule file asks for none."""
     asked = bound.asked
     if not asked:
@@ -103,7 +103,7 @@ def limiter_of(
     def refused(why: str) -> None:
         report("action", AttachError(why))
 
-    return Limiter(lane, taps, covered, elementwise, local, failed, refused, before)
+    return BackwardClipper(lane, taps, covered, elementwise, local, failed, refused, before)
 
 
 def module_bounds_of(
@@ -118,7 +118,7 @@ def module_bounds_of(
     return ModuleBounds(local, failed, lambda why: report("action", AttachError(why)))
 
 
-def own_sites(bound: BoundEngine, lane: Lane) -> np.ndarray:
+def own_sites(bound: BoundEngine, lane: OptimizerCapture) -> np.ndarray:
     """The sites of a lane's own parameters among those its rules are bound to, which may be all ranks'."""
     place = {name: s for s, name in enumerate(bound.sites.names)}
     return np.array([place[name] for name in lane.sites.names], np.intp)

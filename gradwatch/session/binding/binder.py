@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradwatch.capture.columns.modules import ModuleTaps
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.shards import local_taps
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.session.activity import Activity
-from gradwatch.session.binding.bindings import Courses
+from gradwatch.session.binding.bindings import RuleBindings
 from gradwatch.session.checkpoints import Checkpoints
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.session.notices import Notices
@@ -28,7 +28,7 @@ class Binder:
         capture: Capture,
         ranks: Ranks,
         contexts: Contexts,
-        courses: Courses,
+        courses: RuleBindings,
         checkpoints: Checkpoints,
         taps: ModuleTaps | None,
         stages: PipelineStages,
@@ -47,7 +47,7 @@ class Binder:
         self._notices = notices
         self._note_inactive = note_inactive
 
-    def bind(self, lane: Lane) -> OptimizerContext:
+    def bind(self, lane: OptimizerCapture) -> OptimizerContext:
         """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
         if lane.without_optimizer:
             self._notices.without_optimizer(lane.sites.names)

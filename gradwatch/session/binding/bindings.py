@@ -11,15 +11,15 @@ from torch import Tensor
 from gradwatch.account.running import RunningTotals
 from gradwatch.account.unfed import NOT_COMPARED, Reads
 from gradwatch.actions.backward.modules import ModuleBounds
-from gradwatch.actions.clip import StandingClips
+from gradwatch.actions.clip import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.assemble import with_modules
 from gradwatch.capture.columns import sampled
 from gradwatch.capture.columns.local import LocalNorms
 from gradwatch.capture.columns.sampled import Sampler
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard
-from gradwatch.checkpoint import Vitals
+from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.backward import asks_backward, at_step, drops_micro
@@ -28,7 +28,7 @@ from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.backward_rules import limiter_of, micro_drop_of, own_sites
-from gradwatch.session.binding.optimizer_rules import Course, standing_of
+from gradwatch.session.binding.optimizer_rules import OptimizerRules, standing_of
 from gradwatch.session.binding.rank_rules import WHOLE_ROWS, torn_rows
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.taps import grad_scaler
@@ -36,7 +36,7 @@ from gradwatch.taps import grad_scaler
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
 
 
-class Courses:
+class RuleBindings:
     """Binds rules to contexts, and goes through those that have some."""
 
     def __init__(
@@ -55,14 +55,14 @@ class Courses:
         self._hears_scale: list[Callable[[], None]] = []
         self.most_parameters = 0  # named in the lanes at one time, each counted once
 
-    def __iter__(self) -> Iterator[Course]:
+    def __iter__(self) -> Iterator[OptimizerRules]:
         return iter([ctx.course for ctx in self._contexts if ctx.course is not None])
 
-    def context(self, lane: Lane) -> OptimizerContext:
+    def context(self, lane: OptimizerCapture) -> OptimizerContext:
         """The context that a lane's rules are bound in."""
         return self._contexts.of(lane)
 
-    def _of(self, lane: Lane) -> Course | None:
+    def _of(self, lane: OptimizerCapture) -> OptimizerRules | None:
         """The rules bound to a lane's optimizer; None where none are yet."""
         ctx = self._contexts.find(lane)
         return None if ctx is None else ctx.course
@@ -97,7 +97,7 @@ class Courses:
                 if local is not None:
                     local.backward_ended()
 
-    def forget(self, lane: Lane) -> None:
+    def forget(self, lane: OptimizerCapture) -> None:
         """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
         course = self._of(lane)
         if course is not None and course.local is not None:
@@ -105,7 +105,7 @@ class Courses:
         if course is not None and course.limiter is not None:
             course.limiter.forget()
 
-    def cleared(self, lane: Lane) -> None:
+    def cleared(self, lane: OptimizerCapture) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
         course = self._of(lane)
         if course is not None and course.local is not None:
@@ -127,7 +127,9 @@ class Courses:
 
     # -- binding -----------------------------------------------------------------------------------------
 
-    def bind(self, lane: Lane, modules: tuple[str, ...], taps: Sequence[Tensor | None]) -> OptimizerContext:
+    def bind(
+        self, lane: OptimizerCapture, modules: tuple[str, ...], taps: Sequence[Tensor | None]
+    ) -> OptimizerContext:
         """Bind the rules to a lane and its tapped modules; baselines go on by name. The context they are bound in."""
         ctx = self._contexts.of(lane)
         sites = with_modules(self._ranks.sites(lane, ctx.seat), modules)
@@ -142,10 +144,10 @@ class Courses:
         local = self._local(bound, taps, before)
         sampler = Sampler(bound.needs.only(sampled.COLUMNS))
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
-        vitals = Vitals(critical)
+        vitals = CheckpointHealthTracker(critical)
         if before is not None:
             vitals.carry_on(before.vitals)
-        course = ctx.course = Course(bound, state, bound.sites, sampler, local, vitals, lane)
+        course = ctx.course = OptimizerRules(bound, state, bound.sites, sampler, local, vitals, lane)
         if not alike:
             self._count_parameters()
         if self.in_backward and not lane.without_optimizer:
@@ -170,7 +172,7 @@ class Courses:
         }
 
     def _local(
-        self, bound: BoundEngine, taps: Sequence[Tensor | None], before: Course | None
+        self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None
     ) -> LocalNorms | None:
         """Local norms, where a rule asks for them; the hooks before them hand over what they heard."""
         former = self._early if before is None or before.local is None else before.local
@@ -180,7 +182,11 @@ class Courses:
         return local
 
     def _limit(
-        self, course: Course, lane: Lane, taps: Sequence[Tensor | None], before: Course | None
+        self,
+        course: OptimizerRules,
+        lane: OptimizerCapture,
+        taps: Sequence[Tensor | None],
+        before: OptimizerRules | None,
     ) -> None:
         """Hooks that act inside the backward, unless they have switched themselves off."""
         activity, acted = self._activity, None if before is None else before.limiter
@@ -195,7 +201,7 @@ class Courses:
         course.own = own_sites(course.bound, lane)
         lane.heard = None if course.limiter is None else course.limiter.heard
 
-    def _micro(self, lane: Lane, before: Course | None) -> MicroDrop | None:
+    def _micro(self, lane: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
         """What tells the micro-batches of a lane apart, kept while it is of this lane."""
         micro, activity = None if before is None else before.micro, self._activity
         if micro is not None and micro.is_of(lane):
@@ -206,7 +212,7 @@ class Courses:
             self._engine.ruleset, lane, activity.failed, activity.health.report, self.cleared
         )
 
-    def publish_bounds(self, course: Course) -> None:
+    def publish_bounds(self, course: OptimizerRules) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
         if course.limiter is not None and course.own is not None:
             own = course.own
@@ -214,7 +220,7 @@ class Courses:
         if self.module_bounds is not None and course.lane.index == 0:
             self.module_bounds.publish(course.bound.module_bounds(course.state))
 
-    def _standing(self, lane: Lane, bound: BoundEngine) -> StandingClips | None:
+    def _standing(self, lane: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
         """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
         clipping, names = bound.clipping, lane.sites.names
         place = {name: site for site, name in enumerate(bound.sites.names)}
@@ -253,7 +259,7 @@ class Courses:
                     found[rule.id] = reasons[0]
         return found
 
-    def begun(self) -> list[Course]:
+    def begun(self) -> list[OptimizerRules]:
         """Those of optimizers that have stepped, or that there is something to say of; all where none has.
 
         An optimizer that another one wraps, and that never steps itself, holds nothing back.
@@ -287,7 +293,7 @@ class Courses:
 
     # -- states ------------------------------------------------------------------------------------------
 
-    def saved(self, lanes: Iterable[Lane]) -> dict[str, Any]:
+    def saved(self, lanes: Iterable[OptimizerCapture]) -> dict[str, Any]:
         """The state of every lane, JSON-safe, by its index."""
         found = dict(self._restored)  # loaded, and not taken up by a step yet
         for lane in lanes:
@@ -300,13 +306,13 @@ class Courses:
                 }
         return found
 
-    def load(self, saved: Mapping[str, Any], lanes: Iterable[Lane]) -> None:
+    def load(self, saved: Mapping[str, Any], lanes: Iterable[OptimizerCapture]) -> None:
         """Go on from what `saved` gave; lanes that do not exist yet take theirs when they are bound."""
         self._restored = dict(saved)
         for lane in lanes:
             self._restore(lane)
 
-    def _restore(self, lane: Lane) -> None:
+    def _restore(self, lane: OptimizerCapture) -> None:
         saved = self._restored.get(str(lane.index))
         course = self._of(lane)
         if saved is None or course is None:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.actions.backward.limiter import Limiter
-from gradwatch.actions.clip import NormBound, StandingClips
+from gradwatch.actions.backward.limiter import BackwardClipper
+from gradwatch.actions.clip import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
 from gradwatch.capture.columns.local import LocalNorms
 from gradwatch.capture.columns.sampled import Sampler
-from gradwatch.capture.optimizer import Lane
-from gradwatch.checkpoint import Vitals
+from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
 from gradwatch.policies import ClipByNorm
@@ -35,7 +35,7 @@ class Clock(NamedTuple):
 
 
 @dataclass(slots=True)
-class Course:
+class OptimizerRules:
     """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
 
     bound: BoundEngine
@@ -43,22 +43,22 @@ class Course:
     sites: Sites
     sampler: Sampler
     local: LocalNorms | None
-    vitals: Vitals
-    lane: Lane
+    vitals: CheckpointHealthTracker
+    lane: OptimizerCapture
     last_step: float | None = None
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
     decided: Decision | None = None  # of the window at hand, should telling it fail
-    standing: StandingClips | None = None  # what `clip:` asks of it beside the total
-    limiter: Limiter | None = None
+    standing: ClipSection | None = None  # what `clip:` asks of it beside the total
+    limiter: BackwardClipper | None = None
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
 
 
 def standing_of(
     clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
-) -> StandingClips | None:
+) -> ClipSection | None:
     """What `clip:` asks of a lane beside the total; None without any, or where it acts inside the backward.
 
     `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
@@ -79,4 +79,4 @@ def standing_of(
         elementwise = Elementwise(
             [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names
         )
-    return StandingClips(elementwise, bounds) if bounds or elementwise is not None else None
+    return ClipSection(elementwise, bounds) if bounds or elementwise is not None else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradwatch.capture.columns.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.capture.columns.sampled import COLUMNS as SAMPLED_COLUMNS
-from gradwatch.distributed.ranks import Wants
+from gradwatch.distributed.ranks import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
 from gradwatch.engine.unfit import Refusal, only_at
@@ -28,11 +28,11 @@ REDUCED_COLUMNS = RANK_COLUMNS | {"loss"}
 """Columns that differ from rank to rank and are judged after a reduction; the loss is averaged."""
 
 
-def wants(engine: Engine) -> Wants:
+def wants(engine: Engine) -> RankRequirements:
     """What a watch with these rules needs the other ranks for."""
     rules = engine.ruleset.rules
     clip = engine.ruleset.clip
-    return Wants(
+    return RankRequirements(
         rules=(engine.ruleset.digest or repr(sorted(rule.id for rule in rules))) + _armed(engine),
         acts=clip is not None or any(rule.acts for rule in rules),
         facts=bool(RANK_COLUMNS & engine.columns)

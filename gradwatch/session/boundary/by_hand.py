@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from gradwatch.actions.skip.copies import params_of
 from gradwatch.capture.columns.loss import Root
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import Number
 from gradwatch.runtime.process import here
@@ -163,7 +163,7 @@ class ByHand:
                     self._loops = [one for one in self._loops if one is not loop]
         return [loop for loop in self._loops if loop.lane.backwards]
 
-    def _stands(self, lane: Lane) -> bool:
+    def _stands(self, lane: OptimizerCapture) -> bool:
         pairs = zip(map(int, lane.slots), lane.params, strict=True)
         return bool(lane) and all(
             slot in self._unowned and self._capture.params[slot] is param for slot, param in pairs
@@ -186,7 +186,7 @@ class ByHand:
         self._pipeline.observe(lane, window, self._failed)
         lane.advance()
 
-    def _claim(self, lane: Lane) -> None:
+    def _claim(self, lane: OptimizerCapture) -> None:
         """The weights are trained by hand: rules are bound to them."""
         before, self._ending = self._ending, True
         try:
@@ -199,14 +199,14 @@ class ByHand:
 class _Loop:
     """One lane, and the values by which its weights are seen to move; `lanes` are those that get each backward."""
 
-    def __init__(self, lanes: list[Lane], lane: Lane) -> None:
+    def __init__(self, lanes: list[OptimizerCapture], lane: OptimizerCapture) -> None:
         self._lanes = lanes
         self.clip_seen = False  # in the window that is open
         self.thread = 0  # that its last backward has run on
         self.scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
         self.take(lane)
 
-    def take(self, lane: Lane) -> None:
+    def take(self, lane: OptimizerCapture) -> None:
         """This is its lane from now on."""
         self.lane = lane
         self._weights: list[Probed] = []

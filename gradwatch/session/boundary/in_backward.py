@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.optimizer import Lane
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Reading, Window
 from gradwatch.reading.batched import Detail
-from gradwatch.reading.device import Arriving, DeviceReading, arrived
-from gradwatch.reading.host import HostReading
+from gradwatch.reading.device import AsyncCopy, DeviceNorms, arrived
+from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
 from gradwatch.session.binding.binder import Binder
@@ -44,7 +44,7 @@ class InBackward:
         self._binder = binder
         self._pipeline = pipeline
         self._failed = failed
-        self._lane: Lane | None = None
+        self._lane: OptimizerCapture | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._norms: dict[int, float | Tensor] = {}  # by id of the parameter; a tensor on a device
         self._details: dict[int, Detail] = {}
@@ -100,7 +100,7 @@ class InBackward:
             self._details[key] = detail
         self._norms[key] = norm / scale
 
-    def _current(self) -> Lane:
+    def _current(self) -> OptimizerCapture:
         """The lane of all these optimizers, made anew when one has joined, left or changed its parameters."""
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
@@ -109,12 +109,12 @@ class InBackward:
             self._binder.bind(self._lane)
         return self._lane
 
-    def _window(self, lane: Lane) -> Window:
+    def _window(self, lane: OptimizerCapture) -> Window:
         """What the steps of this backward were given; K positions of the lane."""
         found = [self._norms.get(key, 0.0) for key in lane.param_ids]
         details = {k: self._details[key] for k, key in enumerate(lane.param_ids) if key in self._details}
         norms: Reading
-        norms = HostReading.of(np.array(found, np.float64), details) if lane.on_cpu else _on_device(found)
+        norms = CpuNorms.of(np.array(found, np.float64), details) if lane.on_cpu else _on_device(found)
         calls = np.array([self._calls.get(key, 0) for key in lane.param_ids], np.int32)
         lane.losses.add(self._capture.losses.latest())
         return Window(
@@ -130,7 +130,7 @@ class InBackward:
         )
 
 
-def _on_device(found: list[float | Tensor]) -> DeviceReading:
+def _on_device(found: list[float | Tensor]) -> DeviceNorms:
     """Norms that are 0-dim tensors on accelerators (and floats where a parameter is on the CPU)."""
     groups: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, norm in enumerate(found):
@@ -138,4 +138,4 @@ def _on_device(found: list[float | Tensor]) -> DeviceReading:
         groups.setdefault(tensor.device, []).append((k, tensor))
     stacks = [torch.stack([tensor for _, tensor in group]) for group in groups.values()]
     positions = np.array([k for group in groups.values() for k, _ in group], np.intp)
-    return DeviceReading(stacks, Arriving(stacks, positions, len(found)))
+    return DeviceNorms(stacks, AsyncCopy(stacks, positions, len(found)))

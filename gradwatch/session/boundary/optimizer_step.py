@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.actions.apply import Outcome, why_stopped
-from gradwatch.actions.closures import Evaluations, Memory, evaluates_often
-from gradwatch.capture.optimizer import Lane
+from gradwatch.actions.closures import ClosureCalls, WeightBackup, evaluates_often
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
 from gradwatch.distributed.ranks import Ranks
@@ -63,7 +63,7 @@ class Boundary:
         ranks: Ranks,
         activity: Activity,
         notices: Notices,
-        reset: Callable[[Lane], None],
+        reset: Callable[[OptimizerCapture], None],
     ) -> None:
         """`reset`: nothing that tensor hooks measured since the last Snapshot of a lane belongs to a step."""
         self._capture = capture
@@ -75,7 +75,7 @@ class Boundary:
         self._activity = activity
         self._notices = notices
         self._reset = reset
-        self._evaluations: dict[int, Evaluations] = {}  # by id of the optimizer whose step is running
+        self._evaluations: dict[int, ClosureCalls] = {}  # by id of the optimizer whose step is running
         self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
         self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
         self._by_hand = ByHand(capture, binder, pipeline, self._judging_failed)
@@ -140,7 +140,7 @@ class Boundary:
         turn = self._evaluations.get(id(optimizer))  # there in a `super().step()` with a closure of its own
         depth = step_hooks.steps_under_way(optimizer) if turn is not None and turn.running else 1
         if turn is None or depth > turn.depth:
-            self._evaluations[id(optimizer)] = turn = Evaluations(None, turn, depth)
+            self._evaluations[id(optimizer)] = turn = ClosureCalls(None, turn, depth)
             self._guarded(self._remember, optimizer, turn)
         about = optimizer, turn, object()
         instead = closure_calls.notice(
@@ -181,18 +181,18 @@ class Boundary:
 
     # -- closures ----------------------------------------------------------------------------------------
 
-    def _remember(self, optimizer: Optimizer, turn: Evaluations) -> None:
+    def _remember(self, optimizer: Optimizer, turn: ClosureCalls) -> None:
         """Keep what a skip must bring back, where a step may move the weights before its last evaluation."""
         if evaluates_often(optimizer) and self.owns(optimizer):
             ctx = self._context(optimizer)
             if ctx is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
-                turn.memory = Memory(optimizer)
+                turn.memory = WeightBackup(optimizer)
 
-    def _before_evaluation(self, optimizer: Optimizer, turn: Evaluations, closure: object) -> None:
+    def _before_evaluation(self, optimizer: Optimizer, turn: ClosureCalls, closure: object) -> None:
         if turn.begins(closure) and turn.count:
             modes.unseen(self._guarded, self._next_evaluation, optimizer)
 
-    def _after_evaluation(self, optimizer: Optimizer, turn: Evaluations, closure: object) -> None:
+    def _after_evaluation(self, optimizer: Optimizer, turn: ClosureCalls, closure: object) -> None:
         if turn.ends(closure):
             modes.unseen(self._guarded, self._evaluated, optimizer, turn)
 
@@ -202,7 +202,7 @@ class Boundary:
             lane.discard()
             self._reset(lane)
 
-    def _evaluated(self, optimizer: Optimizer, turn: Evaluations) -> None:
+    def _evaluated(self, optimizer: Optimizer, turn: ClosureCalls) -> None:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
         ctx = self._context(optimizer)
         if turn.count == 1 or ctx is None:
@@ -227,7 +227,7 @@ class Boundary:
             decision |= Decision(max_norm=turn.max_norm)
         ctx.acting.clip_again(lane, decision, total, ctx.rules.standing)
 
-    def _is_nested(self, optimizer: Optimizer, lane: Lane) -> bool:
+    def _is_nested(self, optimizer: Optimizer, lane: OptimizerCapture) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
 
         Told by the stack, and asked only where a step seems to be open: one that raised leaves that behind too.
@@ -333,7 +333,7 @@ class Boundary:
         optimizer: Optimizer,
         ctx: OptimizerContext,
         judged: Judged,
-        turn: Evaluations | None,
+        turn: ClosureCalls | None,
         max_norm: float | None,
     ) -> None:
         """Carry out what was decided of a step, and publish what was really done. Raises `TrainingStopped`."""
@@ -394,7 +394,7 @@ class Boundary:
             return self._binder.bind(lane)
         return known
 
-    def _changed(self, optimizer: Optimizer, lane: Lane) -> bool:
+    def _changed(self, optimizer: Optimizer, lane: OptimizerCapture) -> bool:
         """Whether the optimizer has other parameters than when the lane was built."""
         if sum(map(len, map(_params_of, optimizer.param_groups))) != len(lane.watched_ids):
             return True

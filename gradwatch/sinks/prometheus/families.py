@@ -17,7 +17,7 @@ from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.printable import distinct, printable
 from gradwatch.sinks.prometheus.exposition import Block, Family, Labels, Lines, Series, number
 from gradwatch.sinks.prometheus.metrics import METRICS, Metric
-from gradwatch.sinks.prometheus.run_totals import Histogram, Tally
+from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 from gradwatch.sinks.prometheus.selection import Chosen
 
 Value = tuple[tuple[str, ...], float]
@@ -68,7 +68,7 @@ class OptimizerView:
     """One optimizer at one moment: `label` as `optimizer_labels` says."""
 
     label: str
-    tally: Tally
+    tally: RunTotals
     layout: Layout | None = None
 
 
@@ -76,7 +76,7 @@ NO_OPTIMIZER = "none"
 """Label `optimizer` of what no optimizer stands behind: weights moved by the script's own code, observed only."""
 
 
-def optimizer_labels(tallies: Mapping[int, Tally]) -> dict[int, str]:
+def optimizer_labels(tallies: Mapping[int, RunTotals]) -> dict[int, str]:
     """The label `optimizer` of each tally: its index as text, "" where it is the only one.
 
     "none" where no optimizer steps there (and of several such "none-" and the index).
@@ -244,7 +244,7 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
     "gradwatch_config_last_reload_successful": lambda _: _one(1),
 }
 
-_HISTOGRAMS: dict[str, Callable[[Tally], Histogram]] = {
+_HISTOGRAMS: dict[str, Callable[[RunTotals], Histogram]] = {
     "gradwatch_step_grad_norm": lambda tally: tally.grad_norm,
     "gradwatch_step_duration_seconds": lambda tally: tally.step_seconds,
     "gradwatch_observe_duration_seconds": lambda tally: tally.observe_seconds,

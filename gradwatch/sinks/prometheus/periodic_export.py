@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.runtime.worker import Round, courier
+from gradwatch.runtime.worker import Job, courier
 from gradwatch.sinks.prometheus.exposition import Family, Labels
 from gradwatch.sinks.prometheus.families import families
 from gradwatch.sinks.prometheus.final_metrics import labelled
@@ -15,7 +15,7 @@ from gradwatch.sinks.prometheus.sink import PrometheusSink
 from gradwatch.sinks.prometheus.targets import target_labels
 
 
-class Shipment:
+class PeriodicExport:
     """All metrics but those of single parameters, every series with `run_id` and `rank`.
 
     `ship` takes them away, in the courier's thread, and returns the seconds until it is due again; its faults are
@@ -26,7 +26,7 @@ class Shipment:
         self._name, self._ship = name, ship
         self._metrics = PrometheusSink(None, params="off")
         self._labels: Labels = ()
-        self._round: Round | None = None
+        self._round: Job | None = None
 
     @property
     def is_open(self) -> bool:

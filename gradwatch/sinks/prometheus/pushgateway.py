@@ -19,7 +19,7 @@ from gradwatch.account import Account
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.runtime.worker import Round, courier
+from gradwatch.runtime.worker import Job, courier
 from gradwatch.sinks.post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
 from gradwatch.sinks.prometheus.families import RunEnd, View, families
@@ -43,7 +43,7 @@ class PushgatewaySink:
         self._metrics = PrometheusSink(None, params="off")
         self._group: dict[str, str] = {}
         self._stopped = self._ended = False
-        self._round: Round | None = None
+        self._round: Job | None = None
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Have what an earlier attempt left deleted."""

@@ -80,7 +80,7 @@ class RecentMax:
 
 
 @dataclass(slots=True)
-class Tally:
+class RunTotals:
     """Running totals of one optimizer. Written by the training thread; others read a `copy`.
 
     `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts.
@@ -110,7 +110,7 @@ class Tally:
     recent_overhead_seconds: float = 0.0
 
     @classmethod
-    def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> Tally:
+    def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> RunTotals:
         """A tally in which every counter of every rule exists at 0, so that its first increase is seen."""
         tally = cls(stall_floor_seconds=stall_floor_seconds)
         for rule in rules:
@@ -142,7 +142,7 @@ class Tally:
         if record.verdict.events or record.decision.orders:
             self._judge(record)
 
-    def copy(self) -> Tally:
+    def copy(self) -> RunTotals:
         """An independent copy for a reader; the Record, being immutable, is shared."""
         twin = copy.copy(self)
         twin.firings, twin.actions = dict(self.firings), dict(self.actions)

@@ -26,7 +26,7 @@ from gradwatch.runtime.printable import printable
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
 from gradwatch.sinks.prometheus.families import Layout, OptimizerView, View, families, optimizer_labels
 from gradwatch.sinks.prometheus.page import status_page
-from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, Tally
+from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, RunTotals
 from gradwatch.sinks.prometheus.selection import MODES, ParamsMode, Selection, SeriesBudget
 from gradwatch.sinks.prometheus.targets import remove_target, strangers, write_target
 
@@ -41,7 +41,7 @@ _STALE_SECONDS = 0.5
 class _Optimizer:
     """What the sink keeps of one optimizer; `layout` belongs to the thread that renders."""
 
-    def __init__(self, tally: Tally, selection: Selection) -> None:
+    def __init__(self, tally: RunTotals, selection: Selection) -> None:
         self.tally, self.selection = tally, selection
         self.layout: tuple[str, Layout] | None = None
 
@@ -182,7 +182,7 @@ class PrometheusSink:
                 layout = optimizer.layout = (label, Layout.of(chosen, label))
             optimizers.append(OptimizerView(label, tally, layout[1] if layout else None))
         if not optimizers:
-            optimizers.append(OptimizerView("", Tally.of(self._run.rules, self._stall_seconds)))
+            optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
         health = self._health
         told = health.errors(), health.up()
         inactive = {**health.unfed(), **health.inactive()}
@@ -197,7 +197,7 @@ class PrometheusSink:
             stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].tally))
             self._budget.left += self._optimizers.pop(stalest).selection.admitted
         selection = Selection(self._params, self._top_k, self._match, self._budget)
-        self._optimizers[index] = _Optimizer(Tally.of(self._run.rules, self._stall_seconds), selection)
+        self._optimizers[index] = _Optimizer(RunTotals.of(self._run.rules, self._stall_seconds), selection)
         return self._optimizers[index]
 
     def _metrics(self, hurried: bool) -> Content:
@@ -233,5 +233,5 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _last_seen(tally: Tally) -> float:
+def _last_seen(tally: RunTotals) -> float:
     return tally.record.wall_time if tally.record is not None else 0.0

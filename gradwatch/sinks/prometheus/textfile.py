@@ -14,7 +14,7 @@ from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.files import write_whole
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.prometheus.exposition import render
-from gradwatch.sinks.prometheus.periodic_export import Shipment
+from gradwatch.sinks.prometheus.periodic_export import PeriodicExport
 
 _CLOSE_SECONDS = 2.0
 _FORGOTTEN_SECONDS = 86_400.0
@@ -35,7 +35,7 @@ class TextfileSink:
             raise ValueError("every_seconds must be 1 or more")
         self.directory, self._every = dir, every_seconds
         self._path = ""
-        self._shipment = Shipment(self.name, self._write)
+        self._shipment = PeriodicExport(self.name, self._write)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Name the file; it is first written in the courier's thread."""

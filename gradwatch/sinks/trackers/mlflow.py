@@ -12,7 +12,7 @@ from typing import Any
 
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.dependencies import require
-from gradwatch.runtime.worker import Courier
+from gradwatch.runtime.worker import BackgroundWorker
 from gradwatch.sinks.trackers.points import Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -50,7 +50,7 @@ class MLflowSink(Tracker):
         every: int = DEFAULT_EVERY,
     ) -> None:
         require("mlflow", "mlflow")
-        super().__init__(every, Courier("gradwatch-mlflow"))  # MLflow repeats requests for minutes
+        super().__init__(every, BackgroundWorker("gradwatch-mlflow"))  # MLflow repeats requests for minutes
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None
         self._run_id = ""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gradwatch.incidents import explanation
 from gradwatch.records.snapshot import Event, Record, RuleInfo, Severity, Sites, Snapshot
 from gradwatch.runtime.printable import distinct, one_line, printable
-from gradwatch.sinks.prometheus.run_totals import Tally
+from gradwatch.sinks.prometheus.run_totals import RunTotals
 
 PREFIX = "gradwatch/"
 MOST_OPTIMIZERS = 16
@@ -71,7 +71,7 @@ class Points:
         if every < 1:
             raise ValueError(f"every: {every} is not 1 or more steps")
         self._rules, self._every = rules, every
-        self._tallies: dict[int, Tally] = {}
+        self._tallies: dict[int, RunTotals] = {}
         self._labelled: dict[int, _Groups] = {}
 
     def observe(self, record: Record) -> Point | None:
@@ -81,7 +81,7 @@ class Points:
         if tally is None:
             if len(self._tallies) >= MOST_OPTIMIZERS:
                 return None  # a program that makes an optimizer every epoch must not make new names for ever
-            tally = self._tallies[snapshot.optimizer] = Tally.of(self._rules)
+            tally = self._tallies[snapshot.optimizer] = RunTotals.of(self._rules)
         tally.observe(record, time.monotonic())
         notes = tuple(_notes(record))
         applied = snapshot.total_norm_applied
@@ -93,7 +93,7 @@ class Points:
         values = {prefix + name: value for name, value in self._values(record, tally)}
         return Point(snapshot.step, record.wall_time, prefix, values, notes)
 
-    def _values(self, record: Record, tally: Tally) -> Iterator[tuple[str, float]]:
+    def _values(self, record: Record, tally: RunTotals) -> Iterator[tuple[str, float]]:
         snapshot = record.snapshot
         yield "grad_norm", snapshot.total_norm
         if snapshot.applied_known:

@@ -11,7 +11,7 @@ from itertools import islice
 
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
-from gradwatch.runtime.worker import Courier, Round
+from gradwatch.runtime.worker import BackgroundWorker, Job
 from gradwatch.sinks import undisturbed
 from gradwatch.sinks.trackers.points import Point, Points
 
@@ -34,7 +34,7 @@ class Tracker(ABC):
     name: str
     close_seconds = 2.0
 
-    def __init__(self, every: int, courier: Courier) -> None:
+    def __init__(self, every: int, courier: BackgroundWorker) -> None:
         Points(every=every)  # refuses what is not a number of steps
         self._every, self._courier = every, courier
         self._points = Points()
@@ -42,7 +42,7 @@ class Tracker(ABC):
         self._queue: deque[Point] = deque()
         self._dropped = 0
         self._run, self._health = RunInfo("", ""), Health()
-        self._round: Round | None = None
+        self._round: Job | None = None
         self._started = self._stopped = self._ended = False
 
     @abstractmethod

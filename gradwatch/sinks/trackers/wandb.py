@@ -12,7 +12,7 @@ from typing import Any
 
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.dependencies import require
-from gradwatch.runtime.worker import Courier
+from gradwatch.runtime.worker import BackgroundWorker
 from gradwatch.sinks.trackers.points import PREFIX, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -46,7 +46,7 @@ class WandbSink(Tracker):
     ) -> None:
         require("wandb", "wandb")
         super().__init__(
-            every, Courier("gradwatch-wandb")
+            every, BackgroundWorker("gradwatch-wandb")
         )  # W&B may wait for its server longer than others can
         self._where = {"project": project, "entity": entity, "group": group}
         self._alerts = alerts

@@ -177,7 +177,7 @@ class AutoClip(Guard):
         self.interventions += not self._history[-1] <= limit
 
 
-class Tally:
+class RunTotals:
     """A sink that counts the steps gradwatch changed or left out."""
 
     name = "tally"
@@ -214,7 +214,7 @@ class Gradwatch(Guard):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().attach(model, optimizer)
-        self._tally, self._expected = Tally(), 0
+        self._tally, self._expected = RunTotals(), 0
         watch = importlib.import_module("gradwatch").watch
         self._watch = watch(model, optimizer, rules=self.ruleset(optimizer), sinks=[self._tally])
 
