@@ -12,7 +12,9 @@ from torch import nn
 
 import gradwatch
 from gradwatch.actions import apply
+from gradwatch.capture import optimizer as capture
 from gradwatch.errors import TrainingStopped
+from gradwatch.reading import foreach
 from gradwatch.rules.files import parse_rules
 from tests.kept import Kept
 
@@ -22,6 +24,12 @@ rules:
   big: {detect: {kind: above, of: norm, threshold: 0.1}, do: [clip: {to: 0.1}]}
 clip: {total: {method: norm, max_norm: 1.0}}
 """
+
+
+def multiplies(monkeypatch: pytest.MonkeyPatch, instead: Any) -> None:
+    """Have `instead` called wherever gradients are multiplied at the step."""
+    for module in (apply, capture, foreach):
+        monkeypatch.setattr(module, "multiply", instead)
 
 
 @pytest.mark.parametrize("done", [0, 1])
@@ -35,7 +43,7 @@ def test_the_standing_clip_holds_where_a_rules_clip_fails(
     watch = gradwatch.watch(
         model, optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path / "run"
     )
-    multiply, calls = torch._foreach_mul_, []
+    multiply, calls = foreach.multiply, []
 
     def halfway(grads: Any, factors: Any) -> None:
         calls.append(len(grads))
@@ -45,7 +53,7 @@ def test_the_standing_clip_holds_where_a_rules_clip_fails(
             grad.mul_(factor)
         raise RuntimeError("halfway")
 
-    monkeypatch.setattr(torch, "_foreach_mul_", halfway)
+    multiplies(monkeypatch, halfway)
     (model(torch.randn(4, 6)).sum() * 100).backward()
     optimizer.step()
     total = (
@@ -82,15 +90,18 @@ def test_what_was_changed_halfway_is_put_back_to_the_bit(
             (model(x).sum() * (float("nan") if step and "zero" in action else 100)).backward()
             found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             if step:
-                owner, name = (apply, "_zero_nonfinite") if "zero" in action else (torch, "_foreach_mul_")
-                real, calls = getattr(owner, name), []
+                real = apply._zero_nonfinite if "zero" in action else foreach.multiply
+                calls: list[int] = []
 
                 def halfway(*args: Any, real: Any = real, calls: list[int] = calls) -> None:
                     calls.append(1)
                     real(*([each[:1] for each in args] if isinstance(args[0], list) else args))
                     raise MemoryError("halfway")
 
-                monkeypatch.setattr(owner, name, halfway)
+                if "zero" in action:
+                    monkeypatch.setattr(apply, "_zero_nonfinite", halfway)
+                else:
+                    multiplies(monkeypatch, halfway)
             with pytest.raises(TrainingStopped) if step and on_error == "stop" else nullcontext():
                 optimizer.step()
         assert len(calls) == 2
@@ -108,7 +119,7 @@ def test_what_fails_before_it_has_changed_anything_is_tried_again(
     torch.manual_seed(0)
     model, kept = nn.Linear(6, 1), Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    multiply, calls = torch._foreach_mul_, []
+    multiply, calls = foreach.multiply, []
 
     def once(grads: Any, factors: Any) -> None:
         calls.append(len(grads))
@@ -116,7 +127,7 @@ def test_what_fails_before_it_has_changed_anything_is_tried_again(
             raise MemoryError("for a moment")
         return multiply(grads, factors)
 
-    monkeypatch.setattr(torch, "_foreach_mul_", once)
+    multiplies(monkeypatch, once)
     with gradwatch.watch(
         model, optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path / "run"
     ) as gw:
@@ -138,7 +149,7 @@ def test_a_calm_clip_that_fails_halfway_multiplies_nothing_twice(
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rules = parse_rules("version: 1\nextends: [default]\nclip: {total: {method: norm, max_norm: 0.5}}\n")
-    multiply, broken, x = torch._foreach_mul_, [False], torch.randn(4, 6)
+    multiply, broken, x = foreach.multiply, [False], torch.randn(4, 6)
 
     def halfway(grads: Any, factors: Any) -> None:
         if not broken[0]:
@@ -147,7 +158,7 @@ def test_a_calm_clip_that_fails_halfway_multiplies_nothing_twice(
         multiply(grads[:done], factors) if done else None
         raise RuntimeError("halfway")
 
-    monkeypatch.setattr(torch, "_foreach_mul_", halfway)
+    multiplies(monkeypatch, halfway)
     given = []
     with gradwatch.watch(model, optimizer, rules=rules, sinks=[Kept()], run_dir=tmp_path / "run") as gw:
         for step in range(70):

@@ -20,6 +20,7 @@ from gradwatch.policies import (
     Baseline,
     BlockRMS,
     ClipByNorm,
+    ClipByValue,
     ElementwisePolicy,
     Normalize,
     Policy,
@@ -250,3 +251,19 @@ def test_elementwise_methods_are_in_the_registry_too() -> None:
     others = {name for name, cls in POLICIES.items() if issubclass(cls, ElementwisePolicy)}
     assert others == {"value", "agc", "centralize"}
     assert len(POLICIES) == 10
+
+
+def test_a_policy_on_elements_that_nothing_would_carry_out_is_refused() -> None:
+    """It would be accepted in a rule file and change no gradient; one that is of a known kind is taken."""
+
+    class Halve(ElementwisePolicy):
+        method = "halve"
+
+    class Tighter(ClipByValue):
+        method = "tighter"
+
+    with pytest.raises(GradwatchError, match="would not be carried out"):
+        register_policy(Halve)
+    assert "halve" not in POLICIES
+    assert register_policy(Tighter) is Tighter
+    del POLICIES["tighter"]

@@ -97,11 +97,25 @@ P = TypeVar("P", bound=type[AnyPolicy])
 
 
 def register_policy(cls: P) -> P:
-    """Make `cls.method` usable in `clip:`; a second class of the same method raises `GradwatchError`."""
+    """Make `cls.method` usable in `clip:`.
+
+    Raises `GradwatchError` for a second class of the same method, and for one that nothing would carry out.
+    """
     if not isinstance(getattr(cls, "method", None), str):
         raise GradwatchError(f"{cls!r} lacks the name of its clip method: `method: ClassVar[str] = ...`")
+    if cls.method not in POLICIES and not _carried_out(cls):
+        raise GradwatchError(
+            f"{cls!r} would not be carried out: of the policies on elements and rows only gradwatch's own are; derive "
+            "from gradwatch.policies.Policy, which makes one factor of a norm, or from one of those"
+        )
     POLICIES.register(cls.method, cls)
     return cls
+
+
+def _carried_out(cls: type[AnyPolicy]) -> bool:
+    """Whether the class makes factors of norms, or is one (or a subclass of one) that gradwatch.actions knows."""
+    own = (base for base in cls.__mro__ if base.__module__.startswith("gradwatch.policies."))
+    return issubclass(cls, Policy) or any("method" in vars(base) for base in own)
 
 
 def find_policy(method: str) -> type[AnyPolicy] | None:

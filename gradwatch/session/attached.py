@@ -88,7 +88,7 @@ class Attached:
     def __init__(
         self,
         models: list[nn.Module],
-        optimizers: list[Optimizer],
+        ownership: Ownership,
         loose: Sequence[tuple[str, nn.Parameter]],
         rules: Rules,
         services: Services,
@@ -99,7 +99,7 @@ class Attached:
         self.rules = rules
         self._services = services
         self._activity, self._notices = services.activity, services.notices
-        self.ownership = Ownership(optimizers)
+        self.ownership = ownership
         self._containers: list[nn.Module] = []
         self.capture = Capture(models, self._backward_ended, self._activity.failed, self._waiting)
         self.capture.add_loose(loose)

@@ -31,6 +31,7 @@ from gradwatch.session.attached import Attached, Rules, Services
 from gradwatch.session.binding.fitting import Fitting
 from gradwatch.session.lifetimes import LIVE
 from gradwatch.session.notices import Notices
+from gradwatch.session.ownership import Ownership
 from gradwatch.session.publish import Publishing
 from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
@@ -62,6 +63,7 @@ class Session:
     ) -> None:
         self.origin = origin
         self.ended: Ending = ""
+        self._ownership = Ownership(optimizers)
         self.attached: Attached | None = None  # stays after `close`
         self._live: Attached | None = None  # the same until then
         self._closed = not active
@@ -85,7 +87,9 @@ class Session:
             chosen = self._chosen(sinks, settings)
             name = f"{self.run.attempt}/{number}"
             strict_rules = settings.strict_rules
-            attached = Attached(models, optimizers, loose, self._rules, self._services, strict_rules, name)
+            attached = Attached(
+                models, self._ownership, loose, self._rules, self._services, strict_rules, name
+            )
             self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
             self._live = attached
             self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
@@ -165,8 +169,7 @@ class Session:
 
     def optimizers(self) -> list[Optimizer]:
         """Those named at the attach, in that order, then those adopted since."""
-        attached = self.attached
-        return [] if attached is None else attached.ownership.given(self.lanes())
+        return self._ownership.given(self.lanes())
 
     def lanes(self) -> list[OptimizerCapture]:
         """What is captured of every optimizer watched, those that are gone included."""
@@ -300,7 +303,7 @@ class Session:
         if added := [model for model in models if id(model) not in known]:
             attached.add(added)
         attached.capture.join(optimizers, loose)
-        attached.ownership.join(optimizers)
+        self._ownership.join(optimizers)
         attached.capture.spent.end(mark)
 
     def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:

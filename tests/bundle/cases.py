@@ -126,7 +126,7 @@ class Run:
                 optimizer.step()
                 optimizer.zero_grad()
                 after(gw, step)
-            assert gw.flush(30) or not session_of(gw)._strict
+            assert gw.flush(30) or not session_of(gw)._activity._strict
         self.errors = gw.health.errors()
         self.directory = Path(gw.run.directory)
 
