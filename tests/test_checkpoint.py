@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from gradwatch.checkpoint import CheckpointHealthTracker, joined, read_tag, tag_name, write_tag
 from gradwatch.journal.health_tag import HealthTag
 from gradwatch.records.snapshot import CheckpointHealth, Column, Decision, Verdict
-from tests.acting_cases import Training, run_folder, watched
-from tests.engine_cases import make_sites, make_snapshot
-from tests.sink_records import make_record
-from tests.sink_records import make_sites as record_sites
+from tests.engine.cases import make_sites, make_snapshot
+from tests.support.acting_cases import Training, run_folder, watched
+from tests.support.sink_records import make_record
+from tests.support.sink_records import make_sites as record_sites
 
 SKIPS = "rules: {r: {detect: {kind: nonfinite}, severity: critical, do: [skip_step]}}"
 WATCHES = "rules: {r: {detect: {kind: nonfinite}, severity: critical}}"

@@ -18,7 +18,7 @@ import gradwatch
 from gradwatch.account import NOTHING_TAKEN, Account, gaps
 from gradwatch.account.together import Part, together
 from gradwatch.session.watch import session_of
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 
 def closure_of(model: nn.Module, optimizer: Optimizer, before: Callable[[], Any] = lambda: None) -> Any:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradwatch.cli import main
-from tests.launch_cases import TRAIN
-from tests.test_launch_training import run
+from tests.launch.test_training import run
+from tests.support.launch_cases import TRAIN
 
 COUNTED = "gradwatch: 3 of 3 steps watched · 1 optimizer, 4 parameters, coverage 100%"
 

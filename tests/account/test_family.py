@@ -23,8 +23,8 @@ from gradwatch.journal.steps import step_row
 from gradwatch.launch import family, refusal
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.session.settings import ROOT, TELLER, told_by
-from tests.sink_records import make_event, make_record, make_sites, skip
-from tests.test_launch_training import run
+from tests.launch.test_training import run
+from tests.support.sink_records import make_event, make_record, make_sites, skip
 
 WORKERS = """
 import os, signal, subprocess, sys, time

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.account.loops import LOOPS, Loop
-from tests.launch_cases import GRADWATCH
 from tests.support import warm
+from tests.support.launch_cases import GRADWATCH
 
 SEEN = re.compile(r"^gradwatch: (?P<watched>[\d,]+) of (?P<taken>[\d,]+) steps watched", re.M)
 

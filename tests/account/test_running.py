@@ -6,7 +6,7 @@ import pytest
 
 from gradwatch.account.running import RunningTotals
 from gradwatch.runtime.spent import Spent
-from tests.sink_records import make_record, make_sites
+from tests.support.sink_records import make_record, make_sites
 
 
 def test_the_own_cost_is_of_the_time_that_passed_however_many_optimizers_step_in_it() -> None:

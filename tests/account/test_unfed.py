@@ -15,8 +15,8 @@ from gradwatch.engine import Engine
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.binding.bindings import reads_of
 from gradwatch.session.watch import session_of
-from tests.engine_cases import everywhere, make_sites, make_snapshot
-from tests.kept import Kept
+from tests.engine.cases import everywhere, make_sites, make_snapshot
+from tests.support.kept import Kept
 
 RULES = parse_rules("""version: 1
 rules:

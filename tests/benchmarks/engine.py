@@ -16,7 +16,7 @@ from gradwatch.detectors import Above, Below, Detector, Drift, Drop, NonFinite, 
 from gradwatch.engine import Engine
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.model import Rule, RuleSet
-from tests.engine_cases import GROUPS, OptimizerRules, default_like, make_sites, make_snapshot, rule
+from tests.engine.cases import GROUPS, OptimizerRules, default_like, make_sites, make_snapshot, rule
 
 WARM = 200
 """Steps before the clock starts: past every warm-up, and past the gains of young baselines."""

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
-from tests.sink_records import make_record, make_run, make_sites
+from tests.support.sink_records import make_record, make_run, make_sites
 
 STEPS = 20
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.deploy.run_folders import a_run, history
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 PAGES = ("/", "/metrics", "/sd", "/runs.json")
 

@@ -22,7 +22,7 @@ from gradwatch.records.finding import Batch, Finding
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
 from tests.bundle.cases import BAD, Fragile, Run, batch, rules
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 
 def by_hand(*arrays: np.ndarray[Any, Any]) -> str:

@@ -26,8 +26,8 @@ from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
 from tests.bundle.cases import BAD, Fragile, Run, batch, build, build_with_loss, compared, rules, seeded
-from tests.launch_cases import GRADWATCH
 from tests.support import warm
+from tests.support.launch_cases import GRADWATCH
 
 
 def again(bundle: Path, model: nn.Module | None = None, loss_fn: Any = None) -> Finding:

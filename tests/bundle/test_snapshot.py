@@ -21,10 +21,10 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.session import bundles
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
-from tests.bare_torch import by_bare_torch
 from tests.bundle.cases import RULES, Fragile, Run, batch, rules
-from tests.kept import Kept
-from tests.test_bit_identity import train, unwatched
+from tests.promises.test_bit_identity import train, unwatched
+from tests.support.bare_torch import by_bare_torch
+from tests.support.kept import Kept
 
 FIRES = """
 version: 1

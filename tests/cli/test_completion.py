@@ -11,7 +11,7 @@ import pytest
 
 from gradwatch.cli import COMMANDS, main
 from gradwatch.cli.completion import SHELLS
-from tests.launch_cases import GRADWATCH
+from tests.support.launch_cases import GRADWATCH
 
 BASH = """
 source <({command} completion bash)

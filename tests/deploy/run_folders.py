@@ -16,7 +16,7 @@ from gradwatch.serve.fleet import Fleet, Scanner
 from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.journal import JournalSink
-from tests.sink_records import make_event, make_record, make_run, make_sites, skip
+from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.cli import main
-from tests.binaries import require
-from tests.ports import free_port
-from tests.real_prometheus import AT_ONCE, Prometheus
+from tests.support.binaries import require
+from tests.support.ports import free_port
+from tests.support.real_prometheus import AT_ONCE, Prometheus
 
 PATIENCE_SECONDS = 90.0
 """On a busy machine; what a show takes on a quiet one stands in deploy/README.md."""

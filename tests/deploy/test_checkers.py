@@ -18,7 +18,7 @@ from gradwatch.monitoring.pace import Pace
 from gradwatch.rules.files.files import pack_names
 from gradwatch.sinks.alert_names import RULE_ALERTS
 from gradwatch.sinks.prometheus.metrics import BY_NAME
-from tests.binaries import require
+from tests.support.binaries import require
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

@@ -21,7 +21,7 @@ from gradwatch.runtime.health import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import Stack, running, stack, wait_until
-from tests.sink_records import make_event, make_record, make_run, make_sites, skip
+from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 BOARDS = ("run", "fleet")

@@ -23,11 +23,11 @@ from gradwatch.sinks import make_sink
 from gradwatch.sinks.alertmanager import AlertmanagerSink
 from gradwatch.sinks.prometheus.pushgateway import PushgatewaySink
 from gradwatch.sinks.prometheus.textfile import TextfileSink
-from tests.binaries import require
 from tests.deploy.jobs import job
 from tests.deploy.servers import Inbox, alertmanager, running, wait_until, webhook
-from tests.ports import free_port
-from tests.sink_records import make_event, make_record, make_run, make_sites
+from tests.support.binaries import require
+from tests.support.ports import free_port
+from tests.support.sink_records import make_event, make_record, make_run, make_sites
 
 SITES = make_sites(4)
 DIRECT = """

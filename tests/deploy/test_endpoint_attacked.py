@@ -10,7 +10,7 @@ import pytest
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.benchmarks.endpoint import KINDS, measure
-from tests.sink_records import make_record, make_run, make_sites
+from tests.support.sink_records import make_record, make_run, make_sites
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.prometheus.targets import write_target
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import wait_until
-from tests.sink_records import make_run
+from tests.support.sink_records import make_run
 
 
 @contextmanager

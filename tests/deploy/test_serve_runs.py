@@ -28,8 +28,8 @@ from gradwatch.sinks.prometheus.families import families
 from gradwatch.sinks.prometheus.final_metrics import lasting
 from gradwatch.sinks.prometheus.metrics import METRICS
 from gradwatch.sinks.prometheus.sink import PrometheusSink
-from tests.binaries import require
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
+from tests.support.binaries import require
 
 
 def test_a_finished_run_keeps_its_last_counters(tmp_path: Path, dead_pid: int) -> None:

@@ -27,7 +27,7 @@ from gradwatch.sinks.prometheus.targets import (
     target_address,
     write_target,
 )
-from tests.sink_records import make_run, serving
+from tests.support.sink_records import make_run, serving
 
 HERE = Address("127.0.0.1", 29440)
 

@@ -13,13 +13,13 @@ import torch
 import gradwatch
 from gradwatch.rules.files import parse_rules
 from tests.golden.kept import FOLDER, kept, write
-from tests.kept import Kept
 from tests.matrix.measure import Loop
 from tests.matrix.rows import ROWS
 from tests.odd_models import ODD
+from tests.promises.test_zoo import STEPS, make
 from tests.ranks.launch import launch
-from tests.test_zoo import STEPS, make
-from tests.zoo import EVERY_TAP, MODELS
+from tests.support.kept import Kept
+from tests.support.zoo import EVERY_TAP, MODELS
 
 OF_RANKS = (
     "situations",

@@ -13,7 +13,7 @@ import gradwatch
 from tests.golden.__main__ import first_difference
 from tests.golden.document import line
 from tests.golden.kept import kept, write
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 
 def trained(seed: int) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 SKIP = "version: 1\nrules:\n  nf:\n    detect: {kind: nonfinite, of: norm}\n    do: [skip_step: {}%s]\n"
 LOOSE = torch.zeros(8)  # of no module

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.errors import AttachError
 from gradwatch.records.finding import Finding
-from tests.kept import Kept
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules
+from tests.support.kept import Kept
 
 
 class Noisy(nn.Module):

@@ -21,10 +21,10 @@ from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch, session_of
 from gradwatch.taps import module_calls
-from tests.kept import Kept
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules
-from tests.one_rank import one_rank
+from tests.support.kept import Kept
+from tests.support.one_rank import one_rank
 
 
 def failed(component: str, error: BaseException) -> None:

@@ -20,11 +20,11 @@ from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch
 from gradwatch.sinks.log import LogSink
-from tests.kept import Kept
-from tests.launch_cases import GRADWATCH
 from tests.localise.models import BAD, SqrtAtZero
-from tests.one_rank import one_rank
 from tests.support import warm
+from tests.support.kept import Kept
+from tests.support.launch_cases import GRADWATCH
+from tests.support.one_rank import one_rank
 
 RULES = """
 version: 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.localise.diagnosis import loss_side
 from gradwatch.records.finding import Finding
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 Loss = Callable[[Tensor, bool], tuple[Tensor, ...]]
 

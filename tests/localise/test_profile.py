@@ -15,7 +15,7 @@ from gradwatch.localise.hold.held import RecordedCalls
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 
 def failed(*error: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.records.finding import Finding
 from gradwatch.taps import module_calls
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 GLOBAL_NUMPY = np.random.default_rng(1)
 GLOBAL_TORCH = torch.Generator().manual_seed(1)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import gradwatch
 from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
-from tests.kept import Kept
 from tests.localise.models import Faulty, SqrtAtZero
 from tests.localise.test_in_the_loop import Loop, broken, rules
+from tests.support.kept import Kept
 
 
 def test_a_step_that_was_not_held_is_recorded_when_it_comes_again() -> None:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 import gradwatch
 from gradwatch.records.snapshot import Record, Snapshot
 from gradwatch.rules.files import parse_rules
-from tests.kept import Kept
 from tests.matrix.probe import Expected, Probe
+from tests.support.kept import Kept
 
 STEPS = 14
 TOLERANCE = 1e-5  # relative, against float64

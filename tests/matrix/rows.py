@@ -18,7 +18,7 @@ from tests.matrix.measure import STEPS, Loop, Row
 from tests.matrix.probe import Expected, data, net, sgd
 from tests.odd_models.changes import Adapted
 from tests.odd_models.graphs import NoGradient
-from tests.zoo import Call
+from tests.support.zoo import Call
 
 Change = Callable[[nn.Module, Optimizer], Optimizer | None]
 

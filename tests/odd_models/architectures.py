@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.odd_models.odd import Odd, data, mlp, plain, sgd
-from tests.zoo import Call
+from tests.support.zoo import Call
 
 
 def in_place_activations() -> Odd:

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.odd_models.odd import Odd, data, mlp, plain
-from tests.zoo import Call
+from tests.support.zoo import Call
 
 
 class NoGradient(torch.autograd.Function):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.actions.test_closures import SharpnessAware
 from tests.odd_models.odd import Odd, data, mlp, plain, sgd
-from tests.test_closures import SharpnessAware
 
 
 def closures(make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> Odd:

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.records.snapshot import Event, Record
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(11))
 

@@ -23,7 +23,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.session.boundary import optimizer_step
 from gradwatch.session.deferral import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
-from tests.test_device_path import WAITING, Operations
+from tests.reading.test_device import WAITING, Operations
 
 CLIP = "version: 1\nclip: {total: {method: norm, max_norm: 0.7}}\nrules: {}"
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,8 +11,8 @@ from pathlib import Path
 from gradwatch.journal import read_journal
 from gradwatch.journal.reader import JournalReader
 from gradwatch.records.snapshot import Event, Record
-from tests.launch_cases import GRADWATCH, ROOT
 from tests.support import warm
+from tests.support.launch_cases import GRADWATCH, ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 240

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from gradwatch.journal import read_journal
-from tests.launch_cases import GRADWATCH
+from tests.support.launch_cases import GRADWATCH
 
 SCRIPT = Path(__file__).with_name("elastic.py")
 

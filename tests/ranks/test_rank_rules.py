@@ -18,7 +18,7 @@ from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.session.binding.rank_rules import refused_on_ranks, refused_on_shards, wants
-from tests.engine_cases import make_sites, make_snapshot
+from tests.engine.cases import make_sites, make_snapshot
 
 SIZE, WORLD = 6, 4
 

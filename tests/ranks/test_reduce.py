@@ -16,7 +16,7 @@ from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Column
-from tests.engine_cases import make_sites
+from tests.engine.cases import make_sites
 
 K = 4
 

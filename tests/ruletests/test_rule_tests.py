@@ -27,7 +27,7 @@ from gradwatch.rules.codes import CODES
 from gradwatch.rules.files import load_rules, pack_directory, pack_names, parse_rules
 from gradwatch.rules.model import RuleSet
 from gradwatch.rules.yaml.nodes import Mark, Source
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 HERE = Path(__file__).parent
 PACK_TESTS = sorted(pack_directory().glob("*.test.yaml"))

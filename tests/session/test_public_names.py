@@ -9,7 +9,7 @@ from torch import nn
 import gradwatch
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 PUBLIC = {
     *("observe", "batch", "step", "about_to_clip", "add", "rebaseline", "flush", "close", "status"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch_cases import TRAIN
 from tests.support import warm
+from tests.support.launch_cases import TRAIN
 
 SHOW = """
 import atexit, os, random, sys, signal, threading

@@ -18,7 +18,7 @@ from torch import nn
 import gradwatch
 from gradwatch.rules.files import parse_rules
 from gradwatch.taps import closure_calls
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 RULES = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
 X = torch.ones(4, 3)

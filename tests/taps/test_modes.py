@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradwatch
 from gradwatch.rules.files import parse_rules
 from gradwatch.taps import modes
-from tests.kept import Kept
+from tests.support.kept import Kept
 
 RULES = """version: 1
 rules:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwatch.journal import read_journal
-from tests.launch_cases import GRADWATCH
 from tests.support import warm
+from tests.support.launch_cases import GRADWATCH
 from tests.trainings.situations import Training
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -106,7 +106,7 @@ class AGC(Guard):
 class AdaGC(Guard):
     """AdaGC (arXiv:2502.11034), by its formula: λ 1.05, β 0.98, global clip at 1.0 for the first 100 steps.
 
-    pytorch_optimizer has it only inside its own Adam; `tests/test_rescue.py` compares the two.
+    pytorch_optimizer has it only inside its own Adam; `tests/benchmarks/test_rescue.py` compares the two.
     """
 
     name = "adagc"

@@ -12,9 +12,9 @@ from typing import Any
 
 from PIL import Image
 
-from tests.binaries import require
 from tests.deploy.test_dashboards import board, substituted
-from tests.real_prometheus import Prometheus
+from tests.support.binaries import require
+from tests.support.real_prometheus import Prometheus
 
 HERE = Path(__file__).parent
 WIDTH, ROW = 1400, 38  # pixels: of 24 columns, of one row of the grid (as in panels.jsx)

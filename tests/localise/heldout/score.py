@@ -17,8 +17,8 @@ import gradwatch
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch
-from tests.kept import Kept
 from tests.localise.heldout.case import CASES, DATA, LOSS, Case
+from tests.support.kept import Kept
 
 __all__ = ["BEYOND", "CASES", "Score", "run", "totals"]
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from tests.localise.heldout.case import DATA, T, Watch, batches, case, fit, zero_row
-from tests.one_rank import one_rank
+from tests.support.one_rank import one_rank
 
 
 @case(module="embed", op="embedding")

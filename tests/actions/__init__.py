@@ -1,0 +1,1 @@
+"""What a decision does to gradients and to the optimizer's step."""

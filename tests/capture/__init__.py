@@ -1,0 +1,1 @@
+"""Which gradients arrived, and what they were."""

@@ -1,0 +1,1 @@
+"""Detectors: their laws, their formulas, what each is for."""

@@ -1,0 +1,152 @@
+"""The healthy step at a glance against the whole judgement: the same verdicts, the same states, always."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwatch.detectors import (
+    DETECTORS,
+    Above,
+    AllZero,
+    Below,
+    DepthRatio,
+    Drift,
+    Drop,
+    NonFinite,
+    Sample,
+    Spike,
+    Stale,
+    breaches,
+)
+from gradwatch.engine import BoundEngine, Engine, EngineState
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.rules.files import load_rules
+from gradwatch.rules.model import Rule, RuleSet
+from tests.engine.cases import (
+    GROUPS,
+    OptimizerRules,
+    default_like,
+    everywhere,
+    make_sites,
+    make_snapshot,
+    rule,
+)
+
+SIZE = 8
+STEPS = 260
+
+
+def restless(state: EngineState) -> EngineState:
+    """The same state, of which nothing is known: `evaluate` then judges rule by rule."""
+    return replace(state, quiet=None, done=())
+
+
+def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
+    """A run that is healthy but for a burst of faults now and then."""
+    rng = np.random.default_rng(seed)
+    level, out = np.exp(rng.normal(0, 1, SIZE)), []
+    for step in range(steps):
+        spread = rng.choice([0.1] * 9 + [0.6])
+        norms: list[float | None] = (level * np.exp(rng.normal(0, spread, SIZE))).tolist()
+        if rng.random() < 0.006:
+            norms[int(rng.integers(SIZE))] = [None, np.nan, np.inf, 0.0, 1e6, 1e-12, 1e-40][rng.integers(7)]
+        scalars = {"lr": 1e-3 if step % 90 else 1e-2}
+        if rng.random() < 0.5:
+            scalars["loss"] = float(rng.choice([2.0, 2.1, np.nan], p=[0.6, 0.39, 0.01]))
+        known: dict[str, Any] = {"scalars": scalars, "provisional": rng.random() < 0.01}
+        if step % 50 == 0:
+            known["columns"] = {"zero_fraction": everywhere(rng.choice([0.1, 0.95], SIZE))}
+        out.append({"step": step, "norms": norms, **known})
+    return out
+
+
+def packs() -> dict[str, tuple[Rule, ...]]:
+    """Rule sets of every shape: shipped, alike, by group, over totals, with `every`, with tight bounds."""
+    odd = (
+        rule("group", Above(threshold=60.0), scope="group"),
+        rule("total", Below(threshold=0.5), scope="total"),
+        rule("every", Spike(above=3.0), every=3),
+        rule("group-spike", Spike(above=4.0), scope="group"),
+        rule("rms", Below(threshold=0.005, of="rms")),
+        rule("rms-spike", Spike(of="rms", above=4.0)),
+        rule("lr", Above(threshold=5e-3, of="lr")),
+        rule("calls", Below(threshold=1.0, of="calls")),
+        rule("applied", Above(threshold=80.0, of="norm_applied")),
+        rule("nan", NonFinite(values=("nan",)), scope="total"),
+        rule("loss", Above(threshold=2.15, of="loss")),
+    )
+    tight = (
+        rule("spike", Spike(above=2.0, warmup=5, half_life=10)),
+        rule("spike-hard", Spike(above=6.0, warmup=5, half_life=10), exclude=("layers.0.*",)),
+        rule("spike-total", Spike(of="total_norm", above=2.0, warmup=5, half_life=10)),
+        rule("drift", Drift(above=1.5, fast=3, slow=30)),
+        rule("drop", Drop(above=3.0, warmup=10, half_life=10), for_=2),
+        rule("fading", DepthRatio(below=0.5), for_=1),
+        rule("growing", DepthRatio(above=20.0, ends=2), for_=1),
+        rule("stale", Stale(), for_=1),
+        rule("zero", AllZero(min_ndim=0), for_=2),
+    )
+    return {"default": load_rules("default").rules, "like": default_like(), "odd": odd, "tight": tight}
+
+
+def bind(rules: tuple[Rule, ...]) -> BoundEngine:
+    """These rules on a small model, in the groups of the shipped pack."""
+    return Engine(RuleSet(groups=(*GROUPS, *load_rules("default").groups), rules=rules)).bind(
+        make_sites(SIZE)
+    )
+
+
+@pytest.mark.parametrize("pack", packs())
+@settings(max_examples=12)
+@given(st.integers(0, 10**6))
+def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
+    """Same verdict, same decision, bit-equal state, at every step."""
+    engine = bind(packs()[pack])
+    state = engine.init()
+    for step in mostly_healthy(seed):
+        known = {key: value for key, value in step.items() if key not in ("step", "norms")}
+        snapshot: Snapshot = make_snapshot(engine.sites, step["step"], step["norms"], **known)
+        quick, after = engine.evaluate(state, snapshot)
+        slow, expected = engine.evaluate(restless(state), snapshot)
+        assert repr(quick.events) == repr(slow.events)
+        for one, two in ((quick.firing, slow.firing), (quick.breaching, slow.breaching)):
+            assert {k: v.tolist() for k, v in one.items()} == {k: v.tolist() for k, v in two.items()}
+        assert quick.acting == slow.acting
+        assert after.to_dict() == expected.to_dict()
+        assert (after.quiet is None, after.done) == (expected.quiet is None, expected.done)
+        state = after
+
+
+@pytest.mark.parametrize("pack", packs())
+def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steady gradients never get as far as the judgement of single rules, whatever the pack."""
+    engine, rng = bind(packs()[pack]), np.random.default_rng(1)
+    course, judged = OptimizerRules(engine), []
+    whole = engine._judge
+    monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
+    for step in range(60):
+        course.step(step, (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist(), scalars={"lr": 1e-3, "loss": 2.0})
+    due = {step for step in range(60) if pack == "odd" and step % 3 == 0}
+    assert set(judged) - due <= {0}, "more than the first step was judged"
+
+
+@pytest.mark.parametrize("kind", sorted(DETECTORS))
+def test_safe_values_do_not_breach(kind: str) -> None:
+    """`safe` promises what `score` keeps: its ends do not breach."""
+    cls = DETECTORS[kind]
+    detector = cls(threshold=2.0) if kind in ("above", "below") else cls()
+    safe = detector.safe
+    if safe is None:
+        return
+    ends = [end for end in safe if np.isfinite(end)]
+    values = np.array(ends, np.float32 if kind == "all_zero" else np.float64)
+    aux = {name: np.ones(len(values)) for name in detector.columns[1:]}
+    sample = Sample(values, np.ones(len(values), np.bool_), aux)
+    assert not breaches(detector, detector.score((), sample)).any()
+    assert detector.calm(*safe)

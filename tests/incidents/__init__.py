@@ -1,0 +1,1 @@
+"""An incident as a whole: findings, explanations, suggestions."""

@@ -1,0 +1,1 @@
+"""Frameworks, through their integrations and unmodified."""

@@ -1,0 +1,1 @@
+"""The recording of a run: format, crashes, disks, audit."""

@@ -1,0 +1,1 @@
+"""`gradwatch run`."""

@@ -1,0 +1,254 @@
+"""Who is watched under `gradwatch run`: optimizers and their parameters, whatever becomes of the modules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.journal import read_journal
+from gradwatch.launch.baselines import Baselines
+from gradwatch.launch.keeper import FORKED, TAKEN, Keeper
+from gradwatch.session.watch import session_of
+from tests.launch.test_training import run
+
+NET = """
+import copy, gc, os, sys, warnings, weakref
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+"""
+
+
+def steps(tmp_path: Path) -> list[list[int]]:
+    """The recorded steps of every journal of the run, in the order of its attempts."""
+    return [
+        [one.record.snapshot.step for one in journal.records()]
+        for journal in read_journal(tmp_path / "runs" / "r")
+    ]
+
+
+def ended(done: subprocess.CompletedProcess[str]) -> str:
+    """What a script that ended well printed."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_models_may_be_wrapped_for_a_forward_replaced_deleted_and_made_anew(tmp_path: Path) -> None:
+    """A passing wrapper renames nothing, an assigned checkpoint is healed, and what is deleted is freed."""
+    script = (
+        NET
+        + """
+class Wrap(nn.Module):
+    def __init__(self, f):
+        super().__init__(); self.base_func = f
+    def forward(self, x): return self.base_func(x)
+
+net = nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(n, nan=-1):
+    for t in range(n):
+        w = Wrap(net)
+        warnings.warn("once, please")
+        loss = w(torch.randn(8, 4)).pow(2).mean() * (float("nan") if t == nan else 1)
+        opt.zero_grad(); loss.backward(); opt.step()
+train(8, 5)
+net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+opt = torch.optim.SGD(net.parameters(), 0.05)
+train(8, 5)
+other = nn.Linear(8, 8)
+second = torch.optim.SGD(other.parameters(), 0.1)
+other(torch.ones(1, 8)).sum().backward(); second.step(); second.zero_grad()
+gone = weakref.ref(other.weight)
+del other, second
+nn.Linear(1, 1)  # no step is needed: memory is wanted when the next model is built
+freed = gone() is None
+train(2)
+print(freed, all(bool(p.isfinite().all()) for p in net.parameters()))
+"""
+    )
+    done = run(tmp_path, script)
+    assert ended(done).split() == ["True", "True"]
+    assert done.stderr.count("once, please\n  warnings.warn") == 1
+    (journal,) = read_journal(tmp_path / "runs" / "r")
+    records = [one.record for one in journal.records()]
+    mine = [one for one in records if one.snapshot.optimizer == 0]
+    assert [one.snapshot.step for one in mine] == list(range(18))
+    assert [one.snapshot.step for one in records if one.decision.skip] == [5, 13]
+    assert {name for one in mine for name in one.snapshot.sites.names} == {"weight", "bias"}
+
+
+def test_a_scaler_that_rejects_every_step_is_watched(tmp_path: Path) -> None:
+    """No optimizer ever steps: the rejected steps are recorded, and the collapse of the scale is told."""
+    script = (
+        NET
+        + """
+m = nn.Linear(4, 1)
+o = torch.optim.SGD(m.parameters(), 0.01)
+s = torch.amp.GradScaler("cpu")
+for t in range(40):
+    o.zero_grad()
+    s.scale(m(torch.full((8, 4), float("inf"))).pow(2).mean()).backward()
+    s.step(o)
+    s.update()
+"""
+    )
+    done = run(tmp_path, script)
+    ended(done)
+    assert steps(tmp_path) == [list(range(40))]
+    assert "rule=scale-collapse" in done.stderr
+
+
+def test_a_forked_child_that_trains_is_an_attempt_of_its_own(tmp_path: Path) -> None:
+    """Hogwild: the parent's steps in one journal, the child's in another, and the same numbers as unwatched."""
+    script = (
+        NET
+        + """
+import torch.multiprocessing as mp
+m = nn.Linear(4, 1).share_memory()
+o = torch.optim.SGD(m.parameters(), 0.01)
+def train(n):
+    for _ in range(n):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+if __name__ == "__main__":
+    train(4)
+    p = mp.get_context("fork").Process(target=train, args=(8,))
+    p.start(); p.join(); train(2)
+    print("done", p.exitcode)
+"""
+    )
+    assert ended(run(tmp_path, script)) == "done 0\n"
+    journals = list(read_journal(tmp_path / "runs" / "r"))
+    assert sorted(len(list(journal.records())) for journal in journals) == [6, 8]
+    assert all(journal.complete for journal in journals)
+
+
+RESUMED = (
+    NET
+    + """
+def main():
+    m = nn.Linear(4, 1)
+    o = torch.optim.Adam(m.parameters(), 0.01)
+    if os.path.exists("saved.pt"):
+        saved = torch.load("saved.pt")
+        m.load_state_dict(saved[0]); o.load_state_dict(saved[1])
+    for t in range(6):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+    torch.save((m.state_dict(), o.state_dict()), "saved.pt")
+    return o
+if os.path.exists("saved.pt"):
+    main()  # the optimizer is gone when the process ends
+else:
+    o = main()
+"""
+)
+
+
+def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
+    """The second attempt goes on at step 6; without its checkpoint it begins at 0 and says why.
+
+    What is saved is the same whether the optimizer is alive at the end or was a function's.
+    """
+    ended(run(tmp_path, RESUMED))
+    kept = []
+    for _ in range(2):
+        state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+        kept.append(state["lanes"]["0"])
+        if len(kept) == 1:
+            assert "baselines" not in run(tmp_path, RESUMED).stderr
+    assert kept == [{**kept[0], "counted": 6}, {**kept[0], "counted": 12}]
+    (tmp_path / "saved.pt").unlink()
+    again = run(tmp_path, RESUMED)
+    assert (
+        "baselines saved in the folder of the run are not used: the optimizer has taken no step"
+        in again.stderr
+    )
+    assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
+
+
+CHILDREN = (
+    NET
+    + """
+import subprocess
+def train(n):
+    m = nn.Linear(4, 1)
+    o = torch.optim.Adam(m.parameters(), 0.01)
+    if os.path.exists("saved.pt"):
+        o.load_state_dict(torch.load("saved.pt"))
+    for t in range(n):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+    if not os.path.exists("saved.pt"):
+        torch.save(o.state_dict(), "saved.pt")
+if sys.argv[1:]:
+    train(3)
+else:
+    train(6)
+    pid = os.fork()
+    if pid == 0:
+        train(4)
+        sys.exit()
+    os.waitpid(pid, 0)
+    subprocess.run([sys.executable, "x.py", "command"], check=True)
+"""
+)
+
+
+def test_what_a_rank_starts_neither_takes_up_nor_replaces_its_baselines(tmp_path: Path) -> None:
+    """A forked child and a command go on with the same optimizer at the same time: theirs are not the rank's."""
+    said = [run(tmp_path, CHILDREN).stderr for _ in range(2)]
+    attempts = steps(tmp_path)
+    assert attempts == [list(range(n)) for n in (6, 4, 3)] + [
+        list(range(6, 12)),
+        *map(list, map(range, (4, 3))),
+    ]
+    state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+    assert state["lanes"]["0"]["counted"] == 12
+    for each in said:
+        assert each.count(f"neither takes up nor keeps baselines: {FORKED}") == 1
+        assert each.count(f"neither takes up nor keeps baselines: {TAKEN}") == 1
+
+
+TRIALS = """
+import subprocess, sys
+sys.exit(subprocess.call([sys.executable, "y.py", *sys.argv[1:]]))
+"""
+
+
+def test_a_command_takes_up_what_the_same_command_saved(tmp_path: Path) -> None:
+    """A launcher's training goes on when it is started again; another trial of a sweep does not go on with it."""
+    (tmp_path / "y.py").write_text(RESUMED)
+    said = [run(tmp_path, TRIALS, trial).stderr for trial in ("a", "a", "b")]
+    assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
+    assert ["baselines" in each for each in said] == [False, False, True]
+    assert "not used: another command of this run has saved them" in said[2]
+
+
+def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another process has the lock: nothing is saved, which is said of a resumed optimizer, not of a new one."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    said = []
+    for _ in range(2):
+        with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[]) as gw:
+            folder = Path(gw.run.directory)
+            folder.mkdir(parents=True)
+            other = Keeper(gw.run)
+            assert other.keeps()
+            baselines = Baselines(session_of(gw))
+            model(torch.ones(1, 2)).sum().backward()
+            baselines.before_step(optimizer)
+            optimizer.step()
+            baselines.before_step(optimizer)
+            baselines.save()
+            other.let_go()
+            assert [path.name for path in folder.iterdir()] == ["state-rank0.lock"]
+        said.append(capsys.readouterr().err.count(f"keeps baselines: {TAKEN}"))
+    assert said == [0, 1]

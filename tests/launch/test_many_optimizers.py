@@ -1,0 +1,128 @@
+"""An optimizer after another under `gradwatch run`: each costs the same, and what is held of them does not grow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradwatch.account import Account
+from gradwatch.journal import EndEntry, read_journal
+from tests.launch.test_agent import NET, ended
+from tests.launch.test_training import run
+
+EACH = 1_500  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step
+SAME = 850  # the same where only the optimizer is new, 819 when written; times: `python -m tests.benchmarks.adoption`
+
+SCRIPT = (
+    NET
+    + """
+import json, urllib.request
+from gradwatch.taps import module_calls
+from gradwatch.session.session import live_sessions
+
+net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+meta = torch.optim.SGD(net.parameters(), 0.1)
+other, calls, sizes = [], {}, {}
+
+def size(gw):
+    at = gw.attached; capture, causes = at.capture, at.causes
+    gw.flush()
+    with urllib.request.urlopen(gw.url) as page:
+        series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
+    return {
+        "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
+        "marks": len(capture._marks._marked_as), "lanes": len(capture.lanes), "courses": len(list(at.courses)),
+        "weights": len(at.weights._reference), "families": len(causes._localiser._holdings._families),
+        "series": len(series), "called": len(module_calls._heard),
+    }
+
+def count(frame, event, arg):
+    if event == "call" and "gradwatch" in frame.f_code.co_filename:
+        counted[0] += 1
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+
+for k in range(60):
+    counted = [0]
+    if k in (9, 49):
+        sys.setprofile(count)
+    copied = copy.deepcopy(net)
+    inner = torch.optim.SGD(copied.parameters(), 0.05)
+    step(copied, inner)
+    sys.setprofile(None)
+    calls[k] = counted[0]
+    step(copied, inner)
+    for p, q in zip(net.parameters(), copied.parameters()):
+        p.grad = p.detach() - q.detach()
+    meta.step()
+    # As many parameters, other shapes: what was learned of a slot is not another parameter's.
+    odd = nn.Sequential(nn.Linear(8, 3 + k % 2), nn.Linear(3 + k % 2, 1))
+    step(odd, torch.optim.AdamW(odd.parameters(), 1e-3))
+    if k in (10, 59):
+        sizes[k] = size(*live_sessions())
+for k in range(60, 63):  # the model that the last one trained
+    counted = [0]
+    inner = torch.optim.SGD(copied.parameters(), 0.05)
+    sys.setprofile(count)
+    step(copied, inner)
+    sys.setprofile(None)
+    calls[k] = counted[0]
+print(json.dumps({"calls": [calls[9], calls[49]], "again": calls[62], "sizes": [sizes[10], sizes[59]]}))
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What the script counted, and the folder it ran in."""
+    folder = tmp_path_factory.mktemp("many")
+    return json.loads(ended(run(folder, SCRIPT))), folder
+
+
+def test_what_is_held_of_optimizers_that_are_gone_is_bounded(told: tuple[dict[str, Any], Path]) -> None:
+    """Slots, names, places, marks, lanes, families, weights and series are as many after 60 as after 10."""
+    early, late = told[0]["sizes"]
+    weights = [sizes.pop("weights") for sizes in (early, late)]  # remembered when they are next looked at
+    assert max(weights) <= 24
+    assert late == early
+    assert late["slots"] <= 16
+    assert max(late["lanes"], late["families"]) <= 4
+
+
+def test_each_optimizer_costs_the_same(told: tuple[dict[str, Any], Path]) -> None:
+    """The calls inside gradwatch for the 50th are those for the 10th, and few; fewer for a model trained before."""
+    tenth, fiftieth = told[0]["calls"]
+    assert fiftieth <= EACH
+    assert abs(fiftieth - tenth) <= tenth / 5
+    assert told[0]["again"] <= SAME
+
+
+def test_every_optimizer_counts_once(told: tuple[dict[str, Any], Path]) -> None:
+    """The account has all 124, whatever took over the place of another, and the parameters there were at one time."""
+    ((*_, end),) = [list(journal.entries()) for journal in read_journal(told[1] / "runs" / "r")]
+    assert isinstance(end, EndEntry)
+    account = Account.from_dict(end.account)
+    assert (account.watched.optimizers, account.taken.stepped) == (124, 124)
+    assert account.watched.parameters == 12
+
+
+def test_a_slot_taken_again_is_of_its_new_parameter(told: tuple[dict[str, Any], Path]) -> None:
+    """Names, sizes and norms in the journal are the model's that was trained, whatever had its slot before."""
+    (journal,) = read_journal(told[1] / "runs" / "r")
+    records = [one.record.snapshot for one in journal.records()]
+    assert len(records) == 60 * 4 + 3
+    found = {}
+    for one in records:
+        sizes = dict(zip([name[-8:] for name in one.sites.names], one.sites.numels.tolist(), strict=True))
+        assert len(sizes) == 4
+        assert np.isfinite(one.norm).all()
+        found[tuple(sorted(sizes.values()))] = sizes
+    assert sorted(found) == [(1, 3, 3, 24), (1, 4, 4, 32), (1, 32, 32, 256)]
+    assert all(sizes["0.weight"] == inputs for (*_, inputs), sizes in found.items())

@@ -1,0 +1,216 @@
+"""An exception at every line of gradwatch that a step executes: its own never reach training, the script's do."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import linecache
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.rules.files import parse_rules
+from tests.support.kept import Kept
+
+PACKAGE = os.path.dirname(gradwatch.__file__)
+SKIP = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
+TAPS = """version: 1
+modules: {tap: full_backward, names: ["1", "2"]}
+rules:
+  local: {detect: {kind: above, of: norm_local, threshold: 1e9}}
+  after: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
+  before: {detect: {kind: above, of: grad_input_norm, threshold: 1e9}}
+  spread: {detect: {kind: above, of: activation_std, threshold: 1e9}}
+clip: {total: {method: norm, max_norm: 1.0e-3, scope: param}, at: backward}
+"""
+RULES = {
+    "observe": "version: 1\nrules: {n: {detect: {kind: nonfinite}}}\n",
+    "skip": SKIP,
+    "closure": SKIP,
+    "taps": TAPS,
+    "outputs": TAPS.replace("full_backward", "output").replace(", of: grad_input_norm", ", of: norm"),
+    "micro": SKIP.replace("skip_step", "drop_micro"),
+    "clip": SKIP + "clip: {total: {method: norm, max_norm: 0.5}}\n",
+}
+AT = 2  # the step into which the exception goes
+LINES = 20  # of each kind in the short version
+
+
+class SentError(Exception):
+    """What another thread of the script sends."""
+
+
+class Injected:
+    """Traces the lines of gradwatch; raises `kind` at line number `at`, each counted when it is first executed."""
+
+    def __init__(self, at: int, kind: type[BaseException]) -> None:
+        self.at = at
+        self.kind = kind
+        self.lines: dict[tuple[str, int], int] = {}
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event != "line" or place in self.lines:
+            return self.line
+        self.lines[place] = len(self.lines)
+        if self.lines[place] == self.at:
+            sys.settrace(None)
+            self.where = linecache.getline(*place).strip()
+            if self.kind is not SentError:
+                raise self.kind("injected")
+            sent = ctypes.py_object(self.kind)  # it arrives as this call returns
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), sent)
+        return self.line
+
+
+def job(
+    rules: str | None, injected: Injected, folder: Path
+) -> tuple[BaseException | None, list[torch.Tensor]]:
+    """What reached the loop of four steps, and the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    gw = None
+    if rules is not None:
+        gw = gradwatch.watch(
+            model, optimizer, rules=parse_rules(RULES[rules]), sinks=[Kept()], run_dir=folder
+        )
+    reached: BaseException | None = None
+    x = torch.ones(2, 3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    before = sys.gettrace()
+    for step in range(4):
+        x = torch.ones(2, 3)
+        if step == AT and rules in ("skip", "closure"):
+            x[0, 0] = float("nan")
+        sys.settrace(injected if step == AT else before)
+        try:
+            if rules == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        except BaseException as error:
+            reached = error
+        finally:
+            sys.settrace(before)
+    if gw is not None:
+        gw.close()
+    return reached, [param.detach().clone() for param in model.parameters()]
+
+
+def escaped(rules: str, kind: type[BaseException], every: int, folder: Path) -> list[str]:
+    """The lines at which it went wrong, of every so-many-th that the step executes."""
+    seen = Injected(-1, kind)
+    assert job(rules, seen, folder)[0] is None
+    bare = job(None, Injected(-1, kind), folder)[1]
+    wrong = []
+    for at in range(0, len(seen.lines), every or max(1, len(seen.lines) // LINES)):
+        injected = Injected(at, kind)
+        reached, weights = job(rules, injected, folder)
+        if (
+            not injected.where or injected.where == "try:"
+        ):  # that of the guard itself, or a line of a busier step
+            continue
+        place = [f"{Path(file).name}:{line}" for file, line in injected.lines][-1] + f" {injected.where}"
+        if kind is RuntimeError:
+            if reached is not None:
+                wrong.append(f"{place}: {reached!r}")
+            elif rules == "observe" and not all(
+                torch.equal(a, b) for a, b in zip(weights, bare, strict=True)
+            ):
+                wrong.append(f"{place}: other weights")
+        elif not isinstance(reached, kind):
+            wrong.append(f"{place}: kept {kind.__name__}")
+    return wrong
+
+
+KINDS = [RuntimeError, KeyboardInterrupt, SentError]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rules", RULES)
+def test_a_sample_of_lines(rules: str, kind: type[BaseException], tmp_path: Path) -> None:
+    """Twenty lines of each kind, spread over the step."""
+    assert escaped(rules, kind, 0, tmp_path / "run") == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rules", RULES)
+def test_every_line(rules: str, kind: type[BaseException], tmp_path: Path) -> None:
+    """All of them."""
+    assert escaped(rules, kind, 1, tmp_path / "run") == []
+
+
+# (file, function) of everything that torch calls for its own ends; the rest is called by these.
+ENTRIES = [
+    ("taps/grad_ready.py", "mark"),
+    ("taps/backward.py", "_end"),
+    ("taps/step_hooks.py", "_before"),
+    ("taps/step_hooks.py", "_after"),
+    ("taps/patch.py", "__get__"),
+    ("taps/building.py", "noticed"),
+    ("taps/registered.py", "_parameter"),
+    ("taps/registered.py", "_module"),
+    ("capture/coverage.py", "noticed"),
+    ("actions/backward/limiter.py", "limit"),
+    ("capture/columns/local.py", "observe"),
+    ("actions/drop_micro.py", "first"),
+    ("capture/columns/modules.py", "observe"),
+    ("capture/columns/modules.py", "add"),
+    ("capture/columns/modules.py", "before"),
+    ("capture/columns/modules.py", "after"),
+    ("taps/clip_functions.py", "noticed"),
+    ("actions/skip/skip.py", "last"),
+    ("actions/skip/skip.py", "first"),
+    ("actions/drop_micro.py", "guarded"),
+    ("taps/pipeline.py", "_tell"),
+    ("taps/grad_scaler.py", "wrapped"),
+    ("taps/grad_scaler.py", "_tell"),
+    ("localise/hold/pre_attach.py", "called"),
+    ("capture/fsdp1.py", "_observe"),
+    ("capture/fsdp1.py", "_begin"),
+    ("localise/hold/held.py", "guarded"),
+    ("localise/hold/held.py", "_gradient"),
+    ("taps/backward_entry.py", "run_backward"),
+    ("taps/closure_calls.py", "__get__"),
+    ("taps/closure_calls.py", "returned"),
+    ("taps/module_calls.py", "__get__"),
+    ("taps/module_calls.py", "_before"),
+    ("taps/module_calls.py", "_after"),
+]
+
+
+@pytest.mark.parametrize(("file", "name"), ENTRIES)
+def test_what_torch_calls_begins_with_its_guard(file: str, name: str) -> None:
+    """The first statement is `try:` and what is caught is an Exception: no line but that one is outside."""
+    tree = ast.parse(Path(PACKAGE, file).read_text())
+    found = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == name]
+    assert found
+    for function in found:
+        body = [
+            one
+            for one in function.body
+            if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        ]
+        assert isinstance(body[0], ast.Try)
+        assert ast.unparse(body[0].handlers[0].type or ast.Constant(0)) == "Exception"
