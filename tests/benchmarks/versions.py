@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=8, help="how often all are started anew (default 8)")
     parser.add_argument("--rounds", type=int, default=60, help="turns of each after one start (default 60)")
     parser.add_argument(
-        "--gate", action="store_true", help=f"exit 1 where one is slower by over {SLOWER:.0%}"
+        "--gate", action="store_true", help=f"exit 1 where one is slower by over {SLOWER:.0%}%"
     )
     arguments = parser.parse_args()
     slower = 0
