@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from gradwatch.account import Account, Ending, Taken, merged
 from gradwatch.account.running import RunningTotals
 from gradwatch.records.snapshot import RunInfo
-from gradwatch.session.binding.bindings import RuleBindings
 from gradwatch.session.settings import told_by
 from gradwatch.taps.process_totals import TOTALS
 
@@ -20,12 +19,17 @@ _concluded: list[Account] = []  # of the sessions closed so far, put together in
 
 @dataclass(slots=True, frozen=True)
 class Counted:
-    """What a session has counted: optimizer steps, backwards, optimizers, and pauses after internal errors."""
+    """Optimizer steps, backwards, optimizers and pauses after internal errors of a session, and what rules wait for.
 
-    steps: int
-    backwards: int
-    optimizers: int
-    pauses: int
+    `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet.
+    """
+
+    steps: int = 0
+    backwards: int = 0
+    optimizers: int = 0
+    pauses: int = 0
+    parameters: int = 0
+    warming_up: Mapping[str, str] = field(default_factory=dict)
 
 
 class Accounting:
@@ -35,7 +39,6 @@ class Accounting:
         self,
         run: RunInfo,
         totals: RunningTotals,
-        courses: RuleBindings,
         inactive: Callable[[], dict[str, str]],
         counted: Callable[[], Counted],
         before: Taken,
@@ -44,7 +47,6 @@ class Accounting:
         """`elsewhere` gives the optimizer steps that other sessions of this process have watched."""
         self._run = run
         self._totals = totals
-        self._courses = courses
         self._inactive = inactive
         self._counted = counted
         self._before = before
@@ -57,14 +59,12 @@ class Accounting:
         if self.final is not None:
             return self.final
         totals, counted, after = self._totals, self._counted(), TOTALS.taken()
-        warming_up = self._courses.warming_up() if totals.judged else {}
+        warming_up = counted.warming_up if totals.judged else {}
         return Account(
             taken=after.since(self._before, self._elsewhere() - self._steps_elsewhere),
             before=self._before,
             after=after,
-            watched=totals.watched(
-                counted.steps, counted.backwards, counted.optimizers, self._courses.most_parameters
-            ),
+            watched=totals.watched(counted.steps, counted.backwards, counted.optimizers, counted.parameters),
             ended="stopped" if totals.stopped else ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,17 @@ from gradwatch.taps.process_totals import TOTALS, count_backwards
 
 NOTHING_SAVED: Mapping[str, Any] = {"version": 1, "lanes": {}}
 
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a closed session still answers from: as of its last step."""
+
+    state: Mapping[str, Any] = field(default_factory=lambda: NOTHING_SAVED)
+    records: Sequence[Record] = ()
+    checkpoint: CheckpointHealth = field(default_factory=lambda: joined(()))
+    counted: Counted = field(default_factory=Counted)
+
+
 _ordinal = itertools.count()  # of sessions: ranks that run one script count alike
 
 
@@ -64,8 +75,7 @@ class Session:
         self.origin = origin
         self.ended: Ending = ""
         self._ownership = Ownership(optimizers)
-        self.attached: Attached | None = None  # stays after `close`
-        self._live: Attached | None = None  # the same until then
+        self.attached: Attached | None = None  # until `close`
         self._closed = not active
         self._publishing = Publishing()
         self._sinks: list[Breaker] = self._publishing.sinks
@@ -75,7 +85,7 @@ class Session:
         self._activity = Activity(self.health, settings.strict, self._resumed)
         self._accounting: Accounting | None = None
         self._concluding = False
-        self._last_state = NOTHING_SAVED
+        self._left = Left()
         self.ruleset = ruleset
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
@@ -91,7 +101,6 @@ class Session:
                 models, self._ownership, loose, self._rules, self._services, strict_rules, name
             )
             self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
-            self._live = attached
             self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
             attached.start(on_escalate)
             self._activity.begin(self.run.pid)
@@ -126,7 +135,6 @@ class Session:
         self._accounting = accounting = Accounting(
             self.run,
             self._publishing.totals,
-            attached.courses,
             self.health.inactive,
             self._counted,
             before,
@@ -161,7 +169,7 @@ class Session:
 
     def models(self) -> list[nn.Module]:
         """The watched models that are still alive; none once it is closed."""
-        return [] if self._live is None else self._live.capture.models()
+        return [] if self.attached is None else self.attached.capture.models()
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched now."""
@@ -173,25 +181,27 @@ class Session:
 
     def lanes(self) -> list[OptimizerCapture]:
         """What is captured of every optimizer watched, those that are gone included."""
-        return [] if self._live is None else list(self._live.capture.lanes)
+        return [] if self.attached is None else list(self.attached.capture.lanes)
 
     def lane_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
         """What is captured of this optimizer, None where it is not watched yet."""
-        return None if self._live is None else self._live.capture.lane_of(optimizer)
+        return None if self.attached is None else self.attached.capture.lane_of(optimizer)
 
     def knows(self, identity: int) -> bool:
         """Whether the parameter with this `id()` is watched here."""
-        return self._live is not None and self._live.capture.covers_id(identity)
+        return self.attached is not None and self.attached.capture.covers_id(identity)
 
     @property
     def backwards(self) -> int:
         """How many backwards have reached a parameter that is watched here."""
-        return 0 if self.attached is None else self.attached.capture.backwards
+        attached = self.attached  # one look: an endpoint's thread may ask while another closes
+        return self._left.counted.backwards if attached is None else attached.capture.backwards
 
     @property
     def steps(self) -> int:
         """Optimizer steps watched that no concluded account holds yet."""
-        return 0 if self._concluding or self.attached is None else self.attached.boundary.steps
+        attached = self.attached
+        return 0 if self._concluding or attached is None else attached.boundary.steps
 
     @property
     def url(self) -> str | None:
@@ -205,20 +215,19 @@ class Session:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
-        return 0.0 if self._live is None else self._live.capture.count_coverage()
+        return 0.0 if self.attached is None else self.attached.capture.count_coverage()
 
     def records(self) -> list[Record]:
         """The latest Record of every optimizer."""
-        if self.attached is None:
-            return []
-        return [course.record for course in self.attached.courses if course.record is not None]
+        attached = self.attached
+        if attached is None:
+            return list(self._left.records)
+        return [course.record for course in attached.courses if course.record is not None]
 
     def checkpoint(self) -> CheckpointHealth:
         """The health of a checkpoint saved now; looks at the weights. After `close()`: as of the last step."""
         if self.attached is None:
-            return joined(())
-        if self._closed:
-            return self.attached.checkpoints.now()
+            return self._left.checkpoint
         self.catch_up()
         found = self.attached.checkpoints.look()
         if self._activity.paused():
@@ -235,10 +244,18 @@ class Session:
         return self._accounting.now(self.ended)
 
     def _counted(self) -> Counted:
-        if self.attached is None:
-            return Counted(0, 0, 0, 0)
-        boundary = self.attached.boundary
-        return Counted(boundary.steps, self.backwards, boundary.optimizers.count, self._activity.pauses)
+        attached = self.attached
+        if attached is None:
+            return self._left.counted
+        boundary, courses = attached.boundary, attached.courses
+        return Counted(
+            boundary.steps,
+            self.backwards,
+            boundary.optimizers.count,
+            self._activity.pauses,
+            courses.most_parameters,
+            courses.warming_up(),
+        )
 
     def observed_only(self) -> list[int]:
         """Indices of the loops without an optimizer."""
@@ -248,11 +265,11 @@ class Session:
 
     def observe(self, scalars: Mapping[str, float | Tensor]) -> None:
         """Keep one-per-step values for the next step of every optimizer; raises nothing."""
-        if self._live is None:
+        if self.attached is None:
             return
         for name, value in scalars.items():
             try:
-                self._live.measuring.observe(name, value)
+                self.attached.measuring.observe(name, value)
             except AttachError as error:  # the value is not used
                 self.health.notice("observe", str(error))
             except Exception as error:
@@ -260,10 +277,10 @@ class Session:
 
     def batch(self, indices: Iterable[int] | Tensor) -> None:
         """Note which samples of the dataset make the forward calls that follow; raises nothing."""
-        if self._live is None or self._live.causes is None:
+        if self.attached is None or self.attached.causes is None:
             return
         try:
-            self._live.causes.tell(indices)
+            self.attached.causes.tell(indices)
         except Exception as error:
             self._activity.failed("localise", error)
 
@@ -274,19 +291,19 @@ class Session:
 
     def read_before_clip(self) -> None:
         """Read the gradients now, before code of the script clips them."""
-        if self._live is not None:
-            self._live.before_clip.read()
+        if self.attached is not None:
+            self.attached.before_clip.read()
 
     def rebaseline(self, glob: str) -> None:
         """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
-        if self._live is not None:
+        if self.attached is not None:
             self.catch_up()
-            self._live.courses.rebaseline(glob)
+            self.attached.courses.rebaseline(glob)
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
-        if self._live is not None:
-            self._live.add(models)
+        if self.attached is not None:
+            self.attached.add(models)
 
     def join(
         self,
@@ -295,7 +312,7 @@ class Session:
         loose: Iterable[tuple[str, nn.Parameter]] = (),
     ) -> None:
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
-        attached = self._live
+        attached = self.attached
         if attached is None:
             return
         mark = attached.capture.spent.begin()
@@ -308,26 +325,26 @@ class Session:
 
     def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Localise this step too, by calls held before its models were watched, or `join`."""
-        if self._live is not None and self._live.causes is not None:
-            self._live.causes.inherit(early, joining)
+        if self.attached is not None and self.attached.causes is not None:
+            self.attached.causes.inherit(early, joining)
 
     def let_go_of_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
-        if self._live is None or not self._activity.is_step_thread():
+        if self.attached is None or not self._activity.is_step_thread():
             return
         if self.orphaned():
-            self._live.capture.release()
+            self.attached.capture.release()
         else:
-            self._live.capture.let_go_of_dead()
+            self.attached.capture.let_go_of_dead()
 
     def orphaned(self) -> bool:
         """Whether all models are gone that it was to watch; a launcher's session watches what comes, too."""
-        return self.origin != "launcher" and self._live is not None and self._live.capture.childless()
+        return self.origin != "launcher" and self.attached is not None and self.attached.capture.childless()
 
     def catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
-        if self._live is not None and here[0] == self.run.pid and self._activity.is_step_thread():
-            self._live.boundary.flush()
+        if self.attached is not None and here[0] == self.run.pid and self._activity.is_step_thread():
+            self.attached.boundary.flush()
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
@@ -340,9 +357,9 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts."""
-        attached = self._live
+        attached = self.attached
         if attached is None:
-            return dict(self._last_state)
+            return dict(self._left.state)
         self.catch_up()
         lanes = attached.courses.saved(attached.capture.lanes)
         return {"version": 1, "lanes": lanes, "weights": attached.weights.to_dict()}
@@ -371,18 +388,27 @@ class Session:
         if os.getpid() != self.run.pid:  # forked: what is open is the parent's
             self._sinks.clear()
         try:
-            self._last_state = self.state_dict()
+            state = self.state_dict()
             self.checkpoint()
         except Exception as error:  # a session that cannot tell its state must still let go
             self.health.report("close", error)
+            state = dict(NOTHING_SAVED)
         self.conclude()
-        if self.attached is not None:
-            self.attached.close()
+        self._detach(state)
         self._uncount()
-        self._closed, self._live = True, None
+        self._closed = True
         self._activity.end()
         self.close_sinks()
         LIVE.discard(self)
+
+    def _detach(self, state: dict[str, Any]) -> None:
+        """Close all parts; keep what is asked after `close()` and no parameter, gradient or optimizer."""
+        attached = self.attached
+        if attached is None:
+            return
+        attached.close()
+        self._left = Left(state, self.records(), attached.checkpoints.now(), self._counted())
+        self.attached = None
 
     def conclude(self) -> None:
         """Tell the sinks what this session comes to; once."""

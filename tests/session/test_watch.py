@@ -435,6 +435,32 @@ def test_forgotten_watch_does_not_keep_the_model_alive(event: str, tmp_path: Pat
     assert step_hooks.installed() == 0
 
 
+@pytest.mark.parametrize("rules", ["default", "clip", "skip"])
+def test_closed_watch_keeps_no_parameter_alive(rules: str) -> None:
+    """After `close()` a Watch that is still held frees weights, gradients and optimizer, and answers as before."""
+    text = {
+        "default": None,
+        "clip": "version: 1\nclip:\n  total: {method: norm, max_norm: 1.0}\n",
+        "skip": "version: 1\nrules:\n  nf: {detect: {kind: nonfinite}, do: [skip_step, localise]}\n",
+    }[rules]
+    given = {} if text is None else {"rules": parse_rules(text)}
+    model, optimizer = build()
+    gw = gradwatch.watch(model, optimizer, sinks=[], **given)
+    for _ in range(3):
+        step(model, optimizer)
+    before = gw.status(), gw.state_dict()
+    gw.close()
+    alive = [weakref.ref(one) for one in (model, optimizer, *model.parameters())]
+    alive += [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    assert len(alive) == 10
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in alive] == [None] * 10
+    assert gw.state_dict() == before[1]
+    assert gw.status()["account"]["watched"] == before[0]["account"]["watched"]
+    assert gw.healthy and gw.last_healthy_step == 2
+
+
 def test_a_watch_lives_while_one_of_its_models_does() -> None:
     """Of two models the first is gone: the second is watched on."""
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
