@@ -73,7 +73,7 @@ class StepActions:
     def apply(
         self,
         optimizer: Optimizer,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         decision: Decision,
         turn: ClosureCalls | None,
         max_norm: float | None = None,
@@ -90,21 +90,21 @@ class StepActions:
         """
         if decision.stop:
             return Outcome(decision)
-        found = versions_of(lane.grads()) if decision.touches and not decision.skip else None
-        aside = put_aside(lane) if found is not None and lane.on_cpu and by_rule(decision) else {}
+        found = versions_of(captured.grads()) if decision.touches and not decision.skip else None
+        aside = put_aside(captured) if found is not None and captured.on_cpu and by_rule(decision) else {}
         passing: Exception | None = None
         for last in (False, True):
             try:
-                self._carry_out(optimizer, lane, decision, turn, standing)
+                self._carry_out(optimizer, captured, decision, turn, standing)
             except Exception as error:
                 self.give_back()  # the gradient passes unchanged
                 self.open_gate()
-                changed = found is not None and versions_of(lane.grads()) != found
-                if changed and put_back(lane, aside):
-                    changed, found = False, versions_of(lane.grads())
+                changed = found is not None and versions_of(captured.grads()) != found
+                if changed and put_back(captured, aside):
+                    changed, found = False, versions_of(captured.grads())
                 if changed or last:
                     instead = in_place_of(decision, max_norm)
-                    return Outcome(self._instead(optimizer, lane, instead, turn, error, changed), error)
+                    return Outcome(self._instead(optimizer, captured, instead, turn, error, changed), error)
                 passing = error
             else:
                 break
@@ -113,7 +113,7 @@ class StepActions:
     def _instead(
         self,
         optimizer: Optimizer,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         instead: Decision,
         turn: ClosureCalls | None,
         error: Exception,
@@ -123,39 +123,39 @@ class StepActions:
         if changed:
             error.__dict__.setdefault("__notes__", []).append(PARTLY)
         try:
-            self._carry_out(optimizer, lane, instead, turn, None)  # it asks for nothing per element
+            self._carry_out(optimizer, captured, instead, turn, None)  # it asks for nothing per element
         except Exception:  # not even that can be done: it is told as a failure all the same
             self.give_back()
             instead = replace(instead, skip=False, max_norm=None)
         return instead
 
     def clip_again(
-        self, lane: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None
+        self, captured: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None
     ) -> None:
         """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
         if decision.max_norm is not None and only_total(decision):
-            lane.multiply(clip_coefficient(total, decision.max_norm))
+            captured.multiply(clip_coefficient(total, decision.max_norm))
         elif decision.touches:
-            _reshape(lane, decision, total, standing)
+            _reshape(captured, decision, total, standing)
 
-    def clip_ahead(self, optimizer: Optimizer, lane: OptimizerCapture, max_norm: float) -> bool:
+    def clip_ahead(self, optimizer: Optimizer, captured: OptimizerCapture, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
         The verdict finds the same total later, and tells the same coefficient. False where it failed, and the host is
         to decide; not where some gradients were multiplied before that, for they must not be multiplied twice.
         """
         try:
-            if not lane.surely_within(max_norm):
-                self._multiply(optimizer, lane, clip_coefficient(lane.total_applied(), max_norm))
+            if not captured.surely_within(max_norm):
+                self._multiply(optimizer, captured, clip_coefficient(captured.total_applied(), max_norm))
         except Exception as error:
             self._failed("action", error)
-            return lane.written()
+            return captured.written()
         return True
 
     def _carry_out(
         self,
         optimizer: Optimizer,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         decision: Decision,
         turn: ClosureCalls | None,
         standing: ClipSection | None,
@@ -170,24 +170,31 @@ class StepActions:
                 self._withheld = withheld
                 withheld.begin(at_once)
         elif decision.max_norm is not None and only_total(decision):
-            coefficient = clip_coefficient(lane.total_applied(), decision.max_norm)
-            self._multiply(optimizer if turn is None else None, lane, coefficient)
+            coefficient = clip_coefficient(captured.total_applied(), decision.max_norm)
+            self._multiply(optimizer if turn is None else None, captured, coefficient)
         elif decision.touches:
-            total = lane.total_applied() if decision.max_norm is not None else 0.0
-            _reshape(lane, decision, total, standing)
+            total = captured.total_applied() if decision.max_norm is not None else 0.0
+            _reshape(captured, decision, total, standing)
 
-    def _multiply(self, optimizer: Optimizer | None, lane: OptimizerCapture, coefficient: np.float32) -> None:
+    def _multiply(
+        self, optimizer: Optimizer | None, captured: OptimizerCapture, coefficient: np.float32
+    ) -> None:
         """Multiply every gradient; a fused optimizer does it on its way, within its own rounding."""
         # The divisor of a fused optimizer is a float32 too.
-        if coefficient == 1 or coefficient < SMALLEST or optimizer is None or not divides(optimizer, lane):
-            lane.multiply(coefficient)
+        if (
+            coefficient == 1
+            or coefficient < SMALLEST
+            or optimizer is None
+            or not divides(optimizer, captured)
+        ):
+            captured.multiply(coefficient)
         else:
-            self._divide(optimizer, lane, torch.tensor(1.0 / float(coefficient), device=where(lane)))
+            self._divide(optimizer, captured, torch.tensor(1.0 / float(coefficient), device=where(captured)))
 
     def on_device(
         self,
         optimizer: Optimizer,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         max_norm: float | None,
         standing: ClipSection | None,
         skips: bool,
@@ -197,7 +204,7 @@ class StepActions:
         `max_norm` bounds the total norm, `standing` is what is clipped beside it; `skips`: a step whose gradients are
         not finite is skipped.
         """
-        reading = lane.on_device
+        reading = captured.on_device
         if reading is None or not (skips or max_norm is not None or standing is not None):
             return
         total = reading.device_total()  # loss scale included
@@ -206,15 +213,15 @@ class StepActions:
         scale = carried_scale(optimizer)
         carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
         if standing is not None:
-            standing.apply_on_device(reading, lane.grads(), lane.params, max_norm, carried)
-        elif max_norm is not None and divides(optimizer, lane):
-            self._divide(optimizer, lane, torch.reciprocal(clip_factor(total / carried, max_norm)))
+            standing.apply_on_device(reading, captured.grads(), captured.params, max_norm, carried)
+        elif max_norm is not None and divides(optimizer, captured):
+            self._divide(optimizer, captured, torch.reciprocal(clip_factor(total / carried, max_norm)))
         elif max_norm is not None:
-            device.clip(lane.grads(), total / carried, max_norm)
+            device.clip(captured.grads(), total / carried, max_norm)
         if skips:
-            self._gate(optimizer, lane, total)
+            self._gate(optimizer, captured, total)
 
-    def _gate(self, optimizer: Optimizer, lane: OptimizerCapture, total: Tensor) -> None:
+    def _gate(self, optimizer: Optimizer, captured: OptimizerCapture, total: Tensor) -> None:
         """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
 
         The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
@@ -223,16 +230,16 @@ class StepActions:
         before = getattr(optimizer, "found_inf", None)
         if before is not None:
             bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
-        self._set(optimizer, lane, "found_inf", bad)
+        self._set(optimizer, captured, "found_inf", bad)
 
-    def _divide(self, optimizer: Optimizer, lane: OptimizerCapture, divisor: Tensor) -> None:
+    def _divide(self, optimizer: Optimizer, captured: OptimizerCapture, divisor: Tensor) -> None:
         """Have a fused optimizer divide its gradients by a 0-dim factor on its way: no pass over them of our own."""
         before = getattr(optimizer, "grad_scale", None)
         if isinstance(before, Tensor):
             divisor = before * divisor.to(before.device, non_blocking=True)
-        self._set(optimizer, lane, "grad_scale", divisor)
+        self._set(optimizer, captured, "grad_scale", divisor)
 
-    def _set(self, optimizer: Optimizer, lane: OptimizerCapture, name: str, value: Tensor) -> None:
+    def _set(self, optimizer: Optimizer, captured: OptimizerCapture, name: str, value: Tensor) -> None:
         gate = AmpOverride(optimizer, name, value, getattr(optimizer, name, None))
         self.held = True
         self._gates.append(gate)
@@ -294,34 +301,36 @@ def only_total(decision: Decision) -> bool:
     return decision.coef is None and decision.zero is None and not decision.elementwise
 
 
-def divides(optimizer: Optimizer, lane: OptimizerCapture) -> bool:
+def divides(optimizer: Optimizer, captured: OptimizerCapture) -> bool:
     """Whether the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
 
     Not asked of sharded parameters, whose kernels want the divisor on a mesh.
     """
-    return supports_scaling(optimizer) and not lane.distributed
+    return supports_scaling(optimizer) and not captured.distributed
 
 
-def where(lane: OptimizerCapture) -> torch.device:
-    """Where the divisor of a lane's gradients is to lie."""
-    return lane.params[0].device
+def where(captured: OptimizerCapture) -> torch.device:
+    """Where the divisor of a capture's gradients is to lie."""
+    return captured.params[0].device
 
 
-def _reshape(lane: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None) -> None:
+def _reshape(
+    captured: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None
+) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
-    grads = lane.grads()
+    grads = captured.grads()
     zero = np.zeros(len(grads), np.bool_) if decision.zero is None else decision.zero
     if decision.max_norm is not None and zero.any():
-        total = lane.total_applied(left_by_zeroing(grads, zero))
+        total = captured.total_applied(left_by_zeroing(grads, zero))
     coef = np.where(zero, uniform_factor(decision, total), factors_of(decision, total, len(grads)))
     for k in map(int, np.flatnonzero(zero)):
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
     ahead: dict[int, Tensor] = {}
     if decision.elementwise and standing is not None:
-        optimizer = None if lane.optimizer is None else lane.optimizer()
+        optimizer = None if captured.optimizer is None else captured.optimizer()
         scale = arrived(kept(carried_scale(optimizer)))
-        ahead = standing.take(Found(grads, lane.params, scale), coef)
+        ahead = standing.take(Found(grads, captured.params, scale), coef)
         put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
@@ -331,7 +340,7 @@ def _reshape(lane: OptimizerCapture, decision: Decision, total: float, standing:
     ]
     if clipped:
         grads_, factors_ = map(list, zip(*clipped, strict=True))
-        if lane.on_cpu:
+        if captured.on_cpu:
             multiply(grads_, factors_)  # as torch multiplies: bit-equal to clip_grad_norm_, in bfloat16 too
         else:
             multiply(grads_, [float(factor) for factor in factors_])  # one launch
@@ -359,21 +368,21 @@ def by_rule(decision: Decision) -> bool:
     return any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
 
 
-def put_aside(lane: OptimizerCapture) -> dict[int, Tensor]:
+def put_aside(captured: OptimizerCapture) -> dict[int, Tensor]:
     """Copies of the gradients, by position, for `put_back`; none where there is no memory for them.
 
     To divide again would not give back the same bits. Only on the CPU, where what touches many gradients may stop
     halfway: a device is handed all of them in one launch.
     """
     try:
-        return {k: grad.detach().clone() for k, grad in enumerate(lane.grads()) if grad is not None}
+        return {k: grad.detach().clone() for k, grad in enumerate(captured.grads()) if grad is not None}
     except Exception:
         return {}
 
 
-def put_back(lane: OptimizerCapture, aside: dict[int, Tensor]) -> bool:
+def put_back(captured: OptimizerCapture, aside: dict[int, Tensor]) -> bool:
     """Give the gradients their bits again; whether all of them have."""
-    grads = lane.grads()
+    grads = captured.grads()
     if len(aside) != sum(grad is not None for grad in grads):
         return False
     try:
@@ -397,8 +406,8 @@ def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
     return Decision(skip=instead == "skip_step", stop=instead == "stop", orders=orders)
 
 
-def why_stopped(decision: Decision, lane: OptimizerCapture) -> str:
+def why_stopped(decision: Decision, captured: OptimizerCapture) -> str:
     """What `TrainingStopped` says of a Decision to stop."""
     rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
     said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"
-    return f"gradwatch stopped training at step {lane.step}: {said}"
+    return f"gradwatch stopped training at step {captured.step}: {said}"

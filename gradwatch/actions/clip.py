@@ -1,10 +1,10 @@
-"""The standing policies of `clip:` on the gradients of one lane: on the host as decided, on a device without it.
+"""The standing policies of `clip:` on the gradients of one capture: on the host as decided, on a device without it.
 
 On a device a clip by norm, of each parameter, of groups and of the total, is a few 0-dim tensors that never leave it:
 the norms are there already, their factors are made of them, and `_foreach_mul_` takes them as they are. A group's
 factor multiplies its members in one launch; factors by parameter take a launch each.
 
-Axes: K parameters of a lane.
+Axes: K parameters of a capture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ClipSection:
-    """What `clip:` asks of one lane beside a bound on the total norm.
+    """What `clip:` asks of one capture beside a bound on the total norm.
 
     `bounds` are what a device can keep to by itself; `ahead` holds what `elementwise` makes of the gradients of the
     step at hand, from when it was measured until it is applied.

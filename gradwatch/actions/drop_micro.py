@@ -36,21 +36,21 @@ SCALED = (
 
 
 class MicroDrop:
-    """Tensor hooks on all parameters of one lane that tell its micro-batches apart.
+    """Tensor hooks on all parameters of one capture that tell its micro-batches apart.
 
-    `failed` counts a fault of ours; `refused(reason)` is told once, when it switches itself off; `cleared(lane)`
+    `failed` counts a fault of ours; `refused(reason)` is told once, when it switches itself off; `cleared(captured)`
     where the gradients of earlier backwards are found to be gone.
     """
 
     def __init__(
         self,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         failed: Callable[[str, BaseException], None],
         refused: Callable[[str], None],
         cleared: Callable[[OptimizerCapture], None],
     ) -> None:
         self._cleared = cleared
-        self._lane = weakref.ref(lane)
+        self._captured = weakref.ref(captured)
         self._failed = failed
         self._refused = refused
         self._reader = CpuReader()
@@ -61,7 +61,7 @@ class MicroDrop:
         self._factor = 1.0  # what the gradients have been multiplied by for those that were dropped
         self._poison: dict[int, Detail] = {}
         self.off = ""
-        self._handles = [_listen(k, param, self) for k, param in enumerate(lane.params)]
+        self._handles = [_listen(k, param, self) for k, param in enumerate(captured.params)]
         before_clip = self._guard(self.correct)
         self._unlisten = clip_functions.listen(lambda _: before_clip())
 
@@ -79,9 +79,9 @@ class MicroDrop:
             self.off = SCALED
             self._refused(SCALED)
 
-    def is_of(self, lane: OptimizerCapture) -> bool:
-        """Whether this is that lane's."""
-        return self._lane() is lane
+    def is_of(self, captured: OptimizerCapture) -> bool:
+        """Whether this is that capture's."""
+        return self._captured() is captured
 
     def _guard(self, call: Callable[[], None]) -> Callable[..., None]:
         owner = weakref.ref(self), call.__func__  # type: ignore[attr-defined]  # a bound method would be a cycle
@@ -105,42 +105,42 @@ class MicroDrop:
 
     def begins(self, k: int, task: int) -> None:
         """The first hook of a graph task speaks, that of parameter k."""
-        lane = self._lane()
-        if lane is None or self.off or backward.nested() or not backward.reaches(lane.params[k]):
+        captured = self._captured()
+        if captured is None or self.off or backward.nested() or not backward.reaches(captured.params[k]):
             return
         self._ends.arm()  # a backward before this one that raised is settled first
         if self._open:  # back from a nested one
             return
-        if lane.begins():
+        if captured.begins():
             self._forget()
-            self._cleared(lane)
-        lane.apart()
+            self._cleared(captured)
+        captured.apart()
         if self._factor != 1.0:  # corrected too early: another micro-batch comes
-            _multiply(lane.grads(), 1.0 / self._factor)
+            _multiply(captured.grads(), 1.0 / self._factor)
             self._factor = 1.0
-        self._open, self._aside = True, [param.grad for param in lane.params]
-        for param in lane.params:
+        self._open, self._aside = True, [param.grad for param in captured.params]
+        for param in captured.params:
             param.grad = None
 
     def _ended(self) -> None:
         """The backward has ended: add what it left to what stood aside, or drop it."""
-        lane = self._lane()
-        if lane is None or not self._open or backward.nested():
+        captured = self._captured()
+        if captured is None or not self._open or backward.nested():
             return
-        fresh = [param.grad for param in lane.params]
-        poison = {} if self._finite(fresh, lane) else poisoned(fresh)
+        fresh = [param.grad for param in captured.params]
+        poison = {} if self._finite(fresh, captured) else poisoned(fresh)
         if poison:
             self._poison |= poison
             self._dropped += 1
-            _put(lane, self._aside or fresh)
+            _put(captured, self._aside or fresh)
         else:
             self._kept += 1
-            _put(lane, _added(self._aside or [None] * len(fresh), fresh))
+            _put(captured, _added(self._aside or [None] * len(fresh), fresh))
         self._open, self._aside = False, None
 
-    def _finite(self, grads: Sequence[Tensor | None], lane: OptimizerCapture) -> bool:
+    def _finite(self, grads: Sequence[Tensor | None], captured: OptimizerCapture) -> bool:
         """Whether a glance says that all of them are."""
-        if lane.on_cpu:
+        if captured.on_cpu:
             return math.isfinite(self._reader.read(grads).total())
         norms = [
             torch.linalg.vector_norm(dense(grad), dtype=torch.float64) for grad in grads if grad is not None
@@ -153,28 +153,28 @@ class MicroDrop:
 
         Where nothing of it is there the loop has cleared its gradients since, and with them those that stood aside.
         """
-        lane = self._lane()
+        captured = self._captured()
         aside, self._aside = self._aside, None
         was_open, self._open = self._open, False
-        if lane is None or not was_open or aside is None:
+        if captured is None or not was_open or aside is None:
             return
-        fresh = [param.grad for param in lane.params]
+        fresh = [param.grad for param in captured.params]
         if any(
             grad is not None and bool((dense(grad) != 0).any()) for grad in fresh
         ):  # sync: after an exception
-            _put(lane, _added(aside, fresh))
+            _put(captured, _added(aside, fresh))
 
     # -- the step ----------------------------------------------------------------------------------------
 
     def correct(self) -> None:
         """Before anybody clips, or the optimizer steps: weigh the micro-batches that are left."""
-        lane = self._lane()
+        captured = self._captured()
         self._recover()
-        if lane is None or not self._dropped or not self._kept or self._factor != 1.0:
+        if captured is None or not self._dropped or not self._kept or self._factor != 1.0:
             return
         self._factor = (self._kept + self._dropped) / self._kept
-        _multiply(lane.grads(), self._factor)
-        lane.read()
+        _multiply(captured.grads(), self._factor)
+        captured.read()
 
     def at_boundary(self) -> None:
         """The step is about to be judged."""
@@ -221,8 +221,8 @@ def poisoned(grads: Sequence[Tensor | None]) -> dict[int, Detail]:
     return {k: detail for k, detail in looked.items() if detail.nonfinite}
 
 
-def _put(lane: OptimizerCapture, grads: Sequence[Tensor | None]) -> None:
-    for param, grad in zip(lane.params, grads, strict=True):
+def _put(captured: OptimizerCapture, grads: Sequence[Tensor | None]) -> None:
+    for param, grad in zip(captured.params, grads, strict=True):
         param.grad = grad
 
 

@@ -38,7 +38,7 @@ Scale = float | Tensor
 
 
 class Elementwise:
-    """The elementwise policies over the K parameters of one lane; `at[k]` those that cover parameter k."""
+    """The elementwise policies over the K parameters of one capture; `at[k]` those that cover parameter k."""
 
     def __init__(self, policies: Sequence[tuple[ElementwisePolicy, BoolArray]], names: Sequence[str]) -> None:
         self._names = names

@@ -20,7 +20,7 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 
 def with_modules(sites: Sites, modules: tuple[str, ...]) -> Sites:
-    """The sites of a lane followed by tapped modules."""
+    """The sites of a capture followed by tapped modules."""
     return appended(sites, modules, "module")
 
 

@@ -111,7 +111,7 @@ class Coverage:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
-        self._last: dict[int, NDArray[np.int32]] = {}  # the arrivals of each lane's last step
+        self._last: dict[int, NDArray[np.int32]] = {}  # the arrivals of each capture's last step
 
     def attached(self, models: Iterable[nn.Module]) -> None:
         """These models are watched from now on, with the parameters they have."""
@@ -128,10 +128,14 @@ class Coverage:
         self._at_attach.discard(slot)
         self._places.forget(slot)
 
-    def count(self, models: list[nn.Module], lanes: Iterable[OptimizerCapture]) -> float:
+    def count(self, models: list[nn.Module], captures: Iterable[OptimizerCapture]) -> float:
         """Walk the models; the ratio, which stays until the next count."""
-        alive = [lane for lane in lanes if lane.optimizer is None or lane.optimizer() is not None]
-        stepped = {identity for lane in alive for identity in lane.param_ids}
+        alive = [
+            captured
+            for captured in captures
+            if captured.optimizer is None or captured.optimizer() is not None
+        ]
+        stepped = {identity for captured in alive for identity in captured.param_ids}
         if self._whole(models, stepped):
             self.missing, self.ratio, self._left = (), 1.0, RECOUNT
             return self.ratio
@@ -156,11 +160,11 @@ class Coverage:
     def _measured(self, param: nn.Parameter, stepped: set[int]) -> bool:
         return id(param) in stepped or self._slot_of.get(id(param)) in self._at_attach
 
-    def due(self, lane: OptimizerCapture, calls: NDArray[np.int32]) -> bool:
+    def due(self, captured: OptimizerCapture, calls: NDArray[np.int32]) -> bool:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
-        gone = () if self._last.get(lane.index) is calls else self._gone(lane.index, calls)
-        replaced = gone and any(self._replaced(lane.params[k]) for k in gone)
+        gone = () if self._last.get(captured.index) is calls else self._gone(captured.index, calls)
+        replaced = gone and any(self._replaced(captured.params[k]) for k in gone)
         if not replaced and self._left > 0 and self._counted == self._registrations.counted[0]:
             return False
         self._counted = self._registrations.counted[0]
@@ -171,7 +175,7 @@ class Coverage:
         self._left = 0
 
     def silenced(self, share: float) -> None:
-        """A share of a lane was measured at this boundary, but nothing was heard during its backward."""
+        """A share of a capture was measured at this boundary, but nothing was heard during its backward."""
         self.ratio *= 1 - share
         self._left = 0
 
@@ -199,9 +203,9 @@ class Coverage:
         """Whether something else stands where this parameter stood in its model."""
         return self._places.lost(self._slot_of.get(id(param), -1), param)
 
-    def _gone(self, lane: int, calls: NDArray[np.int32]) -> list[int]:
-        """Positions with a gradient in the lane's last step and none in this one."""
-        before, self._last[lane] = self._last.get(lane), calls
+    def _gone(self, captured: int, calls: NDArray[np.int32]) -> list[int]:
+        """Positions with a gradient in the capture's last step and none in this one."""
+        before, self._last[captured] = self._last.get(captured), calls
         if before is None or len(before) != len(calls):
             return []
         gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy

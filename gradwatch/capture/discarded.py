@@ -14,35 +14,39 @@ class Discarded:
     """
 
     def __init__(self) -> None:
-        self._lanes: list[int] = []  # those that `_sharing` is about, by `id`
+        self._captures: list[int] = []  # those that `_sharing` is about, by `id`
         self._sharing: dict[
             int, list[int]
-        ] = {}  # by index of a lane, the indices of those that share with it
+        ] = {}  # by index of a capture, the indices of those that share with it
         self._steps: dict[
             int, int
-        ] = {}  # by index of a lane, how often those had stepped when it was last asked
+        ] = {}  # by index of a capture, how often those had stepped when it was last asked
 
-    def unused(self, lane: OptimizerCapture, lanes: Sequence[OptimizerCapture]) -> bool:
-        """Whether the gradients of a lane, one of `lanes`, were cleared before any step has used them."""
-        if lane.settled >= 0:  # a step is under way, whose closure is evaluated once more
+    def unused(self, captured: OptimizerCapture, captures: Sequence[OptimizerCapture]) -> bool:
+        """Whether the gradients of a capture, one of `captures`, were cleared before any step has used them."""
+        if captured.settled >= 0:  # a step is under way, whose closure is evaluated once more
             return False
-        sharing = self._shared(lane, lanes)
+        sharing = self._shared(captured, captures)
         if not sharing:
             return True
         steps = sum(one.step for one in sharing)
-        before, self._steps[lane.index] = self._steps.get(lane.index, 0), steps
-        asked = min((lane, *sharing), key=lambda one: (-one.step, one.index))
-        return asked is lane and steps == before
+        before, self._steps[captured.index] = self._steps.get(captured.index, 0), steps
+        asked = min((captured, *sharing), key=lambda one: (-one.step, one.index))
+        return asked is captured and steps == before
 
-    def _shared(self, lane: OptimizerCapture, lanes: Sequence[OptimizerCapture]) -> list[OptimizerCapture]:
-        now = list(map(id, lanes))
-        if now != self._lanes:
-            self._lanes, self._sharing = now, {}
-        found = self._sharing.get(lane.index)
+    def _shared(
+        self, captured: OptimizerCapture, captures: Sequence[OptimizerCapture]
+    ) -> list[OptimizerCapture]:
+        now = list(map(id, captures))
+        if now != self._captures:
+            self._captures, self._sharing = now, {}
+        found = self._sharing.get(captured.index)
         if found is None:
-            mine = set(lane.param_ids)
+            mine = set(captured.param_ids)
             found = [
-                k for k, one in enumerate(lanes) if one is not lane and not mine.isdisjoint(one.param_ids)
+                k
+                for k, one in enumerate(captures)
+                if one is not captured and not mine.isdisjoint(one.param_ids)
             ]
-            self._sharing[lane.index] = found
-        return [lanes[k] for k in found]
+            self._sharing[captured.index] = found
+        return [captures[k] for k in found]

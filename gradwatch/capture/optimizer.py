@@ -39,7 +39,7 @@ UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wr
 Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
 NOTHING: Mapping[int, float] = {}
-KEPT = 1 << 24  # elements of a lane whose gradients may be held until the step, on the host
+KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
 # Python calls cost microseconds in the cold caches that a backward leaves; this is none.
 _grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
@@ -58,7 +58,7 @@ class OptimizerCapture:
         self.slots: NDArray[np.intp] = np.zeros(0, np.intp)
         self.position: dict[int, int] = {}
         self.step = 0
-        self.watched_ids: list[int] = []  # every parameter of the optimizer when the lane was built
+        self.watched_ids: list[int] = []  # every parameter of the optimizer when the capture was built
         self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.distributed = any(hasattr(param, "to_local") for param in params)
@@ -98,7 +98,7 @@ class OptimizerCapture:
         self.born = True  # made in the middle of a window, until a window has been closed
 
     def follows(self, before: OptimizerCapture) -> None:
-        """This stands in the place of another lane; where the sizes are the same its plan of reading is used."""
+        """This stands in the place of another capture; where the sizes are the same its plan of reading is used."""
         self.step = before.step
         if np.array_equal(self.sites.numels, before.sites.numels):
             self._reader = before._reader
@@ -135,7 +135,7 @@ class OptimizerCapture:
     # -- during backward ---------------------------------------------------------------------------------
 
     def arrived(self, counts: NDArray[np.int32], last: int | None = None, root: Root | None = None) -> None:
-        """One backward from `root` has ended that touched this lane: `counts[K]` marks heard, the last at `last`."""
+        """One backward from `root` has ended that touched this capture: `counts[K]` marks heard, the last at `last`."""
         self._arrivals.add(counts, last)
         self.losses.add(root)
 
@@ -165,7 +165,7 @@ class OptimizerCapture:
         return backwards > 0 and self._habit.may_end(self.step, backwards)
 
     def read(self) -> None:
-        """Read every gradient of the lane, with whatever loss scale they carry; `unscaled` takes it out."""
+        """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
         grads = self.grads()
         # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
         self._assumed = self.thinned and self._left_alone
@@ -372,7 +372,7 @@ class OptimizerCapture:
         return not self.thinned and self._habit.steady(self.step)
 
     def sentinels(self, count: int = 4) -> list[int]:
-        """Positions of a few parameters, spread over the lane, that received a gradient in the last step."""
+        """Positions of a few parameters, spread over the capture, that received a gradient in the last step."""
         return self._habit.spread(count)
 
     def block(self) -> None:

@@ -38,11 +38,11 @@ REMARK = 16  # steps between looks for parameters that want a gradient again
 
 
 class Capture:
-    """The slots of one Watch: every watched parameter, its mark, and the lanes (optimizers) they belong to.
+    """The slots of one Watch: every watched parameter, its mark, and the captures (optimizers) they belong to.
 
     `ended` is called at the end of every backward that touched a watched parameter, before anything is read, with the
-    lanes that it reached; it runs inside autograd and must not raise. `waiting` names optimizers that are known but
-    have no lane yet: they get one at the end of the first backward, when the order in which gradients arrive is known.
+    captures that it reached; it runs inside autograd and must not raise. `waiting` names optimizers that are known but
+    have no capture yet: they get one at the end of the first backward, when the order of arrival is known.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Capture:
         self._models = [weakref.ref(model) for model in models]
         self._ended = ended
         self._failed = failed
-        self.lanes: list[OptimizerCapture] = []
+        self.captures: list[OptimizerCapture] = []
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         self._since: list[
@@ -85,7 +85,7 @@ class Capture:
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
         self.unmarked_backwards = 0  # that the few marks left did not announce, known by their gradients
-        self.replaced = False  # a lane was replaced: some of its parameters may be nobody's now
+        self.replaced = False  # a capture was replaced: some of its parameters may be nobody's now
         self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
         self.coverage.attached(self.models())
@@ -199,37 +199,37 @@ class Capture:
         """Parameters of lazy modules that have no shape before their first forward."""
         return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
 
-    def remark(self, lane: OptimizerCapture) -> None:
-        """Mark the parameters of an unthinned lane that have come to want a gradient again."""
-        if not lane.thinned:
-            for slot in map(int, lane.slots):
+    def remark(self, captured: OptimizerCapture) -> None:
+        """Mark the parameters of an unthinned capture that have come to want a gradient again."""
+        if not captured.thinned:
+            for slot in map(int, captured.slots):
                 self._marks.put(slot, self.params[slot])
 
     # -- coverage ----------------------------------------------------------------------------------------
 
     def count_coverage(self) -> float:
         """The share of the models' parameters that is measured, counted now."""
-        return self.coverage.count(self.models(), self.lanes)
+        return self.coverage.count(self.models(), self.captures)
 
-    def look_after(self, lane: OptimizerCapture, window: Window) -> bool:
+    def look_after(self, captured: OptimizerCapture, window: Window) -> bool:
         """At a step boundary: let go of what is gone, count coverage where it may have changed, renew lost marks.
 
-        True if marks of this lane were silenced (`swap_tensors`): other hooks on its parameters are, too.
+        True if marks of this capture were silenced (`swap_tensors`): other hooks on its parameters are, too.
         """
         self.let_go_of_dead()
-        if lane.step % REMARK == 0:
-            self.remark(lane)
-        silenced = self._heal(lane) if lane.silent or not window.trusted else 0
-        lane.silent = False
-        if self.coverage.due(lane, window.calls):
+        if captured.step % REMARK == 0:
+            self.remark(captured)
+        silenced = self._heal(captured) if captured.silent or not window.trusted else 0
+        captured.silent = False
+        if self.coverage.due(captured, window.calls):
             self.count_coverage()
         if silenced:
-            self.coverage.silenced(silenced / len(lane))
+            self.coverage.silenced(silenced / len(captured))
         return silenced > 0
 
-    def _heal(self, lane: OptimizerCapture) -> int:
+    def _heal(self, captured: OptimizerCapture) -> int:
         """Mark those parameters again whose contents were swapped; how many there were."""
-        return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, lane.slots))
+        return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, captured.slots))
 
     @property
     def backwards(self) -> int:
@@ -252,64 +252,64 @@ class Capture:
         self.losses.close()
         self._slot_of.clear()
         self.params.clear()
-        self.lanes.clear()
+        self.captures.clear()
         self._ends.close()
         self.coverage.close()
         self.after_backward = self.before_drop = _nothing
 
-    # -- lanes -------------------------------------------------------------------------------------------
+    # -- captures -------------------------------------------------------------------------------------------
 
-    def lane_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
-        """The lane of an optimizer seen before."""
-        for lane in self.lanes:
-            if lane.optimizer is not None and lane.optimizer() is optimizer:
-                return lane
+    def capture_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
+        """The capture of an optimizer seen before."""
+        for captured in self.captures:
+            if captured.optimizer is not None and captured.optimizer() is optimizer:
+                return captured
         return None
 
-    def adopt(self, optimizer: Optimizer, lane: OptimizerCapture | None = None) -> OptimizerCapture:
-        """Build the lane of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
+    def adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None = None) -> OptimizerCapture:
+        """Build the capture of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
-        lane = (
-            self._predecessor(set(map(id, params))) if lane is None else lane
+        captured = (
+            self._predecessor(set(map(id, params))) if captured is None else captured
         )  # one without parameters is falsy
-        index = len(self.lanes) if lane is None else lane.index
+        index = len(self.captures) if captured is None else captured.index
         self._unowned_slots = None
         built = OptimizerCapture(index, optimizer, params, self._sites(kept, params))
         built.slots = kept
         built.position = {int(slot): k for k, slot in enumerate(kept)}
-        if lane is None:
-            self.lanes.append(built)
+        if captured is None:
+            self.captures.append(built)
         else:
-            built.follows(lane)
-            self.restore(lane)
-            self.replaced = self.replaced or bool(lane.params)
-            self.lanes[self.lanes.index(lane)] = built
+            built.follows(captured)
+            self.restore(captured)
+            self.replaced = self.replaced or bool(captured.params)
+            self.captures[self.captures.index(captured)] = built
         built.watched_ids = list(map(id, fresh))
         built.frozen = [param for param in fresh if not param.requires_grad]
         self.coverage.outdated()
         return built
 
     def adopt_inside(self, fresh: list[nn.Parameter], before: OptimizerCapture | None) -> OptimizerCapture:
-        """The one lane of all optimizers that step inside backward; it hears no marks and reads no `.grad`."""
+        """The one capture of all optimizers that step inside backward; it hears no marks and reads no `.grad`."""
         params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
-        lane = OptimizerCapture(
-            len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
+        captured = OptimizerCapture(
+            len(self.captures) if before is None else before.index, None, params, self._sites(kept, params)
         )
-        lane.inside_backward = True
-        lane.watched_ids = list(map(id, fresh))
+        captured.inside_backward = True
+        captured.watched_ids = list(map(id, fresh))
         self._unowned_slots = None
         if before is None:
-            self.lanes.append(lane)
+            self.captures.append(captured)
         else:
-            lane.step = before.step
-            self.lanes[self.lanes.index(before)] = lane
+            captured.step = before.step
+            self.captures[self.captures.index(before)] = captured
             self.replaced = True
         self.coverage.outdated()
-        return lane
+        return captured
 
     def adopt_unowned(self, before: OptimizerCapture | None, touched: list[int]) -> OptimizerCapture:
-        """The lane of a loop without an optimizer, not among `lanes` unless it replaces `before` there.
+        """The capture of a loop without an optimizer, not among `captures` unless it replaces `before` there.
 
         It has the parameters, but for those of optimizers, of every model of which some were `touched`, now or before.
         """
@@ -323,38 +323,39 @@ class Capture:
             within |= set() if slots.isdisjoint(reached) else slots
         wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
-        lane = OptimizerCapture(
-            len(self.lanes) if before is None else before.index, None, params, self._sites(kept, params)
+        captured = OptimizerCapture(
+            len(self.captures) if before is None else before.index, None, params, self._sites(kept, params)
         )
-        lane.without_optimizer, lane.born = True, False
-        lane.slots = kept
-        lane.position = {int(slot): k for k, slot in enumerate(kept)}
+        captured.without_optimizer, captured.born = True, False
+        captured.slots = kept
+        captured.position = {int(slot): k for k, slot in enumerate(kept)}
         if before is not None:
-            lane.step = before.step
-            self.lanes[self.lanes.index(before)] = lane
+            captured.step = before.step
+            self.captures[self.captures.index(before)] = captured
             self.replaced = True
-        return lane
+        return captured
 
-    def claim(self, lane: OptimizerCapture) -> None:
-        """A lane that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
+    def claim(self, captured: OptimizerCapture) -> None:
+        """A capture that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
         self.drop_dead()
-        gone = (k for k, one in enumerate(self.lanes) if one.without_optimizer and not one.params)
-        lane.index = next(gone, len(self.lanes))
-        if lane.index < len(self.lanes):
-            lane.step = self.lanes[lane.index].step
-            self.lanes[lane.index] = lane
+        gone = (k for k, one in enumerate(self.captures) if one.without_optimizer and not one.params)
+        captured.index = next(gone, len(self.captures))
+        if captured.index < len(self.captures):
+            captured.step = self.captures[captured.index].step
+            self.captures[captured.index] = captured
         else:
-            self.lanes.append(lane)
-        self.restore(lane)
+            self.captures.append(captured)
+        self.restore(captured)
 
     def unowned_slots(self) -> frozenset[int]:
         """The slots of parameters that no living optimizer has, as far as one has been watched here."""
         if self._unowned_slots is None:
             owned = {
                 identity
-                for lane in self.lanes
-                if lane.inside_backward or (lane.optimizer is not None and lane.optimizer() is not None)
-                for identity in (*lane.param_ids, *lane.watched_ids)
+                for captured in self.captures
+                if captured.inside_backward
+                or (captured.optimizer is not None and captured.optimizer() is not None)
+                for identity in (*captured.param_ids, *captured.watched_ids)
             }
             self._unowned_slots = frozenset(
                 slot for identity, slot in self._slot_of.items() if identity not in owned
@@ -381,26 +382,30 @@ class Capture:
         return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
 
     def _predecessor(self, wanted: set[int]) -> OptimizerCapture | None:
-        """The lane of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
-        gone = [lane for lane in self.lanes if lane.optimizer is not None and lane.optimizer() is None]
-        by_hand = [lane for lane in self.lanes if lane.without_optimizer]
-        same = [lane for lane in (*gone, *by_hand) if not wanted.isdisjoint(lane.param_ids)]
+        """The capture of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
+        gone = [
+            captured
+            for captured in self.captures
+            if captured.optimizer is not None and captured.optimizer() is None
+        ]
+        by_hand = [captured for captured in self.captures if captured.without_optimizer]
+        same = [captured for captured in (*gone, *by_hand) if not wanted.isdisjoint(captured.param_ids)]
         return next(iter(same or gone), None)
 
     def let_go_of_dead(self) -> None:
         """`drop_dead` where an optimizer, or a model trained without one, is gone whose parameters are still held."""
-        for lane in self.lanes:
-            if lane.params and lane.optimizer is not None and lane.optimizer() is None:
+        for captured in self.captures:
+            if captured.params and captured.optimizer is not None and captured.optimizer() is None:
                 self.drop_dead()
                 return
-            if lane.params and lane.without_optimizer and None in [ref() for ref in self._models]:
+            if captured.params and captured.without_optimizer and None in [ref() for ref in self._models]:
                 self.drop_dead()
                 return
 
     def release(self) -> None:
         """Let go of every parameter that no living optimizer has."""
         self.let_go_of_dead()
-        if len(self.params) - len(self._free) > sum(len(lane.params) for lane in self.lanes):
+        if len(self.params) - len(self._free) > sum(len(captured.params) for captured in self.captures):
             self.drop_dead()
 
     def drop_dead(self) -> None:
@@ -408,14 +413,14 @@ class Capture:
         self.before_drop()
         self._models = [ref for ref in self._models if ref() is not None]
         self.replaced, self._unowned_slots = False, None
-        for lane in self.lanes:
-            if lane.optimizer is not None and lane.optimizer() is None:
-                lane.release()
+        for captured in self.captures:
+            if captured.optimizer is not None and captured.optimizer() is None:
+                captured.release()
         wanted = {id(param) for model in self.models() for param in tree.parameters(model)}
-        for lane in self.lanes:
-            if lane.without_optimizer and wanted.isdisjoint(lane.param_ids):
-                lane.release()
-        wanted |= {id(param) for lane in self.lanes for param in lane.params}
+        for captured in self.captures:
+            if captured.without_optimizer and wanted.isdisjoint(captured.param_ids):
+                captured.release()
+        wanted |= {id(param) for captured in self.captures for param in captured.params}
         for slot, param in enumerate(self.params):
             if id(param) not in wanted and param is not _GONE:
                 self._release(slot)
@@ -451,9 +456,9 @@ class Capture:
 
     def arm(self) -> None:
         """Arm the end of the running backward, also where no mark is called in it."""
-        for lane in self.lanes:
-            if not lane.without_optimizer and lane.begins():
-                self.cleared(lane)
+        for captured in self.captures:
+            if not captured.without_optimizer and captured.begins():
+                self.cleared(captured)
         self._ends.arm(self.losses.reached())
 
     def _abandon(self) -> None:
@@ -483,7 +488,7 @@ class Capture:
         for optimizer in self._waiting():
             if optimizer not in self.stepped_inside:
                 self.adopt(optimizer).born = False  # it hears this window from its first backward on
-        told = self._tell_lanes(touched)
+        told = self._tell_captures(touched)
         unowned = self._unowned_slots
         if unowned is None:
             unowned = self.unowned_slots()
@@ -507,19 +512,19 @@ class Capture:
         self._silent.clear()
         return sorted(slot for slot in silent if self.params[slot].grad is not None)
 
-    def _tell_lanes(self, touched: list[int]) -> list[OptimizerCapture]:
-        """Tell each lane what reached it; those that anything did."""
+    def _tell_captures(self, touched: list[int]) -> list[OptimizerCapture]:
+        """Tell each capture what reached it; those that anything did."""
         root = self.losses.latest()
         if len(touched) < THIN_FROM:
-            return [lane for lane in self.lanes if lane.hear(touched, root)]
+            return [captured for captured in self.captures if captured.hear(touched, root)]
         told = []
         counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
-        for lane in self.lanes:
-            mine = counts[lane.slots]
+        for captured in self.captures:
+            mine = counts[captured.slots]
             if mine.any():
-                known = (lane.position[slot] for slot in reversed(touched) if slot in lane.position)
-                lane.arrived(mine, next(known, None), root)
-                told.append(lane)
+                known = (captured.position[slot] for slot in reversed(touched) if slot in captured.position)
+                captured.arrived(mine, next(known, None), root)
+                told.append(captured)
         return told
 
     def drain(self) -> None:
@@ -527,32 +532,32 @@ class Capture:
         touched = self._ends.left_over(self.losses.thread())
         if touched:
             self._backward_end(touched)
-            for lane in self.lanes:
-                lane.late = lane.backwards > 0
+            for captured in self.captures:
+                captured.late = captured.backwards > 0
 
     # -- thinning ----------------------------------------------------------------------------------------
 
-    def thin(self, lane: OptimizerCapture) -> None:
-        """Keep a few sentinels of a lane whose loop is learned; the rest of its marks are removed."""
-        if len(lane) < THIN_FROM:
+    def thin(self, captured: OptimizerCapture) -> None:
+        """Keep a few sentinels of a capture whose loop is learned; the rest of its marks are removed."""
+        if len(captured) < THIN_FROM:
             return
-        keep = {int(lane.slots[k]) for k in lane.sentinels()}
-        shared = {int(slot) for other in self.lanes if other is not lane for slot in other.slots}
-        for slot in map(int, lane.slots):
+        keep = {int(captured.slots[k]) for k in captured.sentinels()}
+        shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
+        for slot in map(int, captured.slots):
             if slot not in keep and slot not in shared:
                 self._marks.remove(slot)
-        lane.thinned = True
+        captured.thinned = True
 
-    def mute(self, lane: OptimizerCapture, keep: int) -> None:
-        """Keep one mark, of the slot `keep`, of a lane that nothing seems to train; `restore` puts the others back."""
-        for slot in map(int, lane.slots):
+    def mute(self, captured: OptimizerCapture, keep: int) -> None:
+        """Keep one mark, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
+        for slot in map(int, captured.slots):
             if slot != keep:
                 self._marks.remove(slot)
 
-    def restore(self, lane: OptimizerCapture) -> None:
-        """Put every mark of a lane back."""
-        lane.block()
-        self.remark(lane)
+    def restore(self, captured: OptimizerCapture) -> None:
+        """Put every mark of a capture back."""
+        captured.block()
+        self.remark(captured)
 
 
 def _arm(owner: weakref.ref[Capture]) -> None:

@@ -6,7 +6,7 @@ cost microseconds, and code that writes to gradients rarely spares all of them. 
 their norms where a factor lies between (a clip that was announced, a loss scale). What changes only others stays
 unseen, and so does, where norms are compared, what leaves these as they were (a change of signs).
 
-Axes: K parameters of a lane.
+Axes: K parameters of a capture.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Held = tuple[int, int, NDArray[np.float32], bytes]
 
 
 class WriteProbes:
-    """A few small gradients of one lane, chosen once: from each part of it the largest by norm, which a
+    """A few small gradients of one capture, chosen once: from each part of it the largest by norm, which a
     clamp is most likely to reach. `numels[K]` are the sizes of the parameters.
     """
 

@@ -23,8 +23,8 @@ from gradwatch.taps.clip_functions import Multiplication, listen
 class BeforeClip:
     """Reads, when clipping begins, the gradients of a Capture that the end of no backward was there to read.
 
-    `waiting` names optimizers that have no lane yet (attached after their backward); `bound` is told of the
-    lane each gets. `resting` says that nothing may be read at present.
+    `waiting` names optimizers that have no capture yet (attached after their backward); `bound` is told of the
+    capture each gets. `resting` says that nothing may be read at present.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class BeforeClip:
         self.close = listen(self.read)
 
     def read(self, clip: Multiplication | None = None) -> None:
-        """Read what is unread, and tell every lane of the clip; raises only if `failed` does."""
+        """Read what is unread, and tell every capture of the clip; raises only if `failed` does."""
         try:
             if not self._resting() and not capturing():
                 self._read()
                 if clip is not None:
                     known = announced(*clip)
-                    for lane in self._capture.lanes:
-                        lane.announced.append(known)
+                    for captured in self._capture.captures:
+                        captured.announced.append(known)
         except Exception as error:
             self._failed("capture", error)
 
     @torch.no_grad()
     def _read(self) -> None:
         late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
-        for lane in late:
-            self._bound(lane)
-        for lane in [*late, *(lane for lane in self._capture.lanes if lane.overdue)]:
-            lane.read()
+        for captured in late:
+            self._bound(captured)
+        for captured in [*late, *(captured for captured in self._capture.captures if captured.overdue)]:
+            captured.read()

@@ -1,4 +1,4 @@
-"""One lane's place among the ranks."""
+"""One capture's place among the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwatch.records.snapshot import Sites
 class RankMembership:
     """What was agreed on with the other ranks, and the group it talks over (None = it does not)."""
 
-    lane_sites: Sites
+    captured_sites: Sites
     sites: Sites
     sharded: bool
     layout: Layout | None = None

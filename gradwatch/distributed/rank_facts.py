@@ -5,7 +5,7 @@ parameter makes the norm of the whole. Where every rank holds all of them, the n
 these stand a few numbers per rank, each in a place of its own, so that a sum carries them too. Facts are
 reduced, never decisions: every rank judges the same numbers.
 
-Axes: K parameters of this rank's lane, U parameters of all ranks together, W ranks.
+Axes: K parameters of this rank's capture, U parameters of all ranks together, W ranks.
 """
 
 from __future__ import annotations

@@ -112,49 +112,59 @@ class Ranks:
         """Whether this process is one of several ranks."""
         return place()[1] > 1
 
-    def judging_together(self, lane: OptimizerCapture, seat: RankMembership | None) -> str:
-        """A name by which all ranks may meet over a step of this lane; "" where they do not all judge it alike."""
-        if not self.several or seat is None or seat.alone or seat.lane_sites is not lane.sites or seat.uneven:
+    def judging_together(self, captured: OptimizerCapture, membership: RankMembership | None) -> str:
+        """A name by which all ranks may meet over a step of this capture; "" where they do not all judge it alike."""
+        if (
+            not self.several
+            or membership is None
+            or membership.alone
+            or membership.captured_sites is not captured.sites
+            or membership.uneven
+        ):
             return ""
-        met = self._wants.acts or self._wants.facts or seat.sharded
-        return f"{self._name}/{lane.index}/{self._meetings}/cause" if met else ""
+        met = self._wants.acts or self._wants.facts or membership.sharded
+        return f"{self._name}/{captured.index}/{self._meetings}/cause" if met else ""
 
     # -- meeting -----------------------------------------------------------------------------------------
 
-    def arrive(self, seat: RankMembership | None) -> None:
+    def arrive(self, membership: RankMembership | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
-        if seat is not None:
-            seat.told = None
-            if not seat.uneven:
-                seat.owes = True
+        if membership is not None:
+            membership.told = None
+            if not membership.uneven:
+                membership.owes = True
 
-    def enter(self, lane: OptimizerCapture, seat: RankMembership | None) -> tuple[RankMembership, bool]:
-        """Meet the other ranks at the first boundary of a lane, or of its changed parameters.
+    def enter(
+        self, captured: OptimizerCapture, membership: RankMembership | None
+    ) -> tuple[RankMembership, bool]:
+        """Meet the other ranks at the first boundary of a capture, or of its changed parameters.
 
-        The seat from now on, and whether it is new, or has just lost the others.
+        The membership from now on, and whether it is new, or has just lost the others.
         """
-        if seat is not None and seat.lane_sites is lane.sites:
-            lost, seat.lost = seat.lost, False
-            return seat, lost
-        if seat is not None:
-            seat.close()
-        held = holdings(lane.params, self._models())
-        sites, sharded = whole(lane.sites, held), any(one.sharded for one in held)
-        lane.by_hand = self.several and not sharded and not _reduced(self._models())
-        seat = RankMembership(lane.sites, sites, sharded, owes=True)
+        if membership is not None and membership.captured_sites is captured.sites:
+            lost, membership.lost = membership.lost, False
+            return membership, lost
+        if membership is not None:
+            membership.close()
+        held = holdings(captured.params, self._models())
+        sites, sharded = whole(captured.sites, held), any(one.sharded for one in held)
+        captured.by_hand = self.several and not sharded and not _reduced(self._models())
+        membership = RankMembership(captured.sites, sites, sharded, owes=True)
         if self.several:
             try:
-                self._meet(lane, seat, held)
+                self._meet(captured, membership, held)
             except Exception as error:
-                seat.lose(str(error), sites)
+                membership.lose(str(error), sites)
                 self._report("ranks", error)
-        return seat, True
+        return membership, True
 
-    def _meet(self, lane: OptimizerCapture, seat: RankMembership, held: list[ShardPlacement]) -> None:
+    def _meet(
+        self, captured: OptimizerCapture, membership: RankMembership, held: list[ShardPlacement]
+    ) -> None:
         wants = self._wants
         self._meetings += 1
-        name = f"{self._name}/{lane.index}/{self._meetings}"
-        if not (wants.acts or wants.facts or seat.sharded):
+        name = f"{self._name}/{captured.index}/{self._meetings}"
+        if not (wants.acts or wants.facts or membership.sharded):
             announce(name)
             return
         if wants.refused:
@@ -162,16 +172,16 @@ class Ranks:
             raise AloneError(wants.refused)
         models = self._models()
         reducers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        seat.reducers, ddp = tuple(map(weakref.ref, reducers)), bool(reducers)
-        table = parameter_manifest.table(seat.sites)
-        digest = parameter_manifest.identity(seat.sites, () if ddp else held, self._stages())
+        membership.reducers, ddp = tuple(map(weakref.ref, reducers)), bool(reducers)
+        table = parameter_manifest.table(membership.sites)
+        digest = parameter_manifest.identity(membership.sites, () if ddp else held, self._stages())
         card = {
             "rules": wants.rules,
             "table": digest,
-            "sharded": seat.sharded,
+            "sharded": membership.sharded,
             "facts": wants.facts,
             "ddp": ddp,
-            "heard": any(tap is not None for tap in local_taps(lane.params, models)),
+            "heard": any(tap is not None for tap in local_taps(captured.params, models)),
         }
         met = meet(name, card, {digest: table})
         if len({one["rules"] for one in met.cards}) > 1:
@@ -179,25 +189,25 @@ class Ranks:
         apart = len({one["table"] for one in met.cards}) > 1
         pooled = apart or any(one["sharded"] for one in met.cards)
         heard = all(card["heard"] for card in met.cards)
-        seat.ranked = wants.ranked and not apart and (heard or not pooled)
-        seat.ddp = seat.replicas = all(one["ddp"] for one in met.cards)
-        if partial := lane.partial():
-            names = [lane.sites.names[k] for k in partial]
+        membership.ranked = wants.ranked and not apart and (heard or not pooled)
+        membership.ddp = membership.replicas = all(one["ddp"] for one in met.cards)
+        if partial := captured.partial():
+            names = [captured.sites.names[k] for k in partial]
             self._report("ranks", AloneError(f"{PARTIAL}: {', '.join(names[:5])}"))
         if pooled or any(one["facts"] for one in met.cards):
-            seat.layout = self._laid_out(met, digest, held, lane, pooled)
-            seat.sites = seat.layout.sites
-            seat.usual = Usual(np.full(len(held), np.nan))
-            seat.group = Group(met)
+            membership.layout = self._laid_out(met, digest, held, captured, pooled)
+            membership.sites = membership.layout.sites
+            membership.usual = Usual(np.full(len(held), np.nan))
+            membership.group = Group(met)
 
     def _laid_out(
-        self, met: Meeting, digest: str, held: list[ShardPlacement], lane: OptimizerCapture, pooled: bool
+        self, met: Meeting, digest: str, held: list[ShardPlacement], captured: OptimizerCapture, pooled: bool
     ) -> Layout:
         order = list(dict.fromkeys(str(card["table"]) for card in met.cards))
         found = {table: met.read(table) for table in order}
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
         leader = next(rank for rank, card in enumerate(met.cards) if card["table"] == digest)
-        here = [dense(param.detach()).numel() for param in lane.params]
+        here = [dense(param.detach()).numel() for param in captured.params]
         sampled = tuple(name for name in self._wants.sampled if plain(name) in rank_facts.REDUCED_SAMPLES)
         return Layout(
             sites=parameter_manifest.joined([found[table] for table in order]),
@@ -210,64 +220,75 @@ class Ranks:
             sampled=sampled if pooled else (),
         )
 
-    def sites(self, lane: OptimizerCapture, seat: RankMembership | None) -> Sites:
-        """The parameters that the lane's rules judge: whole, and of all ranks where those hold different ones."""
-        return lane.sites if seat is None or seat.lane_sites is not lane.sites else seat.sites
+    def sites(self, captured: OptimizerCapture, membership: RankMembership | None) -> Sites:
+        """The parameters that the capture's rules judge: whole, and of all ranks where those hold different ones."""
+        return (
+            captured.sites
+            if membership is None or membership.captured_sites is not captured.sites
+            else membership.sites
+        )
 
-    def with_ranks(self, seat: RankMembership | None, sites: Sites) -> Sites:
+    def with_ranks(self, membership: RankMembership | None, sites: Sites) -> Sites:
         """The sites, followed by one per rank where rules about ranks have something to read."""
-        if seat is None or seat.group is None or not seat.ranked or seat.layout is None:
+        if (
+            membership is None
+            or membership.group is None
+            or not membership.ranked
+            or membership.layout is None
+        ):
             return sites
-        return appended(sites, tuple(f"rank {rank}" for rank in range(seat.layout.world)), "rank")
+        return appended(sites, tuple(f"rank {rank}" for rank in range(membership.layout.world)), "rank")
 
     # -- every step --------------------------------------------------------------------------------------
 
     def share(
         self,
-        lane: OptimizerCapture,
-        seat: RankMembership | None,
+        captured: OptimizerCapture,
+        membership: RankMembership | None,
         window: Window,
         extras: Extras,
         values: Mapping[str, float],
     ) -> Shared | None:
         """Send the others the facts of this window and receive theirs; None where its numbers mean nothing alone."""
         mine = slice(0, len(window.sites))
-        if seat is None:  # its optimizers step inside backward, which is no boundary
+        if membership is None:  # its optimizers step inside backward, which is no boundary
             return Shared(window, extras, values, mine, may_act=not self.several)
-        if seat.layout is None:
-            if seat.alone and seat.sharded:  # a shard's norms: shown, but no baseline may learn them
+        if membership.layout is None:
+            if (
+                membership.alone and membership.sharded
+            ):  # a shard's norms: shown, but no baseline may learn them
                 window = replace(window, provisional=True)
-            return Shared(window, extras, values, mine, may_act=not seat.alone)
-        pooled = seat.layout.pooled
-        if seat.uneven and seat.ddp and not seat.owes:
+            return Shared(window, extras, values, mine, may_act=not membership.alone)
+        pooled = membership.layout.pooled
+        if membership.uneven and membership.ddp and not membership.owes:
             return Shared(window, extras, values, mine, may_act=True)  # those who step have the same average
-        told = self._exchange(seat, window, extras, values)
+        told = self._exchange(membership, window, extras, values)
         if told is not None and told.complete:
-            return _seen_by_all(told, seat, window, extras, values)
-        self._catch_up(lane, window, told)
+            return _seen_by_all(told, membership, window, extras, values)
+        self._catch_up(captured, window, told)
         return None if pooled else Shared(window, extras, values, mine, may_act=False, blind=told is not None)
 
     def _exchange(
-        self, seat: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
+        self, membership: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
     ) -> ReducedFacts | None:
-        layout, group = seat.layout, seat.group
-        if layout is None or group is None or not seat.owes:
+        layout, group = membership.layout, membership.group
+        if layout is None or group is None or not membership.owes:
             return None
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
         columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
-        vector = rank_facts.encode(layout, window, window.resolve(), values, columns, local, seat.usual)
-        return self._send(seat, layout, group, vector)
+        vector = rank_facts.encode(layout, window, window.resolve(), values, columns, local, membership.usual)
+        return self._send(membership, layout, group, vector)
 
     def _send(
-        self, seat: RankMembership, layout: Layout, group: Group, vector: rank_facts.Vector
+        self, membership: RankMembership, layout: Layout, group: Group, vector: rank_facts.Vector
     ) -> ReducedFacts | None:
-        seat.owes, seat.told = False, None
-        layout.part(vector, "parted")[layout.rank], seat.parted = float(seat.parted), False
+        membership.owes, membership.told = False, None
+        layout.part(vector, "parted")[layout.rank], membership.parted = float(membership.parted), False
         try:
-            told = seat.told = ReducedFacts(layout, group.total(vector))
+            told = membership.told = ReducedFacts(layout, group.total(vector))
         except AloneError as error:
-            seat.lose(str(error), seat.lane_sites)
+            membership.lose(str(error), membership.captured_sites)
             self._report("ranks", error)
             return None
         if told.head("blind"):
@@ -277,46 +298,46 @@ class Ranks:
             self._report("ranks", divergence.by(told))
         return told
 
-    def did_otherwise(self, lane: OptimizerCapture, seat: RankMembership | None) -> None:
+    def did_otherwise(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
-        if seat is not None and seat.layout is not None and seat.group is not None:
-            seat.parted = True
+        if membership is not None and membership.layout is not None and membership.group is not None:
+            membership.parted = True
         elif self.several:
-            self._report("ranks", divergence.untold(place()[0], lane.step))
+            self._report("ranks", divergence.untold(place()[0], captured.step))
 
     def norms_alone(
-        self, seat: RankMembership | None, window: Window, values: Mapping[str, float]
+        self, membership: RankMembership | None, window: Window, values: Mapping[str, float]
     ) -> Shared | None:
         """The step as every rank sees it but for extra columns: where a fault of ours has spoilt the whole of it.
 
         None where there are no others, where they cannot know it either, or where they have not been told yet.
         """
-        if seat is None or seat.alone or not self.several:
+        if membership is None or membership.alone or not self.several:
             return None
-        if seat.layout is None:
+        if membership.layout is None:
             return Shared(window, Extras(), values, slice(0, len(window.sites)), may_act=True)
-        told = seat.told
-        if told is None or not told.complete or seat.owes:
+        told = membership.told
+        if told is None or not told.complete or membership.owes:
             return None
         return _norms_seen_by_all(told, window, values)
 
-    def _catch_up(self, lane: OptimizerCapture, window: Window, told: ReducedFacts | None) -> None:
+    def _catch_up(self, captured: OptimizerCapture, window: Window, told: ReducedFacts | None) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
         if told is not None and told.head("facts"):
-            lane.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
+            captured.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
 
-    def depart(self, lane: OptimizerCapture, seat: RankMembership | None) -> None:
+    def depart(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """Leave a step boundary. Where nothing was sent, because of an internal error, take part all the same.
 
         Always called when a step ends, so that other ranks do not block.
         """
-        if seat is None or not seat.owes:
+        if membership is None or not membership.owes:
             return
-        seat.owes = False
-        if seat.layout is not None and seat.group is not None:
+        membership.owes = False
+        if membership.layout is not None and membership.group is not None:
             # A device's numbers are sent one step late: on its first step there are none, by no failure.
-            vector = rank_facts.blind(seat.layout) if lane.on_cpu else seat.layout.empty()
-            self._send(seat, seat.layout, seat.group, vector)
+            vector = rank_facts.blind(membership.layout) if captured.on_cpu else membership.layout.empty()
+            self._send(membership, membership.layout, membership.group, vector)
 
 
 def _reduced(models: list[nn.Module]) -> bool:
@@ -326,10 +347,14 @@ def _reduced(models: list[nn.Module]) -> bool:
 
 
 def _seen_by_all(
-    told: ReducedFacts, seat: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
+    told: ReducedFacts,
+    membership: RankMembership,
+    window: Window,
+    extras: Extras,
+    values: Mapping[str, float],
 ) -> Shared:
-    seat.replicas = seat.replicas or rank_facts.agreeing(told)
-    ranked = (Known(rank_facts.rank_columns(told, seat.replicas)),) if seat.ranked else ()
+    membership.replicas = membership.replicas or rank_facts.agreeing(told)
+    ranked = (Known(rank_facts.rank_columns(told, membership.replicas)),) if membership.ranked else ()
     if told.layout.pooled:
         extras = replace(extras, params=(Known(rank_facts.pooled_columns(told)),))
     return replace(_norms_seen_by_all(told, window, values), extras=replace(extras, ranks=ranked))

@@ -1,6 +1,6 @@
 """What a Decision makes of the numbers of its step: arithmetic on norms, before any gradient is touched. No torch.
 
-Axes: S sites, K parameters of a lane.
+Axes: S sites, K parameters of a capture.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _MANY = 64  # optimizers met before those that are gone are forgotten
 
 
 class _Known(NamedTuple):
-    """An optimizer as it was when its lane was at `step`; `counted` are the steps it said it had taken then."""
+    """An optimizer as it was when its capture was at `step`; `counted` are the steps it said it had taken then."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
@@ -52,7 +52,7 @@ class Baselines:
         self._forget_at = _MANY
         self._known: dict[
             int, _Known
-        ] = {}  # the optimizer of each lane; scripts let go of it before they end
+        ] = {}  # the optimizer of each capture; scripts let go of it before they end
         self._due = time.monotonic() + EVERY_SECONDS
         self._failed = False
         self._said = False
@@ -67,13 +67,13 @@ class Baselines:
             self._met = {key: ref for key, ref in self._met.items() if ref() is not None}
             self._forget_at = max(_MANY, 2 * len(self._met))
         try:
-            lane = self._watch.lane_of(optimizer)
-            if lane is not None:
+            captured = self._watch.capture_of(optimizer)
+            if captured is not None:
                 if self._keeper.keeps():
-                    self._take_up(optimizer, lane)
+                    self._take_up(optimizer, captured)
                 elif self._keeper.refusal and _counted(optimizer):
                     self._say(f"this process neither takes up nor keeps baselines: {self._keeper.refusal}")
-                self._know(optimizer, lane)
+                self._know(optimizer, captured)
         except Exception as error:
             self._watch.health.report("state", error)
 
@@ -89,10 +89,12 @@ class Baselines:
         try:
             if watch.resting() or not os.path.isdir(watch.run.directory) or not self._keeper.keeps():
                 return
-            lanes = {
-                str(lane.index): entry for lane in watch.lanes() if (entry := self._entry(lane)) is not None
+            captures = {
+                str(captured.index): entry
+                for captured in watch.captures()
+                if (entry := self._entry(captured)) is not None
             }
-            state = {"version": 1, "command": command(), "lanes": lanes, "state": watch.state_dict()}
+            state = {"version": 1, "command": command(), "lanes": captures, "state": watch.state_dict()}
             write_whole(self._path, json.dumps(state) + "\n")
         except Exception as error:
             if not self._failed:
@@ -105,19 +107,19 @@ class Baselines:
         """In a forked child: the state stays the parent's."""
         self._keeper.let_go()
 
-    def _take_up(self, optimizer: Optimizer, lane: OptimizerCapture) -> None:
+    def _take_up(self, optimizer: Optimizer, captured: OptimizerCapture) -> None:
         if self._loaded is None:
             self._loaded = _load(self._path)
-        saved = self._loaded.get("lanes", {}).pop(str(lane.index), None)
+        saved = self._loaded.get("lanes", {}).pop(str(captured.index), None)
         if saved is None:
             return
-        refusal = _refusal(saved, lane, optimizer)
+        refusal = _refusal(saved, captured, optimizer)
         if of_another_command(self._loaded.get("command")):
             refusal = "another command of this run has saved them" if _counted(optimizer) else ""
         elif not refusal:
             state = self._loaded["state"]
             self._watch.load_state_dict(
-                {**state, "lanes": {str(lane.index): state["lanes"][str(lane.index)]}}
+                {**state, "lanes": {str(captured.index): state["lanes"][str(captured.index)]}}
             )
         if refusal:
             self._say(f"baselines saved in the folder of the run are not used: {refusal}")
@@ -127,27 +129,27 @@ class Baselines:
             self._said = True
             stderr.say(f"gradwatch: {sentence}")
 
-    def _know(self, optimizer: Optimizer, lane: OptimizerCapture) -> None:
-        shapes = [param.shape for param in lane.params]
-        self._known[lane.index] = _Known(lane.sites.names, shapes, _counted(optimizer), lane.step)
+    def _know(self, optimizer: Optimizer, captured: OptimizerCapture) -> None:
+        shapes = [param.shape for param in captured.params]
+        self._known[captured.index] = _Known(captured.sites.names, shapes, _counted(optimizer), captured.step)
 
-    def _entry(self, lane: OptimizerCapture) -> dict[str, Any] | None:
+    def _entry(self, captured: OptimizerCapture) -> dict[str, Any] | None:
         """What is saved of an optimizer beside its state; of one that is gone, with the steps watched since."""
-        optimizer = None if lane.optimizer is None else lane.optimizer()
+        optimizer = None if captured.optimizer is None else captured.optimizer()
         if optimizer is not None:
-            self._know(optimizer, lane)
-        known = self._known.get(lane.index)
+            self._know(optimizer, captured)
+        known = self._known.get(captured.index)
         if known is None:
             return None
-        counted = None if known.counted is None else known.counted + lane.step - known.step
+        counted = None if known.counted is None else known.counted + captured.step - known.step
         return {"names": list(known.names), "shapes": list(map(list, known.shapes)), "counted": counted}
 
 
-def _refusal(saved: Mapping[str, Any], lane: OptimizerCapture, optimizer: Optimizer) -> str:
+def _refusal(saved: Mapping[str, Any], captured: OptimizerCapture, optimizer: Optimizer) -> str:
     """Why what was saved is not of this training; "" where it is."""
-    if list(saved["names"]) != list(lane.sites.names):
+    if list(saved["names"]) != list(captured.sites.names):
         return "the parameters have other names"
-    if saved["shapes"] != _shapes(lane):
+    if saved["shapes"] != _shapes(captured):
         return "the parameters have other shapes"
     counted, now = saved["counted"], _counted(optimizer)
     if counted is None or now is None:
@@ -159,8 +161,8 @@ def _refusal(saved: Mapping[str, Any], lane: OptimizerCapture, optimizer: Optimi
     return ""
 
 
-def _shapes(lane: OptimizerCapture) -> list[list[int]]:
-    return [list(param.shape) for param in lane.params]
+def _shapes(captured: OptimizerCapture) -> list[list[int]]:
+    return [list(param.shape) for param in captured.params]
 
 
 def _counted(optimizer: Optimizer) -> int | None:

@@ -39,15 +39,17 @@ class Outcome:
         )
 
 
-def compared(case: Case, course: Course) -> Outcome:
+def compared(case: Case, bound_rules: Course) -> Outcome:
     """Match every expected item with one that came, each used once."""
     wanted = {item.fields["kind"] for item in case.events or ()}
     events = [
         (event.step, _of_event(event))
-        for event in course.events
+        for event in bound_rules.events
         if _concerned(case, event.rule) and (event.kind not in ON_REQUEST or event.kind in wanted)
     ]
-    actions = [(step, _of_order(order)) for step, order in course.actions if _concerned(case, order.rule)]
+    actions = [
+        (step, _of_order(order)) for step, order in bound_rules.actions if _concerned(case, order.rule)
+    ]
     missing_events, further_events = _matched(case.events, events)
     missing_actions, further_actions = _matched(case.actions, actions)
     return Outcome(case, missing_events, missing_actions, further_events, further_actions)

@@ -141,12 +141,12 @@ class Attached:
         self._stages = PipelineStages(self._stage_scaled)
         self.ranks = Ranks(name, wants(rules.engine), capture.models, self._of_ranks, self._stages.taken)
         totals = self._services.publishing.totals
-        self.courses = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
-        self.checkpoints = Checkpoints(self.contexts, self.courses, self.weights, activity)
+        self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
+        self.checkpoints = Checkpoints(self.contexts, self.rule_bindings, self.weights, activity)
         if self.taps is not None:
             self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
-            self.courses.module_bounds = self.taps.bounds
-        self.courses.listen(local_taps(wanted, capture.models()))
+            self.rule_bindings.module_bounds = self.taps.bounds
+        self.rule_bindings.listen(local_taps(wanted, capture.models()))
         self._discarded = Discarded()
 
     def _hold(self, models: list[nn.Module]) -> None:
@@ -174,7 +174,7 @@ class Attached:
             capture,
             self.ranks,
             self.contexts,
-            self.courses,
+            self.rule_bindings,
             self.checkpoints,
             self.taps,
             self._stages,
@@ -182,13 +182,15 @@ class Attached:
             notices,
             self.note_inactive,
         )
-        self.measuring = Measuring(self.taps, capture.spent.news, deferral_allowed(engine, self.courses))
+        self.measuring = Measuring(
+            self.taps, capture.spent.news, deferral_allowed(engine, self.rule_bindings)
+        )
         sources = Sources(
             capture, self.statistics, self.checkpoints, self.causes, self._bundles, notices, on_escalate
         )
         publishing = self._services.publishing
         self.pipeline = StepPipeline(
-            engine, self.ranks, activity, self.courses, self.measuring, publishing, sources
+            engine, self.ranks, activity, self.rule_bindings, self.measuring, publishing, sources
         )
         self.boundary = Boundary(
             capture,
@@ -209,9 +211,9 @@ class Attached:
         """Bind the rules before the first backward, where some act inside it and the optimizer is known."""
         if asks_backward(self.rules.ruleset) or drops_micro(self.rules.ruleset):
             for optimizer in self._waiting():
-                lane = self.capture.adopt(optimizer)
-                lane.born = False  # it gets its window from the first backward on
-                self.binder.bind(lane)
+                captured = self.capture.adopt(optimizer)
+                captured.born = False  # it gets its window from the first backward on
+                self.binder.bind(captured)
 
     # -- what is asked of it -----------------------------------------------------------------------------
 
@@ -226,11 +228,13 @@ class Attached:
     @property
     def degraded(self) -> bool:
         """Whether some optimizer goes on without the other ranks, though they are needed."""
-        return any(ctx.seat is not None and ctx.seat.alone for ctx in self.contexts)
+        return any(ctx.membership is not None and ctx.membership.alone for ctx in self.contexts)
 
     def note_inactive(self) -> None:
         """Note which rules judge nothing of the model as it is now."""
-        self._notices.inactive(self._services.fitting, self.rules.ruleset, self.courses.inactive, self.sites)
+        self._notices.inactive(
+            self._services.fitting, self.rules.ruleset, self.rule_bindings.inactive, self.sites
+        )
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
@@ -246,16 +250,16 @@ class Attached:
 
     def resumed(self) -> None:
         """A pause is over: what was captured in it is no step's."""
-        for lane in self.capture.lanes:
-            lane.discard()
-            lane.tainted = True
+        for captured in self.capture.captures:
+            captured.discard()
+            captured.tainted = True
 
     def close(self) -> None:
         """Remove every hook; models and optimizers are as found."""
         taps = [self._stages, self.taps, self._flat, self.causes]
-        parts = [self.before_clip, self.boundary, *taps, self.courses, self.capture]
-        seats = [ctx.seat for ctx in self.contexts]
-        for part in (*seats, *parts):
+        parts = [self.before_clip, self.boundary, *taps, self.rule_bindings, self.capture]
+        memberships = [ctx.membership for ctx in self.contexts]
+        for part in (*memberships, *parts):
             try:
                 if part is not None:
                     part.close()
@@ -268,20 +272,20 @@ class Attached:
     def _waiting(self) -> list[Optimizer]:
         return self.ownership.waiting(self.capture)
 
-    def _bind(self, lane: OptimizerCapture) -> None:
-        self.binder.bind(lane)
+    def _bind(self, captured: OptimizerCapture) -> None:
+        self.binder.bind(captured)
 
     def _backward_ended(self, touched: list[OptimizerCapture]) -> None:
         if self._activity.resting():
             return
-        for lane in self.capture.lanes:
-            if not lane.on_cpu and capturing():
+        for captured in self.capture.captures:
+            if not captured.on_cpu and capturing():
                 return  # a read would become part of the user's CUDA graph, or break it
-        self.courses.backward_ended()
+        self.rule_bindings.backward_ended()
         self.binder.bind_missing()
-        for lane in touched:  # the gradients of others may have been clipped since they were read
-            if lane.due():
-                lane.read()
+        for captured in touched:  # the gradients of others may have been clipped since they were read
+            if captured.due():
+                captured.read()
 
     def _stage_scaled(self, stage: nn.Module) -> None:
         """The gradients of a pipeline stage are final: read again what its backwards left."""
@@ -290,22 +294,24 @@ class Attached:
         params = set(map(id, stage.parameters()))
         with torch.no_grad():
             for ctx in self.contexts:
-                if not params.isdisjoint(ctx.lane.param_ids):
-                    ctx.lane.read()
+                if not params.isdisjoint(ctx.captured.param_ids):
+                    ctx.captured.read()
 
-    def _reset(self, lane: OptimizerCapture) -> None:
-        """Nothing that tensor hooks measured since the lane's last Snapshot belongs to a step."""
-        self.courses.forget(lane)
+    def _reset(self, captured: OptimizerCapture) -> None:
+        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
+        self.rule_bindings.forget(captured)
         if self.causes is not None:
             self.causes.forget()
 
-    def _cleared(self, lane: OptimizerCapture) -> None:
+    def _cleared(self, captured: OptimizerCapture) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
-        self.courses.cleared(lane)
+        self.rule_bindings.cleared(captured)
         if not self._activity.resting():  # while it pauses it sees no steps, either
-            self._services.publishing.totals.cleared += self._discarded.unused(lane, self.capture.lanes)
+            self._services.publishing.totals.cleared += self._discarded.unused(
+                captured, self.capture.captures
+            )
         if self.causes is not None:
-            self.causes.cleared(None if lane.optimizer is None else lane.optimizer())
+            self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 
     def _of_ranks(self, component: str, error: BaseException) -> None:
         """Something about the other ranks: reported, but no internal error that would pause anything."""

@@ -84,7 +84,7 @@ class Bundles:
 
     def take(
         self,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         snapshot: Snapshot,
         verdict: Verdict,
         decision: Decision,
@@ -98,7 +98,7 @@ class Bundles:
         rules = {one.rule for one in orders if one.action == SNAPSHOT and not one.shadow}
         if not rules:
             return decision
-        of = lane, snapshot, verdict, findings
+        of = captured, snapshot, verdict, findings
         followed = {rule for rule in sorted(rules) if self._guarded(rule, *of)}
         kept = (one for one in orders if one.action != SNAPSHOT or one.shadow or one.rule in followed)
         return replace(decision, orders=frozenset(kept))
@@ -114,7 +114,7 @@ class Bundles:
     def _take(
         self,
         rule: str,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         snapshot: Snapshot,
         verdict: Verdict,
         findings: tuple[Finding, ...],
@@ -127,18 +127,20 @@ class Bundles:
             self._incidents.pop(next(iter(self._incidents)))
         if self._kept >= int(action.params["keep"]):
             return False
-        evidence = self._gathered(lane, event, snapshot, action)
-        waiting = self._waiting.setdefault(lane.index, _Waiting())
+        evidence = self._gathered(captured, event, snapshot, action)
+        waiting = self._waiting.setdefault(captured.index, _Waiting())
         if waiting.step != snapshot.step:  # what was left by a step whose Record never came
             waiting.step, waiting.taken = snapshot.step, []
         finding = next((one for one in findings if one.incident == event.incident), None)
         waiting.taken.append(Taken(event, finding, evidence, int(action.params["keep"])))
         return True
 
-    def _gathered(self, lane: OptimizerCapture, event: Event, snapshot: Snapshot, action: Action) -> Evidence:
+    def _gathered(
+        self, captured: OptimizerCapture, event: Event, snapshot: Snapshot, action: Action
+    ) -> Evidence:
         """The copies; where they cannot be had the bundle says why, and is written all the same."""
         evidence = Evidence(int(action.params["max_bytes"]))
-        evidence.obstacle = _gone(lane, snapshot)
+        evidence.obstacle = _gone(captured, snapshot)
         if evidence.obstacle:
             return evidence
         try:
@@ -147,7 +149,7 @@ class Bundles:
                 evidence,
                 held,
                 self._causes.models(),
-                _gradients(lane, event),
+                _gradients(captured, event),
                 batch=bool(action.params["batch"]),
                 parameters=bool(action.params["parameters"]),
             )
@@ -259,20 +261,20 @@ def norms_of(record: Record) -> StepNorms:
     )
 
 
-def _gone(lane: OptimizerCapture, snapshot: Snapshot) -> str:
+def _gone(captured: OptimizerCapture, snapshot: Snapshot) -> str:
     """Why nothing is left of a step when it is judged; "" where it is about to be taken."""
-    if lane.inside_backward or lane.without_optimizer:
+    if captured.inside_backward or captured.without_optimizer:
         return INSIDE
-    if lane.step != snapshot.step:
+    if captured.step != snapshot.step:
         return LATE
     return REJECTED if snapshot.scalars.get("scaler_skip") else ""
 
 
-def _gradients(lane: OptimizerCapture, event: Event) -> Iterator[tuple[str, Tensor]]:
+def _gradients(captured: OptimizerCapture, event: Event) -> Iterator[tuple[str, Tensor]]:
     """The gradients that an Event names, this rank's part of each."""
     wanted = dict.fromkeys((*event.sites, event.first_cause))
-    grads = lane.grads()
-    for name, grad in zip(lane.sites.names, grads, strict=False):
+    grads = captured.grads()
+    for name, grad in zip(captured.sites.names, grads, strict=False):
         if name in wanted and grad is not None:
             yield name, grad
 

@@ -17,16 +17,16 @@ class Checkpoints:
     """The health of checkpoints of one session; see `gradwatch.checkpoint` for what that means."""
 
     def __init__(
-        self, contexts: Contexts, courses: RuleBindings, weights: Weights, activity: Activity
+        self, contexts: Contexts, rule_bindings: RuleBindings, weights: Weights, activity: Activity
     ) -> None:
         self._contexts = contexts
-        self._courses = courses
+        self._rule_bindings = rule_bindings
         self._weights = weights
         self._activity = activity
 
     def now(self) -> CheckpointHealth:
         """As of the last step and the last look."""
-        return joined(course.vitals.now for course in self._courses.begun())
+        return joined(bound_rules.vitals.now for bound_rules in self._rule_bindings.begun())
 
     def look(self) -> CheckpointHealth:
         """The same after a look at the weights as they are now, which waits for a device."""
@@ -47,13 +47,13 @@ class Checkpoints:
         except Exception as error:
             self._activity.failed("checkpoint", error)
 
-    def glance(self, course: OptimizerRules, broken: bool) -> None:
+    def glance(self, bound_rules: OptimizerRules, broken: bool) -> None:
         """Look at the weights where a step that jumped was taken, or where the last look is long ago.
 
-        `broken`: the total norm of the step of `course` is not finite.
+        `broken`: the total norm of the step of `bound_rules` is not finite.
         """
-        urgent = broken and not course.vitals.now.reasons
-        for one in self._courses:
+        urgent = broken and not bound_rules.vitals.now.reasons
+        for one in self._rule_bindings:
             urgent = urgent or one.vitals.suspected is not None
         try:
             found = self._weights.glance(self._steps, urgent)
@@ -65,11 +65,13 @@ class Checkpoints:
 
     def _steps(self) -> dict[int, int]:
         """The last step taken, by optimizer."""
-        return {ctx.lane.index: ctx.lane.step - 1 for ctx in self._contexts if ctx.course is not None}
+        return {
+            ctx.captured.index: ctx.captured.step - 1 for ctx in self._contexts if ctx.bound_rules is not None
+        }
 
     def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
-        for course in self._courses:
-            if course.lane.index in steps:
-                course.vitals.seen(ruin, steps[course.lane.index])
+        for bound_rules in self._rule_bindings:
+            if bound_rules.captured.index in steps:
+                bound_rules.vitals.seen(ruin, steps[bound_rules.captured.index])
         if not ruin and self.now().healthy:
             self._weights.renew()

@@ -17,40 +17,40 @@ from gradwatch.session.deferral import Deferral
 class OptimizerContext:
     """One optimizer, all those that step inside the backward, or one loop without an optimizer.
 
-    `lane` is what was captured since its last step; it is made anew when the parameters change, and the context stays.
-    A new optimizer takes over the context of one that is gone. `course` are the rules bound to it (None = not yet),
-    `seat` its place among the ranks (None = it has not met them).
+    `captured` is what was captured since its last step; made anew when the parameters change; the context stays.
+    A new optimizer takes over the context of one that is gone. `bound_rules` are bound to it (None = not yet),
+    `membership` its place among the ranks (None = it has not met them).
     """
 
-    lane: OptimizerCapture
+    captured: OptimizerCapture
     acting: StepActions  # what was set aside or set for the step under way
     deferral: Deferral  # steps measured and not judged yet
-    course: OptimizerRules | None = None
-    seat: RankMembership | None = None
+    bound_rules: OptimizerRules | None = None
+    membership: RankMembership | None = None
     nested: int = 0  # calls of the optimizer's `step` under way
     needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
 
     @property
     def rules(self) -> OptimizerRules:
         """The rules bound to it. Raises LookupError before they are."""
-        if self.course is None:
-            raise LookupError(f"no rules are bound to optimizer {self.lane.index} yet")
-        return self.course
+        if self.bound_rules is None:
+            raise LookupError(f"no rules are bound to optimizer {self.captured.index} yet")
+        return self.bound_rules
 
     @property
     def exchanges(self) -> bool:
         """Whether the ranks exchange the facts of each of its steps, and so wait for them."""
-        return self.seat is not None and self.seat.exchanges
+        return self.membership is not None and self.membership.exchanges
 
     @property
     def pooled(self) -> bool:
         """Whether one rank knows less of its gradients than all together: not where DDP has averaged them for all."""
-        return self.seat is not None and self.seat.pooled
+        return self.membership is not None and self.membership.pooled
 
     @property
     def clips_at_step_instead(self) -> bool:
         """Whether hooks that were to clip inside the backward have switched themselves off."""
-        limiter = None if self.course is None else self.course.limiter
+        limiter = None if self.bound_rules is None else self.bound_rules.limiter
         return limiter is not None and bool(limiter.off)
 
 
@@ -68,16 +68,16 @@ class Contexts:
     def __bool__(self) -> bool:
         return bool(self._by_index)
 
-    def find(self, lane: OptimizerCapture) -> OptimizerContext | None:
-        """The context of a lane; None where there is none yet."""
-        return self._by_index.get(lane.index)
+    def find(self, captured: OptimizerCapture) -> OptimizerContext | None:
+        """The context of a capture; None where there is none yet."""
+        return self._by_index.get(captured.index)
 
-    def of(self, lane: OptimizerCapture) -> OptimizerContext:
-        """The context of a lane, made where there is none; `lane` is what it captures from now on."""
-        found = self._by_index.get(lane.index)
+    def of(self, captured: OptimizerCapture) -> OptimizerContext:
+        """The context of a capture, made where there is none; `captured` is what it captures from now on."""
+        found = self._by_index.get(captured.index)
         if found is None:
             acting = StepActions(self._failed, self._empty_lists)
-            found = self._by_index[lane.index] = OptimizerContext(lane, acting, Deferral())
-        elif found.lane is not lane:
-            found.lane, found.needs_no_ranks = lane, False
+            found = self._by_index[captured.index] = OptimizerContext(captured, acting, Deferral())
+        elif found.captured is not captured:
+            found.captured, found.needs_no_ranks = captured, False
         return found

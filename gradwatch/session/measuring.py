@@ -33,8 +33,8 @@ NOTHING = Extras()
 class Measurement:
     """One step as it was measured, by the rules of then; some numbers may still be on their way from a device."""
 
-    lane: OptimizerCapture
-    course: OptimizerRules
+    captured: OptimizerCapture
+    bound_rules: OptimizerRules
     window: Window
     extras: Extras
     scalars: dict[str, Any]
@@ -80,22 +80,22 @@ class Measuring:
 
         Where a rule may have something to say at once, `window.calm` is taken away.
         """
-        course, lane = ctx.rules, ctx.lane
-        optimizer = lane.optimizer() if lane.optimizer is not None else None
+        bound_rules, captured = ctx.rules, ctx.captured
+        optimizer = captured.optimizer() if captured.optimizer is not None else None
         params: list[Sampled] = []
-        if course.sampler.wanted and window.step not in course.sampler.idle:
-            sampled = course.sampler.collect(window.step, lane.params, lane.grads, window.left)
+        if bound_rules.sampler.wanted and window.step not in bound_rules.sampler.idle:
+            sampled = bound_rules.sampler.collect(window.step, captured.params, captured.grads, window.left)
             params += [] if sampled is None else [sampled]
         scale = 1.0 if window.loss_scale is None else window.loss_scale
-        if course.local is not None:
-            params.append(course.local.collect(scale))
+        if bound_rules.local is not None:
+            params.append(bound_rules.local.collect(scale))
         modules = []
-        if self._taps is not None and not lane.index:
+        if self._taps is not None and not captured.index:
             modules.append(self._taps.collect(window.step, scale))
-        scalars = self._unseen(course) if self._count > course.observed else {}
+        scalars = self._unseen(bound_rules) if self._count > bound_rules.observed else {}
         if window.loss is not None and "loss" not in scalars:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
-        if lane.without_optimizer:
+        if captured.without_optimizer:
             scalars["observed_only"] = 1.0
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
@@ -103,16 +103,16 @@ class Measuring:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.calm:
-            extra = bool(params or modules or course.sampler.awaiting)
-            window.calm = not extra and self._deferrable(ctx, course, window, scalars)
+            extra = bool(params or modules or bound_rules.sampler.awaiting)
+            window.calm = not extra and self._deferrable(ctx, bound_rules, window, scalars)
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         now = time.perf_counter()
-        before, course.last_step = course.last_step, now
+        before, bound_rules.last_step = bound_rules.last_step, now
         clock = Clock(self._spent(), None if before is None else now - before, time.time())
-        return Measurement(lane, course, window, extras, scalars, clock)
+        return Measurement(captured, bound_rules, window, extras, scalars, clock)
 
     def _deferrable(
-        self, ctx: OptimizerContext, course: OptimizerRules, window: Window, scalars: dict[str, Any]
+        self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: Window, scalars: dict[str, Any]
     ) -> bool:
         """Whether this calm window may wait to be judged."""
         finite = True
@@ -121,14 +121,16 @@ class Measuring:
         return (
             finite
             and self._defers
-            and course.calm >= CALM
+            and bound_rules.calm >= CALM
             and window.loss_scale is None
             and window.skipped is None
             and (ctx.needs_no_ranks or not ctx.exchanges)
         )
 
-    def _unseen(self, course: OptimizerRules) -> dict[str, Any]:
+    def _unseen(self, bound_rules: OptimizerRules) -> dict[str, Any]:
         """What was observed since this optimizer's last step; each of them gets every value once."""
-        fresh = {name: value for name, (count, value) in self._observed.items() if count > course.observed}
-        course.observed = self._count
+        fresh = {
+            name: value for name, (count, value) in self._observed.items() if count > bound_rules.observed
+        }
+        bound_rules.observed = self._count
         return fresh

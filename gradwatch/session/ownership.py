@@ -23,24 +23,27 @@ class Ownership:
         """Watch these too."""
         self._wanted += map(weakref.ref, optimizers)
 
-    def given(self, lanes: Sequence[OptimizerCapture]) -> list[Optimizer]:
-        """Those named at the attach, in that order, then those of `lanes`."""
-        refs = [*self._given, *(lane.optimizer for lane in lanes if lane.optimizer is not None)]
+    def given(self, captures: Sequence[OptimizerCapture]) -> list[Optimizer]:
+        """Those named at the attach, in that order, then those of `captures`."""
+        refs = [
+            *self._given,
+            *(captured.optimizer for captured in captures if captured.optimizer is not None),
+        ]
         found = {id(one): one for ref in refs if (one := ref()) is not None}
         return list(found.values())
 
     def waiting(self, capture: Capture) -> list[Optimizer]:
-        """Optimizers named since this was last asked that have no lane yet."""
+        """Optimizers named since this was last asked that have no capture yet."""
         if not self._wanted:
             return []
         found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]
         self._named.update(found)
         self._wanted.clear()
-        return [optimizer for optimizer in found if capture.lane_of(optimizer) is None]
+        return [optimizer for optimizer in found if capture.capture_of(optimizer) is None]
 
     def includes(self, optimizer: Optimizer, capture: Capture) -> bool:
         """Whether this optimizer is watched: named at the attach or since, or owner of a watched parameter."""
-        if capture.lane_of(optimizer) is not None:
+        if capture.capture_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
             return True

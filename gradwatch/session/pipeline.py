@@ -47,8 +47,8 @@ class StepContext(NamedTuple):
     """A step being judged: this rank's window, the same as all ranks see it, and what was found before any decision."""
 
     ctx: OptimizerContext
-    lane: OptimizerCapture  # what was captured when the step was measured
-    course: OptimizerRules  # the rules that were bound then
+    captured: OptimizerCapture  # what was captured when the step was measured
+    bound_rules: OptimizerRules  # the rules that were bound then
     window: Window
     clock: Clock
     shared: Shared
@@ -84,7 +84,7 @@ class StepPipeline:
         engine: Engine,
         ranks: Ranks,
         activity: Activity,
-        courses: RuleBindings,
+        rule_bindings: RuleBindings,
         measuring: Measuring,
         publishing: Publishing,
         sources: Sources,
@@ -92,12 +92,12 @@ class StepPipeline:
         self._engine = engine
         self._ranks = ranks
         self._activity = activity
-        self._courses = courses
+        self._rule_bindings = rule_bindings
         self._measuring = measuring
         self._publishing = publishing
         self._sources = sources
         self._acts_on_jumps = any(rule.acts and rule.kind == "jump" for rule in engine.ruleset.rules)
-        self._defers = deferral_allowed(engine, courses)
+        self._defers = deferral_allowed(engine, rule_bindings)
 
     def needs_host(self, ctx: OptimizerContext) -> bool:
         """Whether some rule acts on this very step, and no device can decide it alone."""
@@ -113,21 +113,23 @@ class StepPipeline:
 
     def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
         """Read everything about a window that must be read now."""
-        course = ctx.rules
-        if course.limiter is not None:
-            course.limiter.settle(window)
-            if course.limiter.off and course.bound.asked:
-                self._courses.move_to_step(ctx)
-        if course.micro is not None:
-            course.micro.settle(window)
+        bound_rules = ctx.rules
+        if bound_rules.limiter is not None:
+            bound_rules.limiter.settle(window)
+            if bound_rules.limiter.off and bound_rules.bound.asked:
+                self._rule_bindings.move_to_step(ctx)
+        if bound_rules.micro is not None:
+            bound_rules.micro.settle(window)
         return self._measuring.measure(ctx, window)
 
-    def observe(self, lane: OptimizerCapture, window: Window, failed: Callable[[Exception], None]) -> None:
+    def observe(
+        self, captured: OptimizerCapture, window: Window, failed: Callable[[Exception], None]
+    ) -> None:
         """Measure, judge and publish a window that no action is carried out on; on a device a step later."""
-        ctx = self._courses.context(lane)
+        ctx = self._rule_bindings.context(captured)
         measurement = self.measure(ctx, window)
         ctx.deferral.flush(failed)
-        if lane.on_cpu:
+        if captured.on_cpu:
             self.conclude(ctx, measurement)
         else:
             ctx.deferral.submit(self.deferred(ctx, measurement))
@@ -154,50 +156,54 @@ class StepPipeline:
         of an error before there is a window to look at (in `OptimizerCapture.settle`): the others clip that step, this
         one does not.
         """
-        course, lane, window = measurement.course, measurement.lane, measurement.window
-        course.decided = None
+        bound_rules, captured, window = measurement.bound_rules, measurement.captured, measurement.window
+        bound_rules.decided = None
         try:
             judged = self._judged(ctx, measurement, at_hand)
-            self._courses.publish_bounds(course)
+            self._rule_bindings.publish_bounds(bound_rules)
             return judged
         except Exception as error:
-            course.vitals.unjudged(lane.step)
-            shared = self._ranks.norms_alone(ctx.seat, window, measurement.values())
+            bound_rules.vitals.unjudged(captured.step)
+            shared = self._ranks.norms_alone(ctx.membership, window, measurement.values())
             if shared is None and self._ranks.several:
                 raise  # the other ranks cannot know what this one would do
             self._activity.failed("boundary", error)
             if shared is None:
-                return Judged(course.decided or course.bound.fallback(window.total()))
-            lane.reduced_total = shared.total_applied
-            if course.decided is not None:
-                return Judged(course.decided)
+                return Judged(bound_rules.decided or bound_rules.bound.fallback(window.total()))
+            captured.reduced_total = shared.total_applied
+            if bound_rules.decided is not None:
+                return Judged(bound_rules.decided)
             return self._second_look(ctx, measurement, shared, at_hand)
 
     def _second_look(
         self, ctx: OptimizerContext, measurement: Measurement, shared: Shared, at_hand: bool
     ) -> Judged:
         """What is decided by the norms alone; by their total alone, should that fail too."""
-        course, lane = measurement.course, measurement.lane
+        bound_rules, captured = measurement.bound_rules, measurement.captured
         try:
-            found = of_norms(lane.index, course.sites, shared.window, shared.values)
+            found = of_norms(captured.index, bound_rules.sites, shared.window, shared.values)
             return self._decided(ctx, measurement, shared, found, at_hand)
         except Exception as error:
             self._activity.failed("boundary", error)
-            course.vitals.unjudged(lane.step)
-            return Judged(course.decided or course.bound.fallback(shared.window.total()))
+            bound_rules.vitals.unjudged(captured.step)
+            return Judged(bound_rules.decided or bound_rules.bound.fallback(shared.window.total()))
 
     def _judged(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool) -> Judged:
         """Judge a window as all ranks see it."""
-        lane, course, coverage = measurement.lane, measurement.course, self._sources.capture.coverage
+        captured, bound_rules, coverage = (
+            measurement.captured,
+            measurement.bound_rules,
+            self._sources.capture.coverage,
+        )
         shared = self._ranks.share(
-            lane, ctx.seat, measurement.window, measurement.extras, measurement.values()
+            captured, ctx.membership, measurement.window, measurement.extras, measurement.values()
         )
         if shared is None:  # the other ranks' part of these numbers is missing
             return Judged(Decision())
-        lane.reduced_total = shared.total_applied
+        captured.reduced_total = shared.total_applied
         self._sources.notices.unmeasured(coverage.missing)
         found = assemble(
-            lane.index, course.sites, shared.window, shared.extras, shared.values, coverage.ratio
+            captured.index, bound_rules.sites, shared.window, shared.extras, shared.values, coverage.ratio
         )
         return self._decided(ctx, measurement, shared, found, at_hand)
 
@@ -210,52 +216,56 @@ class StepPipeline:
         at_hand: bool,
     ) -> Judged:
         """Decide of a Snapshot, and foresee what that makes of it."""
-        lane, course, window, clock = (
-            measurement.lane,
-            measurement.course,
+        captured, bound_rules, window, clock = (
+            measurement.captured,
+            measurement.bound_rules,
             measurement.window,
             measurement.clock,
         )
-        step = StepContext(ctx, lane, course, window, clock, shared, found)
+        step = StepContext(ctx, captured, bound_rules, window, clock, shared, found)
         broken = not math.isfinite(step.found.total_norm)
-        self._sources.checkpoints.glance(course, broken)
+        self._sources.checkpoints.glance(bound_rules, broken)
         step = self._with_confirmed(step)
         own, found = step.shared.own, step.found
         # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
-        verdict, decision = (UNJUDGED, Decision()) if step.shared.blind else self._ask(course, found)
-        course.decided = decision.at(own)  # the engine has learned this step, and must not do so again
+        verdict, decision = (UNJUDGED, Decision()) if step.shared.blind else self._ask(bound_rules, found)
+        bound_rules.decided = decision.at(own)  # the engine has learned this step, and must not do so again
         decision = self._permitted(step, verdict, decision)
-        course.decided = decision.at(own)
+        bound_rules.decided = decision.at(own)
         decision, snapshot = self._foreseen(step, decision, at_hand)
         self._note_move(step, decision)
         self._note_calm(step, verdict, snapshot)
-        course.vitals.spoilt = self._sources.statistics.spoilt(broken)
+        bound_rules.vitals.spoilt = self._sources.statistics.spoilt(broken)
         self._publishing.totals.unjudged += verdict is UNJUDGED
         findings = self._causes(step, snapshot, verdict, decision)
         if self._sources.bundles is not None:
-            decision = self._sources.bundles.take(step.lane, snapshot, verdict, decision, findings)
-        facts = Facts(course, found, snapshot, verdict, decision, clock, findings, verdict is not UNJUDGED)
+            decision = self._sources.bundles.take(step.captured, snapshot, verdict, decision, findings)
+        facts = Facts(
+            bound_rules, found, snapshot, verdict, decision, clock, findings, verdict is not UNJUDGED
+        )
         return Judged(decision.at(own), facts)
 
     def publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None = None) -> None:
         """Publish the Record of a step: as it was decided, or with what was really done of it."""
         self._publishing.give(judged, outcome)
         if outcome is not None and outcome.error is not None:
-            self._ranks.did_otherwise(ctx.lane, ctx.seat)
+            self._ranks.did_otherwise(ctx.captured, ctx.membership)
 
     def _causes(
         self, step: StepContext, snapshot: Snapshot, verdict: Verdict, decision: Decision
     ) -> tuple[Finding, ...]:
         """What made the gradients of this step's incidents what they are, where a rule wants to know."""
-        causes, lane = self._sources.causes, step.lane
-        if causes is None or lane.inside_backward or lane.without_optimizer:
+        causes, captured = self._sources.causes, step.captured
+        if causes is None or captured.inside_backward or captured.without_optimizer:
             return ()
-        late = lane.step != snapshot.step
-        return causes.of(verdict, decision, snapshot, late, self._ranks.judging_together(lane, step.ctx.seat))
+        late = captured.step != snapshot.step
+        return causes.of(
+            verdict, decision, snapshot, late, self._ranks.judging_together(captured, step.ctx.membership)
+        )
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
         """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
-        confirmed = step.course.vitals.confirmed()
+        confirmed = step.bound_rules.vitals.confirmed()
         if not confirmed or self._acts_on_jumps:
             return step
         return step._replace(found=replace(step.found, scalars={**step.found.scalars, **confirmed}))
@@ -268,8 +278,8 @@ class StepPipeline:
             decision,
             agreed=step.shared.may_act,
             empty=step.window.empty,
-            inside_backward=step.lane.inside_backward,
-            without_optimizer=step.lane.without_optimizer,
+            inside_backward=step.captured.inside_backward,
+            without_optimizer=step.captured.without_optimizer,
             scaled=step.found.loss_scale is not None,
             report=self._activity.health.report,
         )
@@ -277,27 +287,27 @@ class StepPipeline:
     def _foreseen(self, step: StepContext, decision: Decision, at_hand: bool) -> tuple[Decision, Snapshot]:
         """The Snapshot as the decision will leave it, and the decision with a word for the policies of `clip:`."""
         found = snapshot = step.found
-        lane = step.lane
+        captured = step.captured
         if decision.touches:
             total = step.shared.window.total_applied()
             left: dict[int, float] = {}
             zeroed: dict[int, float] = {}
             done = decision.skip or decision.stop or step.rejected or not at_hand
             if decision.zero is not None and not (step.ctx.exchanges or done):
-                zeroed = left_by_zeroing(lane.grads(), decision.zero[step.shared.own])
-                total = lane.total_applied(zeroed)
+                zeroed = left_by_zeroing(captured.grads(), decision.zero[step.shared.own])
+                total = captured.total_applied(zeroed)
                 found = replace(found, total_norm_applied=total)
             if decision.elementwise and not done:
                 decision, left = self._measured_ahead(step, decision, total)
             snapshot = reshaped(found, decision, total, {} if step.ctx.exchanges else left, zeroed)
-        inside = step.course.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
+        inside = step.bound_rules.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
         if decision.touches or inside:
             decision = told(decision, unclipped(found) if inside else found, snapshot)
         return decision, snapshot
 
     def _note_move(self, step: StepContext, decision: Decision) -> None:
         """Which weights this step is going to move, where a sampled column compares them."""
-        window, sampler = step.window, step.course.sampler
+        window, sampler = step.window, step.bound_rules.sampler
         if sampler.awaiting:
             moved = (window.calls > 0) & (step.found.norm[step.shared.own] > 0)
             moved &= not (decision.skip or step.rejected)
@@ -305,42 +315,44 @@ class StepPipeline:
 
     def _note_calm(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
         """Whether the marks told the truth, and how long nothing has been out of the usual."""
-        lane, course, window = step.lane, step.course, step.window
-        if lane.thinned and not window.trusted and window.repeats is not None:
-            lane.ambiguous = True
-            self._sources.capture.restore(lane)
+        captured, bound_rules, window = step.captured, step.bound_rules, step.window
+        if captured.thinned and not window.trusted and window.repeats is not None:
+            captured.ambiguous = True
+            self._sources.capture.restore(captured)
         unusual = verdict.events or verdict.breaching or step.shared.window.details or snapshot.provisional
-        if unusual or course.state.quiet is None:
-            course.calm = CALM - CALM_AGAIN if course.calm >= CALM - CALM_AGAIN else 0
+        if unusual or bound_rules.state.quiet is None:
+            bound_rules.calm = CALM - CALM_AGAIN if bound_rules.calm >= CALM - CALM_AGAIN else 0
         else:
-            course.calm += 1
-        calm = self._defers and course.calm >= CALM and not step.ctx.exchanges
+            bound_rules.calm += 1
+        calm = self._defers and bound_rules.calm >= CALM and not step.ctx.exchanges
         # Between the last totals: one step out of two that differs must not make the next one unusual as well.
-        before = lane.usual or snapshot.total_norm
-        lane.usual = math.sqrt(before * snapshot.total_norm) if calm else None
+        before = captured.usual or snapshot.total_norm
+        captured.usual = math.sqrt(before * snapshot.total_norm) if calm else None
 
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
         """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""
-        course, lane = ctx.rules, ctx.lane
+        bound_rules, captured = ctx.rules, ctx.captured
         own = len(norms)
-        norm, calls = np.zeros(len(course.sites), np.float32), np.zeros(len(course.sites), np.int32)
+        norm, calls = np.zeros(len(bound_rules.sites), np.float32), np.zeros(len(bound_rules.sites), np.int32)
         norm[:own], calls[:own] = as_float32(norms), norms > 0
         total = math.sqrt(np.dot(norms, norms))
-        found = Snapshot(lane.index, lane.step, course.sites, norm, calls, np.ones_like(norm), total, total)
-        return course.bound.again(course.state, found, self._policy_failed).at(slice(0, own))
+        found = Snapshot(
+            captured.index, captured.step, bound_rules.sites, norm, calls, np.ones_like(norm), total, total
+        )
+        return bound_rules.bound.again(bound_rules.state, found, self._policy_failed).at(slice(0, own))
 
     def _measured_ahead(
         self, step: StepContext, decision: Decision, total: float
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; the decision without them where they are refused."""
-        lane, own = step.lane, step.shared.own
+        captured, own = step.captured, step.shared.own
         norms: Sequence[float] = step.shared.window.resolve()[1][own].tolist()  # sync: numpy
-        grads, standing = lane.grads(), step.course.standing
+        grads, standing = captured.grads(), step.bound_rules.standing
         factors = factors_of(decision.at(own), total, len(grads))
         try:
             if standing is not None:
-                optimizer = None if lane.optimizer is None else lane.optimizer()
-                found = Found(grads, lane.params, arrived(kept(carried_scale(optimizer))))
+                optimizer = None if captured.optimizer is None else captured.optimizer()
+                found = Found(grads, captured.params, arrived(kept(carried_scale(optimizer))))
                 return decision, standing.measure(found, factors, norms)
         except GradwatchError as error:  # for a reason that every rank has
             self._activity.failed("action", error)
@@ -349,21 +361,25 @@ class StepPipeline:
             self._activity.failed("action", error)
         return decision, {}
 
-    def _ask(self, course: OptimizerRules, snapshot: Snapshot) -> tuple[Verdict, Decision]:
+    def _ask(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; an error in it costs this step's verdict, not its metrics."""
         try:
-            verdict, state = course.bound.evaluate(course.state, snapshot)
-            decision, course.state = course.bound.decide(state, verdict, snapshot, self._policy_failed)
+            verdict, state = bound_rules.bound.evaluate(bound_rules.state, snapshot)
+            decision, bound_rules.state = bound_rules.bound.decide(
+                state, verdict, snapshot, self._policy_failed
+            )
         except Exception as error:
             self._activity.failed("engine", error)
-            return UNJUDGED, self._unjudged(course, snapshot)
+            return UNJUDGED, self._unjudged(bound_rules, snapshot)
         self._activity.judged()
         return verdict, decision
 
-    def _unjudged(self, course: OptimizerRules, snapshot: Snapshot) -> Decision:
+    def _unjudged(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> Decision:
         """What holds without a verdict: as the other ranks are about to do, who have the same numbers and no error."""
-        alone = course.bound.fallback(snapshot.total_norm)
-        decision, course.state = course.bound.clip(alone, course.state, snapshot, self._policy_failed)
+        alone = bound_rules.bound.fallback(snapshot.total_norm)
+        decision, bound_rules.state = bound_rules.bound.clip(
+            alone, bound_rules.state, snapshot, self._policy_failed
+        )
         return decision
 
     def _policy_failed(self, error: Exception) -> None:
@@ -393,10 +409,10 @@ class StepPipeline:
         return False
 
 
-def deferral_allowed(engine: Engine, courses: RuleBindings) -> bool:
+def deferral_allowed(engine: Engine, rule_bindings: RuleBindings) -> bool:
     """Whether a calm step needs no verdict before it is taken.
 
     So where no rule acts but on non-finite gradients; a clip of the total needs none either (`StepActions.clip_ahead`).
     Bounds for the next backward are made of this step.
     """
-    return not engine.acts_on_host and engine.clips_only_total and not courses.in_backward
+    return not engine.acts_on_host and engine.clips_only_total and not rule_bindings.in_backward

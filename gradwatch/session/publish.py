@@ -19,11 +19,11 @@ from gradwatch.sinks.breaker import Breaker
 class Facts(NamedTuple):
     """What the Record of a judged step is made of.
 
-    `course` are the rules it was judged by, `found` is the Snapshot as measured, `snapshot` as the decision leaves it;
+    `bound_rules` are the rules it was judged by, `found` is the Snapshot measured, `snapshot` as decided;
     `judged` False: the engine failed.
     """
 
-    course: OptimizerRules
+    bound_rules: OptimizerRules
     found: Snapshot
     snapshot: Snapshot
     verdict: Verdict
@@ -52,16 +52,16 @@ class Publishing:
         facts = judged.facts
         if facts is None:
             return
-        course, found, verdict, decision = facts.course, facts.found, facts.verdict, facts.decision
+        bound_rules, found, verdict, decision = facts.bound_rules, facts.found, facts.verdict, facts.decision
         wrong = outcome if outcome is not None and outcome.error is not None else None
         done = decision if wrong is None else wrong.done
-        health = course.vitals.after(found, verdict, done, judged=facts.judged)
+        health = bound_rules.vitals.after(found, verdict, done, judged=facts.judged)
         record = Record(facts.snapshot, verdict, decision, *facts.clock, health, facts.findings)
         if wrong is not None and wrong.error is not None:
-            rules = tuple(one.rule for one in course.bound.plan.rules)
+            rules = tuple(one.rule for one in bound_rules.bound.plan.rules)
             left = reshaped(found, done, found.total_norm_applied, {})
             record = failed(record, left, done, wrong.error, rules)
-        course.record = record
+        bound_rules.record = record
         self._publish(record)
 
     def flush(self, timeout: float = 2.0) -> None:

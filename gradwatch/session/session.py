@@ -177,15 +177,15 @@ class Session:
 
     def optimizers(self) -> list[Optimizer]:
         """Those named at the attach, in that order, then those adopted since."""
-        return self._ownership.given(self.lanes())
+        return self._ownership.given(self.captures())
 
-    def lanes(self) -> list[OptimizerCapture]:
+    def captures(self) -> list[OptimizerCapture]:
         """What is captured of every optimizer watched, those that are gone included."""
-        return [] if self.attached is None else list(self.attached.capture.lanes)
+        return [] if self.attached is None else list(self.attached.capture.captures)
 
-    def lane_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
+    def capture_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
         """What is captured of this optimizer, None where it is not watched yet."""
-        return None if self.attached is None else self.attached.capture.lane_of(optimizer)
+        return None if self.attached is None else self.attached.capture.capture_of(optimizer)
 
     def knows(self, identity: int) -> bool:
         """Whether the parameter with this `id()` is watched here."""
@@ -222,7 +222,9 @@ class Session:
         attached = self.attached
         if attached is None:
             return list(self._left.records)
-        return [course.record for course in attached.courses if course.record is not None]
+        return [
+            bound_rules.record for bound_rules in attached.rule_bindings if bound_rules.record is not None
+        ]
 
     def checkpoint(self) -> CheckpointHealth:
         """The health of a checkpoint saved now; looks at the weights. After `close()`: as of the last step."""
@@ -247,19 +249,19 @@ class Session:
         attached = self.attached
         if attached is None:
             return self._left.counted
-        boundary, courses = attached.boundary, attached.courses
+        boundary, rule_bindings = attached.boundary, attached.rule_bindings
         return Counted(
             boundary.steps,
             self.backwards,
             boundary.optimizers.count,
             self._activity.pauses,
-            courses.most_parameters,
-            courses.warming_up(),
+            rule_bindings.most_parameters,
+            rule_bindings.warming_up(),
         )
 
     def observed_only(self) -> list[int]:
         """Indices of the loops without an optimizer."""
-        return [lane.index for lane in self.lanes() if lane.without_optimizer]
+        return [captured.index for captured in self.captures() if captured.without_optimizer]
 
     # -- what the script or its launcher asks for --------------------------------------------------------
 
@@ -298,7 +300,7 @@ class Session:
         """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
         if self.attached is not None:
             self.catch_up()
-            self.attached.courses.rebaseline(glob)
+            self.attached.rule_bindings.rebaseline(glob)
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
@@ -361,8 +363,8 @@ class Session:
         if attached is None:
             return dict(self._left.state)
         self.catch_up()
-        lanes = attached.courses.saved(attached.capture.lanes)
-        return {"version": 1, "lanes": lanes, "weights": attached.weights.to_dict()}
+        captures = attached.rule_bindings.saved(attached.capture.captures)
+        return {"version": 1, "lanes": captures, "weights": attached.weights.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; parameters that are new start afresh, by name.
@@ -376,7 +378,7 @@ class Session:
         if self.attached is None:
             return
         self.catch_up()
-        self.attached.courses.load(state["lanes"], self.lanes())
+        self.attached.rule_bindings.load(state["lanes"], self.captures())
         self.attached.weights.load(state.get("weights"))
 
     # -- the end -----------------------------------------------------------------------------------------

@@ -240,7 +240,10 @@ def test_no_operation_waits_for_the_device(method: str, monkeypatch: pytest.Monk
         host.step(5.0)
     host.close()
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     job = Job(POLICY % (method, "backward", ""))
     for step in range(6):
@@ -265,7 +268,10 @@ def test_no_operation_waits_for_the_device(method: str, monkeypatch: pytest.Monk
 def test_a_rule_on_a_device_clips_without_waiting_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is clipped in its own backward on the device; the alert of that step follows a step later."""
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     job = Job(CONSTANT % "")
     for step in range(6):

@@ -78,7 +78,7 @@ def test_a_gradient_stays_what_it_is(method: str, on_device: bool, made: list[Sp
             patch.setattr(
                 OptimizerCapture,
                 "on_cpu",
-                property(lambda lane: False, lambda lane, value: None),
+                property(lambda captured: False, lambda captured, value: None),
                 raising=False,
             )
         _, faults = acted(made, method)

@@ -47,28 +47,28 @@ def norm(max_norm: float, **more: Any) -> ClipPolicy:
 
 def test_groups_are_clipped_each_by_its_own_norm() -> None:
     """Root sum of squares over every parameter that matches the group's globs, whatever its label group."""
-    course = engine(weights=norm(1.0), first=norm(2.0))
-    course.step(0, [3.0, 4.0, 4.0, 1.0])
+    bound_rules = engine(weights=norm(1.0), first=norm(2.0))
+    bound_rules.step(0, [3.0, 4.0, 4.0, 1.0])
     weights, first = 1 / (math.hypot(3, 4) + 1e-6), 2 / (math.hypot(3, 4) + 1e-6)
     expected = [min(weights, first), first, weights, 1.0]
-    assert course.decision.coef is not None
-    assert course.decision.coef.tolist() == pytest.approx(expected, rel=1e-6)
-    assert course.decision.max_norm is None
+    assert bound_rules.decision.coef is not None
+    assert bound_rules.decision.coef.tolist() == pytest.approx(expected, rel=1e-6)
+    assert bound_rules.decision.max_norm is None
 
 
 @pytest.mark.parametrize("scope", ["param", "group", "total"])
 def test_scope_says_whose_norm(scope: str) -> None:
     """Under `total`: each parameter, each label group, or all together (which stays one scalar)."""
-    course = engine(norm(1.0, scope=scope))
-    course.step(0, [3.0, 0.5, 4.0, 2.0])
+    bound_rules = engine(norm(1.0, scope=scope))
+    bound_rules.step(0, [3.0, 0.5, 4.0, 2.0])
     if scope == "total":
-        assert (course.decision.max_norm, course.decision.coef) == (1.0, None)
+        assert (bound_rules.decision.max_norm, bound_rules.decision.coef) == (1.0, None)
         return
     labels = ["weights", "first", "weights", "rest"]
     totals = {"weights": 5.0, "first": 0.5, "rest": 2.0}
     norms = [totals[label] for label in labels] if scope == "group" else [3.0, 0.5, 4.0, 2.0]
-    assert course.decision.coef is not None
-    assert course.decision.coef.tolist() == pytest.approx([min(1.0, 1 / (n + 1e-6)) for n in norms])
+    assert bound_rules.decision.coef is not None
+    assert bound_rules.decision.coef.tolist() == pytest.approx([min(1.0, 1 / (n + 1e-6)) for n in norms])
 
 
 def test_the_strictest_wins_in_whatever_order() -> None:
@@ -80,19 +80,19 @@ def test_the_strictest_wins_in_whatever_order() -> None:
     }
     found = []
     for order in itertools.permutations(policies):
-        course = engine(norm(9.0), **{name: policies[name] for name in order})
-        course.step(0, [3.0, 4.0, 0.2, 4.0])
-        assert course.decision.coef is not None
-        found.append(course.decision.coef.tolist())
+        bound_rules = engine(norm(9.0), **{name: policies[name] for name in order})
+        bound_rules.step(0, [3.0, 4.0, 0.2, 4.0])
+        assert bound_rules.decision.coef is not None
+        found.append(bound_rules.decision.coef.tolist())
     each = []
     for name, policy in policies.items():
-        course = engine(**{name: policy})
-        course.step(0, [3.0, 4.0, 0.2, 4.0])
+        bound_rules = engine(**{name: policy})
+        bound_rules.step(0, [3.0, 4.0, 0.2, 4.0])
         covered = bind_clipping(
             RuleSet(groups=GROUPS, clip=Clip(None, {name: policy})), make_sites(4)
         ).policies[0]
         factors = np.full(4, np.inf)
-        coef = np.ones(4) if course.decision.coef is None else course.decision.coef
+        coef = np.ones(4) if bound_rules.decision.coef is None else bound_rules.decision.coef
         factors[covered.index] = coef[covered.index]
         each.append(factors)
     assert all(one == found[0] for one in found)
@@ -101,35 +101,35 @@ def test_the_strictest_wins_in_whatever_order() -> None:
 
 def test_normalize_may_enlarge_where_nobody_objects() -> None:
     """A factor above 1 stands alone, and falls to 1 where any other policy covers the parameter."""
-    course = engine(first=ClipPolicy("normalize", {"target": 6.0}))
-    course.step(0, [1.0, 1.0, 1.0, 1.0])
-    assert course.decision.coef is not None
-    assert course.decision.coef.tolist() == pytest.approx([6 / math.sqrt(2)] * 2 + [1.0, 1.0], rel=1e-5)
-    course = engine(first=ClipPolicy("normalize", {"target": 6.0}), weights=norm(1e9))
-    course.step(0, [1.0, 1.0, 1.0, 1.0])
-    assert course.decision.coef is not None
-    assert course.decision.coef.tolist() == pytest.approx([1.0, 6 / math.sqrt(2), 1.0, 1.0], rel=1e-5)
+    bound_rules = engine(first=ClipPolicy("normalize", {"target": 6.0}))
+    bound_rules.step(0, [1.0, 1.0, 1.0, 1.0])
+    assert bound_rules.decision.coef is not None
+    assert bound_rules.decision.coef.tolist() == pytest.approx([6 / math.sqrt(2)] * 2 + [1.0, 1.0], rel=1e-5)
+    bound_rules = engine(first=ClipPolicy("normalize", {"target": 6.0}), weights=norm(1e9))
+    bound_rules.step(0, [1.0, 1.0, 1.0, 1.0])
+    assert bound_rules.decision.coef is not None
+    assert bound_rules.decision.coef.tolist() == pytest.approx([1.0, 6 / math.sqrt(2), 1.0, 1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", STATEFUL)
 def test_only_steps_that_are_taken_are_learned(method: str) -> None:
     """Skipped, rejected by the scaler, provisional, missing, NaN: the state is that of a run without these steps."""
-    course = OptimizerRules(
+    bound_rules = OptimizerRules(
         Engine(parse_rules(f"version: 1\n{SKIP}\nclip: {{total: {{method: {method}}}}}")).bind(make_sites(4))
     )
-    clean = OptimizerRules(course.engine)
+    clean = OptimizerRules(bound_rules.engine)
     rng = np.random.default_rng(2)
     for step in range(60):
         norms = np.exp(rng.normal(0, 0.2, 4)).tolist()
-        course.step(step, norms)
+        bound_rules.step(step, norms)
         clean.step(step, norms)
-        course.step(step, [math.nan, *norms[1:]])
-        assert course.decision.skip
-        course.step(step, [100.0] * 4, provisional=True)
-        course.step(step, [100.0] * 4, scalars={"scaler_skip": 1.0})
-        assert course.decision.coef is None
-        course.step(step, [None] * 4)
-    assert course.state.to_dict()["clips"] == clean.state.to_dict()["clips"]
+        bound_rules.step(step, [math.nan, *norms[1:]])
+        assert bound_rules.decision.skip
+        bound_rules.step(step, [100.0] * 4, provisional=True)
+        bound_rules.step(step, [100.0] * 4, scalars={"scaler_skip": 1.0})
+        assert bound_rules.decision.coef is None
+        bound_rules.step(step, [None] * 4)
+    assert bound_rules.state.to_dict()["clips"] == clean.state.to_dict()["clips"]
 
 
 @pytest.mark.parametrize("method", STATEFUL)
@@ -161,12 +161,12 @@ def test_states_follow_names_when_parameters_come_and_go(method: str) -> None:
     said = "" if method == "adagc" else ", scope: param"
     rules = parse_rules(f"version: 1\nclip: {{total: {{method: {method}{said}}}}}")
     small, large = Engine(rules).bind(make_sites(3)), Engine(rules).bind(make_sites(6))
-    course = OptimizerRules(large)
+    bound_rules = OptimizerRules(large)
     for step in range(150):
-        course.step(step, (np.arange(1, 7) * np.exp(0.1 * math.sin(step))).tolist())
-    there = EngineState.from_dict(course.state.to_dict(), small)
+        bound_rules.step(step, (np.arange(1, 7) * np.exp(0.1 * math.sin(step))).tolist())
+    there = EngineState.from_dict(bound_rules.state.to_dict(), small)
     back = EngineState.from_dict(there.to_dict(), large)
-    for whole, kept, grown in zip(course.state.clips[0], there.clips[0], back.clips[0], strict=True):
+    for whole, kept, grown in zip(bound_rules.state.clips[0], there.clips[0], back.clips[0], strict=True):
         assert np.array_equal(kept[..., :3][: len(whole)], whole[..., :3])
         assert np.array_equal(grown[..., :3][: len(whole)], whole[..., :3])
         assert not grown[..., 3:].any()
@@ -174,7 +174,7 @@ def test_states_follow_names_when_parameters_come_and_go(method: str) -> None:
     for step in range(150, 200):
         again.step(step, [1.0] * 6)  # a ring that was dropped is there again for those that are new
     other = parse_rules(f"version: 1\nclip: {{total: {{method: {method}{said}, {OTHER[method]}}}}}")
-    fresh = EngineState.from_dict(course.state.to_dict(), Engine(other).bind(make_sites(6)))
+    fresh = EngineState.from_dict(bound_rules.state.to_dict(), Engine(other).bind(make_sites(6)))
     assert not any(array.any() for array in fresh.clips[0])
 
 
@@ -188,11 +188,11 @@ def test_rebaseline_forgets_the_policies_too(method: str) -> None:
     bound = Engine(parse_rules(f"version: 1\nclip: {{total: {{method: {method}{said}}}}}")).bind(
         make_sites(4)
     )
-    course = OptimizerRules(bound)
+    bound_rules = OptimizerRules(bound)
     for step in range(150):
-        course.step(step, [1.0 + 0.1 * math.sin(step)] * 4)
-    state = bound.rebaseline(course.state, "layers.0.*")
-    for array, before in zip(state.clips[0], course.state.clips[0], strict=True):
+        bound_rules.step(step, [1.0 + 0.1 * math.sin(step)] * 4)
+    state = bound.rebaseline(bound_rules.state, "layers.0.*")
+    for array, before in zip(state.clips[0], bound_rules.state.clips[0], strict=True):
         assert not array[..., :2].any()
         assert np.array_equal(array[: len(before)][..., 2:] if array.ndim > 1 else array[2:], before[..., 2:])
     again = OptimizerRules(bound, state)
@@ -205,10 +205,10 @@ def test_a_file_that_clips_nothing_carries_nothing() -> None:
     bound = Engine(parse_rules(f"version: 1\n{SKIP}")).bind(make_sites(4))
     assert bound.clipping is NO_CLIPPING
     assert not bound.clipping
-    course = OptimizerRules(bound)
-    course.step(0, [1e9] * 4)
-    assert course.state.clips == ()
-    assert not course.decision.touches
+    bound_rules = OptimizerRules(bound)
+    bound_rules.step(0, [1e9] * 4)
+    assert bound_rules.state.clips == ()
+    assert not bound_rules.decision.touches
     assert not Engine(parse_rules(f"version: 1\n{SKIP}")).acts_on_host
 
 
@@ -245,12 +245,14 @@ def test_the_last_layer_is_the_module_of_the_last_parameter() -> None:
 
 def test_a_fallback_still_clips_by_what_is_known() -> None:
     """Should judging fail on one rank of several, the same factors are made there as on the others."""
-    course = engine(norm(9.0), weights=ClipPolicy("zclip", {"max_norm": 0.5}))
-    snapshot: Snapshot = make_snapshot(course.engine.sites, 0, [3.0, 4.0, 4.0, 1.0])
-    decision, state = course.engine.clip(course.engine.fallback(snapshot.total_norm), course.state, snapshot)
-    course.take(snapshot)
-    assert decision == course.decision
-    assert state.to_dict()["clips"] == course.state.to_dict()["clips"]
+    bound_rules = engine(norm(9.0), weights=ClipPolicy("zclip", {"max_norm": 0.5}))
+    snapshot: Snapshot = make_snapshot(bound_rules.engine.sites, 0, [3.0, 4.0, 4.0, 1.0])
+    decision, state = bound_rules.engine.clip(
+        bound_rules.engine.fallback(snapshot.total_norm), bound_rules.state, snapshot
+    )
+    bound_rules.take(snapshot)
+    assert decision == bound_rules.decision
+    assert state.to_dict()["clips"] == bound_rules.state.to_dict()["clips"]
 
 
 # -- end to end ---------------------------------------------------------------------------------------------
@@ -491,7 +493,10 @@ def test_a_device_clips_without_the_host(clip: str, fused: bool, monkeypatch: py
     """As on the host to 1e-6, also past a NaN; and no operation of the step copies a number to the host."""
     expected = trained(DEVICE[clip], fused)
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     found = trained(DEVICE[clip], fused, watched=True)
     for ours, theirs in zip(found, expected, strict=True):
@@ -521,7 +526,10 @@ def trained(clip: str, fused: bool, watched: bool = False) -> list[list[Tensor]]
 def test_a_device_divides_the_loss_scale_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused optimizer under a GradScaler: bounds hold for the unscaled gradients, of a group and of elements."""
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)

@@ -47,7 +47,7 @@ def twenty() -> tuple[Rule, ...]:
 def measure(ruleset: RuleSet, size: int, steps: int, cold: bool) -> tuple[float, float]:
     """(median, 95th percentile) in seconds of a healthy step over `size` parameters."""
     engine = Engine(ruleset).bind(make_sites(size))
-    course, rng = OptimizerRules(engine), np.random.default_rng(0)
+    bound_rules, rng = OptimizerRules(engine), np.random.default_rng(0)
     level, ballast, seconds = np.exp(rng.normal(0, 1, size)), np.zeros(2 << 20), []
     for step in range(WARM + steps):
         norms = (level * np.exp(rng.normal(0, 0.1, size))).astype(np.float32)
@@ -55,7 +55,7 @@ def measure(ruleset: RuleSet, size: int, steps: int, cold: bool) -> tuple[float,
         if cold:
             ballast += 1.0
         start = time.perf_counter()
-        course.take(snapshot)
+        bound_rules.take(snapshot)
         seconds.append(time.perf_counter() - start)
     timed = seconds[WARM:]
     return float(np.median(timed)), float(np.quantile(timed, 0.95))

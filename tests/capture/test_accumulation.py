@@ -1,4 +1,4 @@
-"""Laws of what a lane learns of its loop: where the few marks stand that are left of it."""
+"""Laws of what a capture learns of its loop: where the few marks stand that are left of it."""
 
 from __future__ import annotations
 

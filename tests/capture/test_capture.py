@@ -52,7 +52,7 @@ def test_plain_loop_reports_raw_norms() -> None:
             close(seen(snapshot), want)
             assert snapshot.provisional == (
                 step == 0
-            )  # no lane before the first step: nothing was read early
+            )  # no capture before the first step: nothing was read early
 
 
 def test_user_clipping_is_seen_after_not_instead() -> None:

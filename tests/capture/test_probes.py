@@ -219,7 +219,7 @@ def test_sentinels_hold_no_gradient_beyond_the_step() -> None:
 
 
 def test_sentinels_are_few_small_and_spread() -> None:
-    """At most three, of at most 4,096 elements where there are any, one from each part of the lane."""
+    """At most three, of at most 4,096 elements where there are any, one from each part of the capture."""
     sizes = np.array([9000, *[8] * 30, 9000])
     grads: list[torch.Tensor | None] = [torch.randn(n) for n in sizes]
     sentinels = WriteProbes(sizes)

@@ -157,7 +157,7 @@ def test_clipping_is_bit_identical_and_a_fault_of_ours_stays_ours(monkeypatch: p
     for model in (bare, watched):
         model(X).square().mean().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(session_of(gw).attached.capture, "lanes", None)
+        patch.setattr(session_of(gw).attached.capture, "captures", None)
         totals = [clip_grad_norm_(model.parameters(), 0.1) for model in (bare, watched)]
     gw.close()
     assert "capture" in gw.health.errors()

@@ -103,11 +103,13 @@ def test_the_glance_says_what_the_whole_judgement_says(seed: int) -> None:
 
 def test_the_default_pack_tells_a_ruin_in_its_warm_up() -> None:
     """Twelve steps of an RNN, then a norm of 1e38: critical at that step, with value, factor and bound."""
-    course = OptimizerRules(_default())
+    bound_rules = OptimizerRules(_default())
     for step in range(12):
-        course.step(step, [20.0 + step, 5.0, 1.0, 1.0], scalars={"loss": 200.0})
-    course.step(12, [1e38, 1e30, 1.0, 1.0], scalars={"loss": 5e36})
-    (event,) = [event for event in course.events if event.severity == "critical" and event.kind == "firing"]
+        bound_rules.step(step, [20.0 + step, 5.0, 1.0, 1.0], scalars={"loss": 200.0})
+    bound_rules.step(12, [1e38, 1e30, 1.0, 1.0], scalars={"loss": 5e36})
+    (event,) = [
+        event for event in bound_rules.events if event.severity == "critical" and event.kind == "firing"
+    ]
     assert (event.step, event.rule) == (12, "jump")
     assert event.score > 1e30
     assert event.threshold == 100
@@ -121,14 +123,16 @@ def _default() -> BoundEngine:
 
 def test_one_nan_is_one_critical_incident() -> None:
     """Gradients, loss and total are not finite for nine steps: the gradients' own rule tells it, once, and no bound."""
-    course = OptimizerRules(_default())
+    bound_rules = OptimizerRules(_default())
     for step in range(40):
         broken = 25 <= step < 34
         norms = [math.nan if broken else 1.0, 1.0, 1.0, 1.0]
-        course.step(step, norms, scalars={"loss": math.nan if broken else 1.0})
-    critical = [event for event in course.events if event.severity == "critical" and event.kind == "firing"]
+        bound_rules.step(step, norms, scalars={"loss": math.nan if broken else 1.0})
+    critical = [
+        event for event in bound_rules.events if event.severity == "critical" and event.kind == "firing"
+    ]
     assert [(event.step, event.rule) for event in critical] == [(25, "non-finite")]
-    assert not [event for event in course.events if "nan" in event.description]
+    assert not [event for event in bound_rules.events if "nan" in event.description]
 
 
 def test_a_nan_is_told_by_whoever_is_there_to_tell_it() -> None:

@@ -1,4 +1,4 @@
-"""A lane that nobody waits for closes its windows without asking the ranks, until something about it changes."""
+"""A capture that nobody waits for closes its windows without asking the ranks, until something about it changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_ranks_are_asked_once_and_again_when_the_parameters_change(
 
 
 def test_what_weighs_micro_batches_is_told_of_every_boundary(asked: list[str], tmp_path: Path) -> None:
-    """With `drop_micro` a lane is never solitary: its boundary begins with the correction."""
+    """With `drop_micro` a capture is never solitary: its boundary begins with the correction."""
     rules = parse_rules("version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [drop_micro]}}")
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

@@ -22,18 +22,18 @@ def clip(to: str | float = "baseline", at: str = "backward") -> tuple[Action, ..
     return (Action("clip", {"to": to, "at": at, "local": False}),)
 
 
-def factors(course: OptimizerRules, norms: object) -> np.ndarray:
+def factors(bound_rules: OptimizerRules, norms: object) -> np.ndarray:
     """float64[S], what hooks would multiply gradients of these norms by."""
-    found, values = course.engine.bounds(course.state), np.asarray(norms, np.float32)
+    found, values = bound_rules.engine.bounds(bound_rules.state), np.asarray(norms, np.float32)
     return np.array([factor_of(at_site(found, k), float(norm)) for k, norm in enumerate(values)])
 
 
 def warmed(rules: list[Rule], seed: int, steps: int = 60, groups: tuple[Group, ...] = ()) -> OptimizerRules:
-    course = OptimizerRules(bound(rules, groups=groups))
+    bound_rules = OptimizerRules(bound(rules, groups=groups))
     rng = np.random.default_rng(seed)
     for step in range(steps):
-        course.step(step, np.exp(rng.normal(0, 0.3, 4)))
-    return course
+        bound_rules.step(step, np.exp(rng.normal(0, 0.3, 4)))
+    return bound_rules
 
 
 @pytest.mark.parametrize("of", ["norm", "rms"])
@@ -41,12 +41,12 @@ def warmed(rules: list[Rule], seed: int, steps: int = 60, groups: tuple[Group, .
 def test_the_score_of_a_bound_is_the_threshold(of: str, seed: int, above: float, half_life: int) -> None:
     """`score(bound(state)) == threshold`, in terms of the column the rule reads and of the norm the hook sees."""
     spike = Spike(of=of, above=above, half_life=half_life)  # type: ignore[arg-type]
-    course = warmed([rule("spike", spike, do=clip())], seed)
-    plan = course.engine.plan
-    (found,) = course.engine.bounds(course.state)
+    bound_rules = warmed([rule("spike", spike, do=clip())], seed)
+    plan = bound_rules.engine.plan
+    (found,) = bound_rules.engine.bounds(bound_rules.state)
     values = found.high / plan.roots if of == "rms" else found.high
     sample = Sample(values.astype(np.float32), np.ones(4, np.bool_))
-    score = spike.score(own_state(plan.rules[0], course.state.baselines), sample)
+    score = spike.score(own_state(plan.rules[0], bound_rules.state.baselines), sample)
     assert np.allclose(score, above, rtol=1e-3)
 
 
@@ -55,12 +55,12 @@ def test_the_score_of_a_bound_is_the_threshold(of: str, seed: int, above: float,
 )
 def test_a_bound_is_broken_exactly_when_its_rule_breaches(seed: int, site: int, factor: float) -> None:
     """The hook that clips and the verdict that alerts go by one number."""
-    course = warmed([rule("spike", Spike(above=8), do=clip())], seed)
-    (found,) = course.engine.bounds(course.state)
+    bound_rules = warmed([rule("spike", Spike(above=8), do=clip())], seed)
+    (found,) = bound_rules.engine.bounds(bound_rules.state)
     norms = np.ones(4, np.float32)
     norms[site] = np.float32(found.high[site]) * np.float32(factor)
-    clipped = factors(course, norms) < 1
-    verdict = course.step(60, norms)
+    clipped = factors(bound_rules, norms) < 1
+    verdict = bound_rules.step(60, norms)
     breaching = verdict.breaching.get("spike", np.zeros(4, np.bool_))
     assert np.array_equal(clipped, breaching)
     assert bool(breaching[site]) == (factor > 1)
@@ -68,13 +68,13 @@ def test_a_bound_is_broken_exactly_when_its_rule_breaches(seed: int, site: int, 
 
 def test_a_clipped_spike_comes_down_to_two_sigma() -> None:
     """The baseline target is exp(m + 2σ̂), of what was known before the spike."""
-    course = warmed([rule("spike", Spike(above=8), do=clip())], seed=1)
-    baseline = course.state.baselines[0]
+    bound_rules = warmed([rule("spike", Spike(above=8), do=clip())], seed=1)
+    baseline = bound_rules.state.baselines[0]
     sigma = np.maximum(1.2533 * baseline.s, 0.10)  # type: ignore[attr-defined]
-    (found,) = course.engine.bounds(course.state)
+    (found,) = bound_rules.engine.bounds(bound_rules.state)
     assert np.allclose(found.target, np.exp(baseline.m + 2 * sigma), rtol=1e-5)  # type: ignore[attr-defined]
     norm = found.high * 50
-    assert np.allclose(norm * factors(course, norm), found.target, rtol=1e-5)
+    assert np.allclose(norm * factors(bound_rules, norm), found.target, rtol=1e-5)
 
 
 @given(st.lists(st.sampled_from([float("nan"), INF, 0.0]), min_size=4, max_size=4))
@@ -85,17 +85,19 @@ def test_a_norm_that_says_nothing_is_never_multiplied(norms: list[float]) -> Non
 
 def test_nothing_is_bounded_while_warming_up() -> None:
     """Without a baseline there is no bound."""
-    course = warmed([rule("spike", Spike(above=8), do=clip())], seed=1, steps=10)
-    assert (factors(course, [1e6] * 4) == 1).all()
+    bound_rules = warmed([rule("spike", Spike(above=8), do=clip())], seed=1, steps=10)
+    assert (factors(bound_rules, [1e6] * 4) == 1).all()
 
 
 def test_a_rule_bounds_its_own_sites_only() -> None:
     """`groups` and `exclude` hold for the bound as they do for the verdict."""
     groups = (Group("matrices", ("*",), 2), Group("rest", ("*",)))
-    course = warmed([rule("cap", Above(threshold=2.0), groups=("matrices",), do=clip(0.5))], 0, groups=groups)
-    (found,) = course.engine.bounds(course.state)
+    bound_rules = warmed(
+        [rule("cap", Above(threshold=2.0), groups=("matrices",), do=clip(0.5))], 0, groups=groups
+    )
+    (found,) = bound_rules.engine.bounds(bound_rules.state)
     assert np.array_equal(found.high, [2, INF, 2, INF])
-    assert np.allclose(factors(course, [4.0] * 4), [0.125, 1, 0.125, 1])
+    assert np.allclose(factors(bound_rules, [4.0] * 4), [0.125, 1, 0.125, 1])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_the_order_of_rules_never_matters() -> None:
     ]
     found = [warmed(list(order), 3) for order in itertools.permutations(rules)]
     norms = [3.0, 0.1, 40.0, 1.0]
-    assert all(np.array_equal(factors(course, norms), factors(found[0], norms)) for course in found)
-    for course in found:
-        course.take(make_snapshot(course.engine.sites, 60, norms))
-    assert all(course.decision == found[0].decision for course in found)
+    assert all(np.array_equal(factors(bound_rules, norms), factors(found[0], norms)) for bound_rules in found)
+    for bound_rules in found:
+        bound_rules.take(make_snapshot(bound_rules.engine.sites, 60, norms))
+    assert all(bound_rules.decision == found[0].decision for bound_rules in found)

@@ -40,19 +40,19 @@ def skip(limit: int | None = None, then: str = "continue") -> tuple[Action, ...]
 
 def test_a_nan_fires_names_the_parameter_and_skips_at_once() -> None:
     """One bad element: critical, skipped on the very step, resolved on the next healthy one."""
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP, severity="critical")]))
-    course.step(0, HEALTHY)
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP, severity="critical")]))
+    bound_rules.step(0, HEALTHY)
     counts = everywhere([0, 0, 3, 0])
-    verdict = course.step(1, NAN_AT_2, columns={"nonfinite": counts})
+    verdict = bound_rules.step(1, NAN_AT_2, columns={"nonfinite": counts})
     event = verdict.events[0]
     assert (event.kind, event.sites, event.count, event.value) == ("firing", ("layers.1.weight",), 1, 3.0)
     assert event.first_cause == "layers.1.weight"
     assert event.actions == ("skip_step",)
-    assert course.decision.skip
+    assert bound_rules.decision.skip
     assert verdict.breaching["nan"].tolist() == [False, False, True, False]
-    course.step(2, HEALTHY)
-    assert not course.decision.skip
-    assert course.kinds == [(1, "firing", "nan"), (2, "resolved", "nan")]
+    bound_rules.step(2, HEALTHY)
+    assert not bound_rules.decision.skip
+    assert bound_rules.kinds == [(1, "firing", "nan"), (2, "resolved", "nan")]
 
 
 def test_a_nan_norm_without_counts_is_still_a_nan() -> None:
@@ -78,18 +78,18 @@ def test_a_nan_norm_that_was_not_counted_beside_others_is_still_a_nan() -> None:
 
 def test_an_overflow_is_not_a_nan() -> None:
     """Finite gradients whose norm exceeds float32 trip `norm_overflow`, never `nonfinite`."""
-    course = OptimizerRules(bound([rule("nan", NonFinite()), rule("over", NormOverflow())]))
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite()), rule("over", NormOverflow())]))
     columns = {"nonfinite": everywhere([0, 0, 0, 0]), "norm_overflow": everywhere([0, 1, 0, 0])}
-    verdict = course.step(0, [1.0, math.inf, 1.0, 1.0], columns=columns)
+    verdict = bound_rules.step(0, [1.0, math.inf, 1.0, 1.0], columns=columns)
     assert list(verdict.firing) == ["over"]
 
 
 def test_for_counts_breaching_samples_in_a_row() -> None:
     """Pending at the first, firing at the third, back to nothing when one sample is fine."""
-    course = OptimizerRules(bound([rule("big", Above(threshold=10, of="total_norm"), for_=3)]))
+    bound_rules = OptimizerRules(bound([rule("big", Above(threshold=10, of="total_norm"), for_=3)]))
     for step, total in enumerate([99, 99, 1, 99, 99, 99, 99, 1]):
-        course.step(step, HEALTHY, total_norm=float(total))
-    assert course.kinds == [
+        bound_rules.step(step, HEALTHY, total_norm=float(total))
+    assert bound_rules.kinds == [
         (0, "pending", "big"),
         (3, "pending", "big"),
         (5, "firing", "big"),
@@ -100,26 +100,26 @@ def test_for_counts_breaching_samples_in_a_row() -> None:
 def test_hysteresis_and_quiet_steps_before_it_resolves() -> None:
     """Quiet starts at clear_below, not at the threshold; a breach ends it; then keep_firing_for steps."""
     big = rule("big", Above(threshold=10, of="total_norm", clear_below=5), keep_firing_for=3)
-    course = OptimizerRules(bound([big]))
+    bound_rules = OptimizerRules(bound([big]))
     for step, total in enumerate([20, 7, 7, 4, 7, 20, 4, 7, 7, 7]):
-        course.step(step, HEALTHY, total_norm=float(total))
-    assert course.kinds == [(0, "firing", "big"), (9, "resolved", "big")]
+        bound_rules.step(step, HEALTHY, total_norm=float(total))
+    assert bound_rules.kinds == [(0, "firing", "big"), (9, "resolved", "big")]
 
 
 def test_a_missing_sample_changes_nothing() -> None:
     """Neither the streak, nor the quiet count, nor the state of the rule."""
-    course = OptimizerRules(bound([rule("big", Above(threshold=10), for_=2, keep_firing_for=1)], size=1))
+    bound_rules = OptimizerRules(bound([rule("big", Above(threshold=10), for_=2, keep_firing_for=1)], size=1))
     for step, norm in enumerate([99.0, None, 99.0, None, None, 1.0, None, 1.0]):
-        course.step(step, [norm])
-    assert course.kinds == [(0, "pending", "big"), (2, "firing", "big"), (7, "resolved", "big")]
+        bound_rules.step(step, [norm])
+    assert bound_rules.kinds == [(0, "pending", "big"), (2, "firing", "big"), (7, "resolved", "big")]
 
 
 def test_a_refire_within_cooldown_is_the_same_incident_and_alerts_nobody() -> None:
     """After the cooldown it is a new one."""
-    course = OptimizerRules(bound([rule("big", Above(threshold=10, of="total_norm"), cooldown=3)]))
+    bound_rules = OptimizerRules(bound([rule("big", Above(threshold=10, of="total_norm"), cooldown=3)]))
     for step, total in enumerate([99, 1, 1, 99, 1, 1, 1, 1, 1, 99]):
-        course.step(step, HEALTHY, total_norm=float(total))
-    firing = [event for event in course.events if event.kind == "firing"]
+        bound_rules.step(step, HEALTHY, total_norm=float(total))
+    firing = [event for event in bound_rules.events if event.kind == "firing"]
     assert [(event.step, event.incident, event.notify) for event in firing] == [
         (0, "big-0-0", True),
         (3, "big-0-0", False),
@@ -130,24 +130,24 @@ def test_a_refire_within_cooldown_is_the_same_incident_and_alerts_nobody() -> No
 def test_for_and_cooldown_never_delay_an_action_on_a_nonfinite_gradient() -> None:
     """`for: 3` delays the alert; the skip is immediate, also for a rail that a NaN climbs."""
     rules = [rule("nan", NonFinite(), for_=3, do=SKIP), rule("rail", Above(threshold=10), for_=3, do=SKIP)]
-    course = OptimizerRules(bound(rules))
-    verdict = course.step(0, NAN_AT_2)
+    bound_rules = OptimizerRules(bound(rules))
+    verdict = bound_rules.step(0, NAN_AT_2)
     assert verdict.acting == {"nan", "rail"}
-    assert course.decision.skip
-    assert [event.kind for event in course.events] == ["pending", "pending"]
-    course.step(1, [99.0, 1.0, 1.0, 1.0])
-    assert not course.decision.skip, "a finite breach waits for its `for`"
+    assert bound_rules.decision.skip
+    assert [event.kind for event in bound_rules.events] == ["pending", "pending"]
+    bound_rules.step(1, [99.0, 1.0, 1.0, 1.0])
+    assert not bound_rules.decision.skip, "a finite breach waits for its `for`"
 
 
 def test_an_action_is_taken_on_every_breach_while_firing() -> None:
     """Each time loudly: a `repeat` that is told but does not alert again."""
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP, cooldown=50)]))
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP, cooldown=50)]))
     decisions = []
     for step in range(3):
-        course.step(step, NAN_AT_2)
-        decisions.append(course.decision.skip)
+        bound_rules.step(step, NAN_AT_2)
+        decisions.append(bound_rules.decision.skip)
     assert decisions == [True, True, True]
-    assert [(event.kind, event.notify) for event in course.events] == [
+    assert [(event.kind, event.notify) for event in bound_rules.events] == [
         ("firing", True),
         ("repeat", False),
         ("repeat", False),
@@ -156,13 +156,13 @@ def test_an_action_is_taken_on_every_breach_while_firing() -> None:
 
 def test_max_consecutive_then_stop() -> None:
     """Three skips, then the run is stopped, and that step is not taken either."""
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(3, "stop"))]))
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(3, "stop"))]))
     found = []
     for step in range(4):
-        course.step(step, NAN_AT_2)
-        found.append((course.decision.skip, course.decision.stop))
+        bound_rules.step(step, NAN_AT_2)
+        found.append((bound_rules.decision.skip, bound_rules.decision.stop))
     assert found == [(True, False)] * 3 + [(True, True)]
-    alarm = course.events[-1]
+    alarm = bound_rules.events[-1]
     assert (alarm.kind, alarm.severity, alarm.notify, alarm.actions) == (
         "repeat",
         "critical",
@@ -173,72 +173,74 @@ def test_max_consecutive_then_stop() -> None:
 
 def test_max_consecutive_then_continue_alarms_and_goes_on() -> None:
     """A second critical alert after every 2 skips in a row; a healthy step resets the count."""
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(2))]))
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(2))]))
     for step in range(5):
-        course.step(step, NAN_AT_2)
-        assert course.decision.skip
-        assert not course.decision.stop
-    course.step(5, HEALTHY)
-    course.step(6, NAN_AT_2)
-    alarms = [event.step for event in course.events if event.kind == "repeat" and event.notify]
+        bound_rules.step(step, NAN_AT_2)
+        assert bound_rules.decision.skip
+        assert not bound_rules.decision.stop
+    bound_rules.step(5, HEALTHY)
+    bound_rules.step(6, NAN_AT_2)
+    alarms = [event.step for event in bound_rules.events if event.kind == "repeat" and event.notify]
     assert alarms == [2, 4]
 
 
 def test_shadow_mode_says_and_does_nothing() -> None:
     """The orders are recorded as shadow; nothing is skipped, and the step is learned from."""
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(1, "stop"), mode="shadow")]))
-    course.step(0, NAN_AT_2)
-    course.step(1, NAN_AT_2)
-    assert not course.decision.skip
-    assert not course.decision.stop
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(1, "stop"), mode="shadow")]))
+    bound_rules.step(0, NAN_AT_2)
+    bound_rules.step(1, NAN_AT_2)
+    assert not bound_rules.decision.skip
+    assert not bound_rules.decision.stop
     told = {"site": "layers.1.weight", "count": 1}
-    assert course.decision.orders == {
+    assert bound_rules.decision.orders == {
         Order("nan", "skip_step", True, **told),
         Order("nan", "stop", True, **told),
     }
-    assert all(event.actions == () for event in course.events)
+    assert all(event.actions == () for event in bound_rules.events)
 
 
 def test_stop_stops_once_for_is_met() -> None:
     """`do: [stop]` on a rail."""
-    course = OptimizerRules(bound([rule("rail", Above(threshold=10), for_=2, do=(Action("stop"),))], size=1))
+    bound_rules = OptimizerRules(
+        bound([rule("rail", Above(threshold=10), for_=2, do=(Action("stop"),))], size=1)
+    )
     stops = []
     for step in range(3):
-        course.step(step, [99.0])
-        stops.append(course.decision.stop)
+        bound_rules.step(step, [99.0])
+        stops.append(bound_rules.decision.stop)
     assert stops == [False, True, True]
 
 
 def test_a_standing_clip_is_on_every_decision() -> None:
     """clip.total norm is a bound, whatever the rules say."""
     clip = Clip(total=ClipPolicy("norm", {"max_norm": 0.5}))
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP)], clip=clip))
-    course.step(0, HEALTHY)
-    assert course.decision.max_norm == 0.5
-    course.step(1, NAN_AT_2)
-    assert (course.decision.max_norm, course.decision.skip) == (0.5, True)
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=SKIP)], clip=clip))
+    bound_rules.step(0, HEALTHY)
+    assert bound_rules.decision.max_norm == 0.5
+    bound_rules.step(1, NAN_AT_2)
+    assert (bound_rules.decision.max_norm, bound_rules.decision.skip) == (0.5, True)
 
 
 def test_a_step_skipped_for_nan_is_learned_by_nobody() -> None:
     """Neither by the site, nor by the total, nor by its healthy neighbours."""
     rules = [rule("nan", NonFinite(), do=SKIP), rule("spike", Spike()), rule("total", Spike(of="total_norm"))]
-    course, control = OptimizerRules(bound(rules)), OptimizerRules(bound(rules))
+    bound_rules, control = OptimizerRules(bound(rules)), OptimizerRules(bound(rules))
     for step in range(60):
         if step % 7 == 3:
-            course.step(step, [math.nan, 1e4, 1e4, 1e4])
-        course.step(step, HEALTHY)
+            bound_rules.step(step, [math.nan, 1e4, 1e4, 1e4])
+        bound_rules.step(step, HEALTHY)
         control.step(step, HEALTHY)
-    assert course.state.to_dict()["baselines"] == control.state.to_dict()["baselines"]
+    assert bound_rules.state.to_dict()["baselines"] == control.state.to_dict()["baselines"]
 
 
 def test_an_unskipped_nan_is_not_learned_by_its_site_or_the_total() -> None:
     """Under observe-only the other sites go on learning; those that hold NaN keep their baseline."""
-    course = OptimizerRules(bound([rule("s", Spike()), rule("t", Spike(of="total_norm"))]))
+    bound_rules = OptimizerRules(bound([rule("s", Spike()), rule("t", Spike(of="total_norm"))]))
     for step in range(30):
-        course.step(step, HEALTHY)
-    before = course.state.to_dict()["baselines"]
-    course.step(30, NAN_AT_2)
-    after = course.state.to_dict()["baselines"]
+        bound_rules.step(step, HEALTHY)
+    before = bound_rules.state.to_dict()["baselines"]
+    bound_rules.step(30, NAN_AT_2)
+    after = bound_rules.state.to_dict()["baselines"]
     for key, rows in after.items():
         counts = dict(zip(rows["names"], rows["fields"]["n"], strict=True))
         earlier = dict(zip(before[key]["names"], before[key]["fields"]["n"], strict=True))
@@ -249,24 +251,24 @@ def test_an_unskipped_nan_is_not_learned_by_its_site_or_the_total() -> None:
 
 def test_a_provisional_snapshot_is_judged_for_nan_only() -> None:
     """Not learned, no other rule moves; a NaN in it still fires and still acts."""
-    course = OptimizerRules(
+    bound_rules = OptimizerRules(
         bound([rule("nan", NonFinite(), do=SKIP), rule("rail", Above(threshold=10)), rule("s", Spike())])
     )
-    before = course.state.to_dict()
-    verdict = course.step(0, [99.0, 99.0, 99.0, 99.0], provisional=True)
+    before = bound_rules.state.to_dict()
+    verdict = bound_rules.step(0, [99.0, 99.0, 99.0, 99.0], provisional=True)
     assert verdict.events == ()
-    assert course.state.to_dict() == before
-    course.step(1, NAN_AT_2, provisional=True)
-    assert course.kinds == [(1, "firing", "nan")]
-    assert course.decision.skip
+    assert bound_rules.state.to_dict() == before
+    bound_rules.step(1, NAN_AT_2, provisional=True)
+    assert bound_rules.kinds == [(1, "firing", "nan")]
+    assert bound_rules.decision.skip
 
 
 def test_a_step_the_grad_scaler_rejected_changes_nothing() -> None:
     """Its Inf is the scaler's own affair: no event, no action, not counted."""
-    course = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(1, "stop"))]))
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite(), do=skip(1, "stop"))]))
     for step in range(5):
-        assert course.step(step, NAN_AT_2, scalars={"scaler_skip": 1.0}).events == ()
-        assert not course.decision.skip
+        assert bound_rules.step(step, NAN_AT_2, scalars={"scaler_skip": 1.0}).events == ()
+        assert not bound_rules.decision.skip
 
 
 def test_a_rejected_step_reaches_the_rules_on_the_scaler() -> None:
@@ -277,35 +279,35 @@ def test_a_rejected_step_reaches_the_rules_on_the_scaler() -> None:
         rule("spike", Spike(of="total_norm", warmup=5)),
         rule("nan", NonFinite(), do=skip(1, "stop")),
     ]
-    course = OptimizerRules(bound(rules))
+    bound_rules = OptimizerRules(bound(rules))
     scale = 65536.0
     for step in range(12):
         rejected = step in (8, 9, 10)
         norms = NAN_AT_2 if rejected else [1.0, 1.0, 1.0, 1.0]
-        course.step(step, norms, scalars={"scaler_skip": float(rejected)}, loss_scale=scale)
-        assert not course.decision.skip
+        bound_rules.step(step, norms, scalars={"scaler_skip": float(rejected)}, loss_scale=scale)
+        assert not bound_rules.decision.skip
         scale *= 0.5 if rejected else 1.0
-    assert course.kinds == [(8, "firing", "skip"), (11, "firing", "collapse"), (11, "resolved", "skip")]
-    assert course.state.consecutive == (0, 0, 0, 0)
-    baselines = course.state.to_dict()["baselines"]
+    assert bound_rules.kinds == [(8, "firing", "skip"), (11, "firing", "collapse"), (11, "resolved", "skip")]
+    assert bound_rules.state.consecutive == (0, 0, 0, 0)
+    baselines = bound_rules.state.to_dict()["baselines"]
     (n,) = [rows["fields"]["n"] for key, rows in baselines.items() if key.startswith("spike")]
     assert n == [9]
 
 
 def test_one_fault_is_one_incident_with_the_deepest_as_first_cause() -> None:
     """Worst five by score, the rest counted, and who was reached first by backward."""
-    course = OptimizerRules(bound([rule("big", Above(threshold=10))], size=8))
-    course.step(0, [11, 12, 13, 14, 15, 16, 17, 1])
-    (event,) = course.events
+    bound_rules = OptimizerRules(bound([rule("big", Above(threshold=10))], size=8))
+    bound_rules.step(0, [11, 12, 13, 14, 15, 16, 17, 1])
+    (event,) = bound_rules.events
     assert event.sites == tuple(f"layers.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in (6, 5, 4, 3, 2))
     assert (event.count, event.first_cause, event.value) == (7, "layers.3.weight", 17.0)
 
 
 def test_of_equally_bad_sites_the_deepest_is_named_first() -> None:
     """NaN reaches everything below; the first cause leads the list."""
-    course = OptimizerRules(bound([rule("nan", NonFinite())]))
-    course.step(0, [math.nan, math.nan, math.nan, 1.0])
-    assert course.events[0].sites == ("layers.1.weight", "layers.0.bias", "layers.0.weight")
+    bound_rules = OptimizerRules(bound([rule("nan", NonFinite())]))
+    bound_rules.step(0, [math.nan, math.nan, math.nan, 1.0])
+    assert bound_rules.events[0].sites == ("layers.1.weight", "layers.0.bias", "layers.0.weight")
 
 
 def test_annotations_are_filled_from_the_facts() -> None:
@@ -315,9 +317,9 @@ def test_annotations_are_filled_from_the_facts() -> None:
     )
     nan = rule("nan", NonFinite(), annotations={"summary": "NaN in {param}", "description": text})
     engine = Engine(RuleSet(groups=GROUPS, rules=(nan,)), rank=3).bind(make_sites(4))
-    course = OptimizerRules(engine)
-    course.step(7, NAN_AT_2, columns={"nonfinite": everywhere([0, 0, 5, 0])})
-    (event,) = course.events
+    bound_rules = OptimizerRules(engine)
+    bound_rules.step(7, NAN_AT_2, columns={"nonfinite": everywhere([0, 0, 5, 0])})
+    (event,) = bound_rules.events
     assert event.summary == "NaN in layers.1.weight"
     assert event.description == "layers.1.weight matrices 5/64 5 0 7 3 1 {param.__class__} {0}"
 
@@ -329,15 +331,15 @@ def test_scopes_aggregate_as_the_language_says() -> None:
         rule("total", Above(threshold=6.9), scope="total"),
         rule("listed", Above(threshold=4.5), scope="group", groups=("rest",)),
     ]
-    course = OptimizerRules(bound(rules, groups=GROUPS))
-    verdict = course.step(0, [3.0, 2.0, 4.0, 4.0])
+    bound_rules = OptimizerRules(bound(rules, groups=GROUPS))
+    verdict = bound_rules.step(0, [3.0, 2.0, 4.0, 4.0])
     found = {event.rule: (event.sites, round(event.value, 4)) for event in verdict.events}
     assert found == {
         "group": (("matrices",), 5.0),
         "listed": (("rest",), round(math.sqrt(45), 4)),
     }
     assert verdict.breaching["group"].tolist() == [True, False, True, False]
-    verdict = course.step(1, [3.0, 4.0, 4.0, 4.0])
+    verdict = bound_rules.step(1, [3.0, 4.0, 4.0, 4.0])
     assert [event.rule for event in verdict.events if event.kind == "firing"] == ["total"]
     assert not verdict.breaching["total"].any()
 
@@ -355,8 +357,8 @@ def test_scopes_aggregate_as_the_language_says() -> None:
 )
 def test_every_column_is_aggregated_by_its_nature(column: Any, values: list[float], expected: float) -> None:
     """Extremes, sums, means weighted by elements, roots of sums of squares."""
-    course = OptimizerRules(bound([rule("r", Above(threshold=-1.0, of=column), scope="total")]))
-    (event,) = course.step(0, HEALTHY, columns={column: everywhere(values)}).events
+    bound_rules = OptimizerRules(bound([rule("r", Above(threshold=-1.0, of=column), scope="total")]))
+    (event,) = bound_rules.step(0, HEALTHY, columns={column: everywhere(values)}).events
     assert event.value == pytest.approx(expected)
 
 
@@ -366,9 +368,9 @@ def test_groups_exclude_and_dimensions_select() -> None:
         rule("in", Above(threshold=0), groups=("matrices",), exclude=("layers.0.*",)),
         rule("ratio", UpdateRatio(), for_=1),
     ]
-    course = OptimizerRules(bound(rules, groups=GROUPS))
+    bound_rules = OptimizerRules(bound(rules, groups=GROUPS))
     columns = {"update_ratio": everywhere([1, 1, 1, 1]), "weight_norm": everywhere([1, 1, 1, 1])}
-    verdict = course.step(0, HEALTHY, columns=columns)
+    verdict = bound_rules.step(0, HEALTHY, columns=columns)
     assert verdict.breaching["in"].tolist() == [False, False, True, False]
     assert verdict.breaching["ratio"].tolist() == [True, False, True, False]
 
@@ -382,10 +384,10 @@ def test_modules_carry_their_own_columns_only() -> None:
         rule("tap", Above(threshold=3, of="grad_output_norm")),
     ]
     ruleset = RuleSet(rules=tuple(rules), modules=Modules())
-    course = OptimizerRules(Engine(ruleset).bind(make_sites(2, modules=2)))
+    bound_rules = OptimizerRules(Engine(ruleset).bind(make_sites(2, modules=2)))
     tapped = Column(np.array([9, 9, 1, 4], np.float32), np.array([False, False, True, True]))
     for step in range(3):
-        verdict = course.step(step, [1.0, 1.0, None, None], columns={"grad_output_norm": tapped})
+        verdict = bound_rules.step(step, [1.0, 1.0, None, None], columns={"grad_output_norm": tapped})
     assert {name: mask.tolist() for name, mask in verdict.firing.items()} == {
         "tap": [False, False, False, True]
     }
@@ -393,54 +395,56 @@ def test_modules_carry_their_own_columns_only() -> None:
 
 def test_stale_and_never() -> None:
     """A gradient that stops coming, and one that never came."""
-    course = OptimizerRules(bound([rule("stale", Stale()), rule("never", Never(within=5))], size=3))
+    bound_rules = OptimizerRules(bound([rule("stale", Stale()), rule("never", Never(within=5))], size=3))
     for step in range(8):
-        course.step(step, [1.0, 1.0 if step < 2 else None, None])
-    found = [(event.step, event.rule, event.sites) for event in course.events if event.kind == "firing"]
+        bound_rules.step(step, [1.0, 1.0 if step < 2 else None, None])
+    found = [(event.step, event.rule, event.sites) for event in bound_rules.events if event.kind == "firing"]
     assert found == [(4, "never", ("layers.1.weight",)), (4, "stale", ("layers.0.bias",))]
 
 
 def test_depth_ratio_names_the_first_layer() -> None:
     """The series is one; the site it is about is the first matrix."""
-    course = OptimizerRules(bound([rule("fade", DepthRatio(), for_=2)]))
-    course.step(0, [1e-5, 1.0, 1.0, 1.0])
-    course.step(1, [1e-5, 1.0, 1.0, 1.0])
-    assert course.events[-1].sites == ("layers.0.weight",)
-    assert course.events[-1].score == pytest.approx(1e-5)
+    bound_rules = OptimizerRules(bound([rule("fade", DepthRatio(), for_=2)]))
+    bound_rules.step(0, [1e-5, 1.0, 1.0, 1.0])
+    bound_rules.step(1, [1e-5, 1.0, 1.0, 1.0])
+    assert bound_rules.events[-1].sites == ("layers.0.weight",)
+    assert bound_rules.events[-1].score == pytest.approx(1e-5)
 
 
 def test_loss_rules_wait_for_a_loss() -> None:
     """No loss observed: nothing happens; a NaN loss fires, and is never learned."""
-    course = OptimizerRules(bound([rule("nan", LossNonFinite()), rule("jump", LossSpike())]))
+    bound_rules = OptimizerRules(bound([rule("nan", LossNonFinite()), rule("jump", LossSpike())]))
     for step in range(60):
-        course.step(step, HEALTHY, scalars={"loss": 2.0 + 0.01 * (step % 5)} if step % 2 else {})
-    assert course.events == []
-    course.step(60, HEALTHY, scalars={"loss": math.nan})
-    course.step(61, HEALTHY, scalars={"loss": 60.0})
-    assert course.kinds == [(60, "firing", "nan"), (61, "resolved", "nan"), (61, "firing", "jump")]
+        bound_rules.step(step, HEALTHY, scalars={"loss": 2.0 + 0.01 * (step % 5)} if step % 2 else {})
+    assert bound_rules.events == []
+    bound_rules.step(60, HEALTHY, scalars={"loss": math.nan})
+    bound_rules.step(61, HEALTHY, scalars={"loss": 60.0})
+    assert bound_rules.kinds == [(60, "firing", "nan"), (61, "resolved", "nan"), (61, "firing", "jump")]
 
 
 def test_every_n_evaluates_and_learns_at_its_own_steps() -> None:
     """Samples between are not the rule's samples."""
     rules = [rule("rare", Above(threshold=10), every=3), rule("s", Spike(), every=5)]
-    course = OptimizerRules(bound(rules, size=1))
+    bound_rules = OptimizerRules(bound(rules, size=1))
     for step in range(1, 8):
-        course.step(step, [99.0 if step in (1, 2, 4, 6) else 1.0])
-    assert course.kinds == [(6, "firing", "rare")]
-    assert course.state.baselines[0][0].tolist() == [1], "one sample: step 5"
+        bound_rules.step(step, [99.0 if step in (1, 2, 4, 6) else 1.0])
+    assert bound_rules.kinds == [(6, "firing", "rare")]
+    assert bound_rules.state.baselines[0][0].tolist() == [1], "one sample: step 5"
 
 
 def test_a_learning_rate_jump_rebaselines_without_going_blind() -> None:
     """A level that moves with the rate is learned in 20 samples; a fault at the jump is still seen."""
-    course = OptimizerRules(bound([rule("spike", Spike()), rule("loss", LossSpike())], size=1))
+    bound_rules = OptimizerRules(bound([rule("spike", Spike()), rule("loss", LossSpike())], size=1))
     for step in range(200):
-        course.step(step, [1.0], scalars={"lr": 1e-3, "loss": 1.0})
-    course.step(200, [1e5], scalars={"lr": 1e-2, "loss": 1.0})
-    assert course.kinds == [(200, "firing", "spike")]
+        bound_rules.step(step, [1.0], scalars={"lr": 1e-3, "loss": 1.0})
+    bound_rules.step(200, [1e5], scalars={"lr": 1e-2, "loss": 1.0})
+    assert bound_rules.kinds == [(200, "firing", "spike")]
     for step in range(201, 230):
-        course.step(step, [30.0], scalars={"lr": 1e-2, "loss": 1.0})
-    assert course.kinds[1:] == [(220, "resolved", "spike")], "20 samples after the jump: steps 200 to 219"
-    rows = course.state.to_dict()["baselines"]
+        bound_rules.step(step, [30.0], scalars={"lr": 1e-2, "loss": 1.0})
+    assert bound_rules.kinds[1:] == [(220, "resolved", "spike")], (
+        "20 samples after the jump: steps 200 to 219"
+    )
+    rows = bound_rules.state.to_dict()["baselines"]
     assert rows["spike(100,20)|norm/param"]["fields"]["n"] == [30]
     assert rows["loss_spike(100,20)|loss"]["fields"]["n"] == [145], "the loss is not made of gradients"
 
@@ -448,25 +452,25 @@ def test_a_learning_rate_jump_rebaselines_without_going_blind() -> None:
 def test_rebaseline_forgets_what_it_is_told_to() -> None:
     """By glob; a total is touched when any of its parts is."""
     rules = [rule("s", Spike()), rule("t", Spike(of="total_norm")), rule("d", Drift())]
-    course = OptimizerRules(bound(rules))
+    bound_rules = OptimizerRules(bound(rules))
     for step in range(50):
-        course.step(step, HEALTHY)
-    state = course.engine.rebaseline(course.state, "layers.0.*")
+        bound_rules.step(step, HEALTHY)
+    state = bound_rules.engine.rebaseline(bound_rules.state, "layers.0.*")
     rows = state.to_dict()["baselines"]
     assert rows["spike(100,20)|norm/param"]["fields"]["n"] == [0, 0, 50, 50]
     assert rows["spike(100,20)|total_norm"]["fields"]["n"] == [0]
-    same = course.engine.rebaseline(course.state, "nothing")
-    assert same.to_dict() == course.state.to_dict()
+    same = bound_rules.engine.rebaseline(bound_rules.state, "nothing")
+    assert same.to_dict() == bound_rules.state.to_dict()
 
 
 def test_state_survives_a_changed_parameter_set() -> None:
     """Known by name: what stayed keeps its baseline and its incident, what is new starts empty."""
     rules = [rule("s", Spike(of="norm")), rule("big", Above(threshold=10), keep_firing_for=9)]
     small, large = bound(rules, size=4), bound(rules, size=6)
-    course = OptimizerRules(small)
+    bound_rules = OptimizerRules(small)
     for step in range(30):
-        course.step(step, [1.0, 2.0, 3.0, 99.0 if step == 29 else 4.0])
-    moved = large.adopt(course.state, small)
+        bound_rules.step(step, [1.0, 2.0, 3.0, 99.0 if step == 29 else 4.0])
+    moved = large.adopt(bound_rules.state, small)
     rows = moved.to_dict()["baselines"]["spike(100,20)|norm/param"]
     assert rows["fields"]["n"] == [30, 30, 30, 30, 0, 0]
     grown = OptimizerRules(large, moved)
@@ -568,15 +572,15 @@ def test_a_shared_bank_travels_whole() -> None:
     """Also the warm-up samples of series that are stacked with others: the median at 20 is the same."""
     rules = [rule("p", Spike()), rule("t", Spike(of="total_norm"))]
     rng = np.random.default_rng(0)
-    course = OptimizerRules(bound(rules))
+    bound_rules = OptimizerRules(bound(rules))
     for step in range(40):
         if step == 10:
-            course = OptimizerRules(
-                course.engine, EngineState.from_dict(course.state.to_dict(), course.engine)
+            bound_rules = OptimizerRules(
+                bound_rules.engine, EngineState.from_dict(bound_rules.state.to_dict(), bound_rules.engine)
             )
         if step == 0:
-            control = OptimizerRules(course.engine)
+            control = OptimizerRules(bound_rules.engine)
         norms = np.exp(rng.normal(0, 1, 4)).tolist()
-        course.step(step, norms)
+        bound_rules.step(step, norms)
         control.step(step, norms)
-    assert course.state.to_dict() == control.state.to_dict()
+    assert bound_rules.state.to_dict() == control.state.to_dict()

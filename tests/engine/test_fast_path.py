@@ -127,11 +127,13 @@ def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
 def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steady gradients never get as far as the judgement of single rules, whatever the pack."""
     engine, rng = bind(packs()[pack]), np.random.default_rng(1)
-    course, judged = OptimizerRules(engine), []
+    bound_rules, judged = OptimizerRules(engine), []
     whole = engine._judge
     monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
     for step in range(60):
-        course.step(step, (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist(), scalars={"lr": 1e-3, "loss": 2.0})
+        bound_rules.step(
+            step, (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist(), scalars={"lr": 1e-3, "loss": 2.0}
+        )
     due = {step for step in range(60) if pack == "odd" and step % 3 == 0}
     assert set(judged) - due <= {0}, "more than the first step was judged"
 

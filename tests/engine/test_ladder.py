@@ -214,10 +214,10 @@ def test_escalated_skips_are_not_learned() -> None:
     slow = rule("nan", NonFinite(), do=(rung("1 in 1", "skip_step"),))
     found: list[Any] = []
     for nan in (quick, slow):
-        course = OptimizerRules(bound([nan, rule("spike", Spike(of="total_norm"), scope="total")]))
+        bound_rules = OptimizerRules(bound([nan, rule("spike", Spike(of="total_norm"), scope="total")]))
         for step in range(40):
-            course.step(step, [1.0, 2.0, math.nan if step == 30 else 1.0, 1.0])
-        found.append(course.state.to_dict()["baselines"])
+            bound_rules.step(step, [1.0, 2.0, math.nan if step == 30 else 1.0, 1.0])
+        found.append(bound_rules.state.to_dict()["baselines"])
     assert found[0] == found[1]
 
 

@@ -81,26 +81,26 @@ def trace(seed: int, steps: int = STEPS, size: int = SIZE) -> list[dict[str, Any
     return out
 
 
-def told(course: OptimizerRules, steps: list[dict[str, Any]]) -> list[Any]:
+def told(bound_rules: OptimizerRules, steps: list[dict[str, Any]]) -> list[Any]:
     """Everything a run of these steps says: events, masks, decisions."""
     out = []
     for step in steps:
-        verdict = course.step(
+        verdict = bound_rules.step(
             step["step"], step["norms"], **{k: v for k, v in step.items() if k not in ("step", "norms")}
         )
         masks = [
             {name: mask.tolist() for name, mask in part.items()}
             for part in (verdict.firing, verdict.breaching)
         ]
-        orders = sorted((order.rule, order.action, order.shadow) for order in course.decision.orders)
+        orders = sorted((order.rule, order.action, order.shadow) for order in bound_rules.decision.orders)
         out.append(
             (
                 repr(verdict.events),
                 masks,
                 sorted(verdict.acting),
                 orders,
-                course.decision.skip,
-                course.decision.stop,
+                bound_rules.decision.skip,
+                bound_rules.decision.stop,
             )
         )
     return out
@@ -115,9 +115,9 @@ def test_the_trace_exercises_every_rule() -> None:
     """The laws below would be empty if nothing happened."""
     events, said = [], []
     for seed in range(8):
-        course = OptimizerRules(engine())
-        said += told(course, trace(seed))
-        events += course.events
+        bound_rules = OptimizerRules(engine())
+        said += told(bound_rules, trace(seed))
+        events += bound_rules.events
     silent = {one.id for one in rules()} - {event.rule for event in events}
     assert silent == NEEDS_MORE
     assert {event.kind for event in events} == {"pending", "firing", "resolved", "repeat"}
@@ -173,12 +173,12 @@ def test_resume_is_as_if_nothing_had_happened(seed: int, cuts: list[int]) -> Non
     """P28: cut anywhere, as often as one likes, through JSON; no event twice, none lost."""
     steps = trace(seed)
     expected = told(OptimizerRules(engine()), steps)
-    course, found, start = OptimizerRules(engine()), [], 0
+    bound_rules, found, start = OptimizerRules(engine()), [], 0
     for cut in [*sorted(cuts), STEPS]:
-        found += told(course, steps[start:cut])
-        saved = json.loads(json.dumps(course.state.to_dict(), allow_nan=False))
+        found += told(bound_rules, steps[start:cut])
+        saved = json.loads(json.dumps(bound_rules.state.to_dict(), allow_nan=False))
         fresh = engine()
-        course, start = OptimizerRules(fresh, EngineState.from_dict(saved, fresh)), cut
+        bound_rules, start = OptimizerRules(fresh, EngineState.from_dict(saved, fresh)), cut
     assert found == expected
 
 
@@ -202,9 +202,9 @@ def fingerprint() -> str:
     """One hash over everything three faulty runs said, and over the states they ended in."""
     digest = hashlib.sha256()
     for seed in range(3):
-        course = OptimizerRules(engine())
-        digest.update(repr(told(course, trace(seed))).encode())
-        digest.update(json.dumps(course.state.to_dict()).encode())
+        bound_rules = OptimizerRules(engine())
+        digest.update(repr(told(bound_rules, trace(seed))).encode())
+        digest.update(json.dumps(bound_rules.state.to_dict()).encode())
     return digest.hexdigest()
 
 
@@ -302,14 +302,14 @@ def test_the_engine_agrees_with_one_site_at_a_time(seed: int, for_: int, keep: i
         "all_zero": AllZero(min_ndim=0),
         "stale": Stale(),
     }
-    course = OptimizerRules(
+    bound_rules = OptimizerRules(
         bound([rule(name, one, for_=for_, keep_firing_for=keep) for name, one in detectors.items()], SIZE)
     )
     steps = trace(seed)
     expected = {name: slow_breaches(steps, name) for name in detectors}
     slow = {name: [reference.Temporal(for_, keep) for _ in range(SIZE)] for name in detectors}
     for number, step in enumerate(steps):
-        verdict = course.step(number, step["norms"])
+        verdict = bound_rules.step(number, step["norms"])
         for name in detectors:
             breach = expected[name][number]
             found = verdict.breaching.get(name, np.zeros(SIZE, bool)).tolist()

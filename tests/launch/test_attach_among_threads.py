@@ -84,4 +84,4 @@ def test_threads_that_start_together_share_one_watch(tmp_path: Path) -> None:
     (journal,) = read_journal(tmp_path / "runs" / "r")
     steps = [(step.record.snapshot.optimizer, step.record.snapshot.step) for step in journal.records()]
     assert (journal.complete, journal.damage) == (True, [])
-    assert sorted(steps) == [(lane, step) for lane in range(THREADS) for step in range(STEPS)]
+    assert sorted(steps) == [(captured, step) for captured in range(THREADS) for step in range(STEPS)]

@@ -35,7 +35,8 @@ def size(gw):
         series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
     return {
         "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
-        "marks": len(capture._marks._marked_as), "lanes": len(capture.lanes), "courses": len(list(at.courses)),
+        "marks": len(capture._marks._marked_as), "captures": len(capture.captures),
+        "courses": len(list(at.rule_bindings)),
         "weights": len(at.weights._reference), "families": len(causes._localiser._holdings._families),
         "series": len(series), "called": len(module_calls._heard),
     }
@@ -87,13 +88,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
 
 
 def test_what_is_held_of_optimizers_that_are_gone_is_bounded(told: tuple[dict[str, Any], Path]) -> None:
-    """Slots, names, places, marks, lanes, families, weights and series are as many after 60 as after 10."""
+    """Slots, names, places, marks, captures, families, weights and series are as many after 60 as after 10."""
     early, late = told[0]["sizes"]
     weights = [sizes.pop("weights") for sizes in (early, late)]  # remembered when they are next looked at
     assert max(weights) <= 24
     assert late == early
     assert late["slots"] <= 16
-    assert max(late["lanes"], late["families"]) <= 4
+    assert max(late["captures"], late["families"]) <= 4
 
 
 def test_each_optimizer_costs_the_same(told: tuple[dict[str, Any], Path]) -> None:

@@ -75,8 +75,8 @@ def exact(grad: Tensor) -> float:
     return float(np.sqrt(np.sum(np.square(plain.astype(np.longdouble)))))
 
 
-def lane_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
-    """A lane asks its parameters for their gradients only."""
+def capture_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
+    """A capture asks its parameters for their gradients only."""
     count = len(grads)
     sites = Sites(
         names=tuple(map(str, range(count))),
@@ -85,19 +85,19 @@ def lane_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
         ndims=np.zeros(count, np.int64),
         depths=np.arange(count),
     )
-    lane = OptimizerCapture(
+    captured = OptimizerCapture(
         0, None, [SimpleNamespace(grad=grad, device=grad.device) for grad in grads], sites
     )  # type: ignore[misc]
-    lane.on_cpu = not on_device
-    return lane
+    captured.on_cpu = not on_device
+    return captured
 
 
 def snapshot_of(grads: list[Tensor], on_device: bool) -> Snapshot:
     """What a step with these gradients is seen as."""
-    lane = lane_of(grads, on_device)
-    lane.read()
-    lane.arrived(np.ones(len(grads), np.int32))
-    return assemble(0, lane.sites, lane.settle(), Extras(), {}, 1.0)
+    captured = capture_of(grads, on_device)
+    captured.read()
+    captured.arrived(np.ones(len(grads), np.int32))
+    return assemble(0, captured.sites, captured.settle(), Extras(), {}, 1.0)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
@@ -108,9 +108,9 @@ def test_the_norm_is_right(dtype: torch.dtype, layout: str, on_device: bool) -> 
     for magnitude in MAGNITUDES[dtype]:
         grad = LAYOUTS[layout](base(dtype, magnitude))
         want = exact(grad)
-        lane = lane_of([grad], on_device)
-        lane.read()
-        (norm,), _ = lane.settle().resolve()
+        captured = capture_of([grad], on_device)
+        captured.read()
+        (norm,), _ = captured.settle().resolve()
         assert norm == pytest.approx(want, rel=1e-5), magnitude
 
 
@@ -120,9 +120,9 @@ def test_the_norm_is_right(dtype: torch.dtype, layout: str, on_device: bool) -> 
 def test_large_tensors_lose_no_digits(size: int, dtype: torch.dtype, on_device: bool) -> None:
     """Up to a million elements, all equal ones included: the worst case of a float32 sum."""
     for grad in (base(dtype, 1.0, size), torch.full((210 * size,), 0.1, dtype=dtype)):
-        lane = lane_of([grad] * 5, on_device)  # five of a shape are stacked where they are small
-        lane.read()
-        norms, _ = lane.settle().resolve()
+        captured = capture_of([grad] * 5, on_device)  # five of a shape are stacked where they are small
+        captured.read()
+        norms, _ = captured.settle().resolve()
         assert norms.tolist() == pytest.approx([exact(grad)] * 5, rel=1e-5)
 
 
@@ -130,9 +130,9 @@ def test_float64_gradients_beyond_the_squares_of_float64() -> None:
     """1e200 and 1e-200 on the host: the second look scales first. Not so on a device, where it is Inf or 0."""
     for magnitude in (1e200, 1e-200, 1e-310):
         grad = base(torch.float64, magnitude)
-        lane = lane_of([grad, grad], on_device=False)
-        lane.read()
-        norms, _ = lane.settle().resolve()
+        captured = capture_of([grad, grad], on_device=False)
+        captured.read()
+        norms, _ = captured.settle().resolve()
         assert norms.tolist() == pytest.approx([exact(grad)] * 2, rel=1e-5)
         seen = snapshot_of([grad, grad], on_device=False)
         assert seen.total_norm == pytest.approx(2**0.5 * exact(grad), rel=1e-5)
@@ -151,9 +151,9 @@ def test_float64_gradients_beyond_the_squares_of_float64() -> None:
 def test_any_finite_float32_gradient(values: np.ndarray, on_device: bool) -> None:
     """Whatever finite float32 numbers, subnormal and huge ones mixed: the true norm, and never `nonfinite`."""
     grad = torch.from_numpy(values)
-    lane = lane_of([grad], on_device)
-    lane.read()
-    (norm,), _ = lane.settle().resolve()
+    captured = capture_of([grad], on_device)
+    captured.read()
+    (norm,), _ = captured.settle().resolve()
     assert norm == pytest.approx(exact(grad), rel=1e-5)
     seen = snapshot_of([grad], on_device)
     overflow = exact(grad) > FLOAT32_MAX

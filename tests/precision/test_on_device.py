@@ -33,7 +33,10 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def routed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one on a device."""
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     for module in (device, optimizer_step):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
@@ -457,7 +460,10 @@ def test_finite_gradients_whose_norm_overflows_are_not_skipped() -> None:
 def test_a_step_under_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a CUDA graph is captured no operation of ours is enqueued; it is said once; then all goes on."""
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     names: list[list[str]] = []
     for watch in (False, True):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwatch
-from gradwatch.capture import optimizer as lane
+from gradwatch.capture import optimizer as captured
 from gradwatch.errors import TrainingStopped
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.boundary import optimizer_step
@@ -344,7 +344,7 @@ def test_an_optimizer_without_hooks_is_not_taken_for_rejected() -> None:
 
 
 FAULTS: dict[str, tuple[Any, str, str]] = {
-    "unscaled": (lane.OptimizerCapture, "unscaled", "precision"),
+    "unscaled": (captured.OptimizerCapture, "unscaled", "precision"),
     "kept": (optimizer_step, "kept", "precision"),
     "rejected": (optimizer_step.Boundary, "_at_rejected", "boundary"),
     "abandoned": (grad_scaler, "_unscaled_only", "precision"),

@@ -38,7 +38,7 @@ def finite(model: nn.Module) -> bool:
 
 
 def test_an_optimizer_whose_parameters_thaw_keeps_its_lane(tmp_path: Path) -> None:
-    """A lane that had no parameter to watch is rebuilt in its place: one label, one count of steps."""
+    """A capture that had no parameter to watch is rebuilt in its place: one label, one count of steps."""
     model, _ = build()
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
@@ -185,7 +185,7 @@ def test_a_gradient_spoilt_after_backward_is_skipped(calm: bool, tmp_path: Path)
 
 
 def test_a_new_optimizer_does_not_take_steps_from_the_old_one_s_baselines(tmp_path: Path) -> None:
-    """What waited to be judged is learned before an optimizer made anew takes the lane over."""
+    """What waited to be judged is learned before an optimizer made anew takes the capture over."""
     model, optimizer = build()
     gw, records = watch(model, optimizer, tmp_path)
     with gw:
@@ -265,6 +265,6 @@ def test_gradients_of_autograd_grad_are_not_held(tmp_path: Path) -> None:
         torch.autograd.grad(model(X).pow(2).mean(), list(model.parameters()))
         optimizer.zero_grad()
         model(X).pow(2).mean().backward()
-        local = next(iter(session_of(gw).attached.courses)).local
+        local = next(iter(session_of(gw).attached.rule_bindings)).local
         assert local is not None
         assert not local._running.arriving

@@ -37,7 +37,7 @@ HEALTHY: dict[str, Shape] = {
 
 def run(shape: Shape, seed: int, fault: Fault | None = None) -> OptimizerRules:
     """A run of the default pack over 24 parameters, with the columns that bursts of sampling give."""
-    course = OptimizerRules(Engine(load_rules("default")).bind(make_sites(SIZE)))
+    bound_rules = OptimizerRules(Engine(load_rules("default")).bind(make_sites(SIZE)))
     rng = np.random.default_rng(seed)
     level = rng.normal(0, 1, SIZE)
     for step in range(STEPS):
@@ -52,8 +52,8 @@ def run(shape: Shape, seed: int, fault: Fault | None = None) -> OptimizerRules:
         row = norms.tolist()
         if fault is not None and step >= ONSET:
             row = fault(step, norms, known)
-        course.step(step, row, **known)
-    return course
+        bound_rules.step(step, row, **known)
+    return bound_rules
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -123,9 +123,9 @@ def overshooting(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
 )
 def test_faults_are_found(fault: Fault, rule: str, within: int, site: str | None) -> None:
     """By the right rule, within its number of steps, with the parameter named."""
-    course = run(HEALTHY["level"], 0, fault)
-    firing = [event for event in course.events if event.kind == "firing" and event.rule == rule]
-    assert firing, sorted({event.rule for event in course.events})
+    bound_rules = run(HEALTHY["level"], 0, fault)
+    firing = [event for event in bound_rules.events if event.kind == "firing" and event.rule == rule]
+    assert firing, sorted({event.rule for event in bound_rules.events})
     assert 0 <= firing[0].step - ONSET <= within
     if site is not None:
         assert site in (firing[0].first_cause, *firing[0].sites)

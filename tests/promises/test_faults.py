@@ -13,7 +13,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.actions.skip import skip
-from gradwatch.capture import optimizer as lane
+from gradwatch.capture import optimizer as captured
 from gradwatch.capture import parameters
 from gradwatch.capture.columns import local, modules, sampled
 from gradwatch.engine import BoundEngine
@@ -55,11 +55,11 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 # (owner, attribute, the component that must count it)
 SITES: dict[str, tuple[Any, str, str]] = {
-    "hear": (lane.OptimizerCapture, "hear", "capture"),
-    "due": (lane.OptimizerCapture, "due", "capture"),
-    "read": (lane.OptimizerCapture, "read", "capture"),
+    "hear": (captured.OptimizerCapture, "hear", "capture"),
+    "due": (captured.OptimizerCapture, "due", "capture"),
+    "read": (captured.OptimizerCapture, "read", "capture"),
     "clock": (spent, "perf_counter", "capture"),
-    "settle": (lane.OptimizerCapture, "settle", "boundary"),
+    "settle": (captured.OptimizerCapture, "settle", "boundary"),
     "changed": (optimizer_step.Boundary, "_changed", "boundary"),
     "look_after": (parameters.Capture, "look_after", "boundary"),
     "adopt": (optimizer_step.Boundary, "_current", "boundary"),
@@ -72,8 +72,8 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "evaluate": (BoundEngine, "evaluate", "engine"),
     "decide": (BoundEngine, "decide", "engine"),
     "skip": (skip.StepSkipper, "begin", "action"),
-    "advance": (lane.OptimizerCapture, "advance", "boundary"),
-    "thinnable": (lane.OptimizerCapture, "thinnable", "boundary"),
+    "advance": (captured.OptimizerCapture, "advance", "boundary"),
+    "thinnable": (captured.OptimizerCapture, "thinnable", "boundary"),
     "norm_local": (local, "exact_norm", "norm_local"),
     "tap": (modules, "dense", "modules"),
     "inspect": (host, "inspect", "capture"),
@@ -183,7 +183,7 @@ def test_what_must_pass_passes(
         def raises(*args: Any, **kwargs: Any) -> Any:
             raise passing
 
-        monkeypatch.setattr(lane.OptimizerCapture, "settle", raises)
+        monkeypatch.setattr(captured.OptimizerCapture, "settle", raises)
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(passing):
             optimizer.step()
@@ -202,7 +202,7 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
             raise ValueError
 
         with monkeypatch.context() as patch:
-            patch.setattr(lane.OptimizerCapture, "settle", broken)
+            patch.setattr(captured.OptimizerCapture, "settle", broken)
             train(gw, model, optimizer, skip_nan=False)
         assert len(calls) == activity.FAILURES
         assert gw.health.up()["boundary"] is False
@@ -222,7 +222,7 @@ def test_strict_lets_our_faults_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def broken(*args: Any) -> Any:
             raise ValueError("broken on purpose")
 
-        monkeypatch.setattr(lane.OptimizerCapture, "settle", broken)
+        monkeypatch.setattr(captured.OptimizerCapture, "settle", broken)
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(ValueError, match="broken on purpose"):
             optimizer.step()

@@ -28,11 +28,11 @@ def failing(rank: int, text: str, broken: Callable[[int], bool], times: int) -> 
     _, model, optimizer = made(DistributedDataParallel)
     multiply, left = OptimizerCapture.multiply, [0]
 
-    def multiplied(lane: OptimizerCapture, coefficient: np.float32) -> None:
+    def multiplied(captured: OptimizerCapture, coefficient: np.float32) -> None:
         if left[0]:
             left[0] -= 1
             raise MemoryError("injected")
-        multiply(lane, coefficient)
+        multiply(captured, coefficient)
 
     hashes: list[str] = []
     said: list[str] = []

@@ -102,7 +102,10 @@ def test_shipped_packs_wait_for_nothing(
 ) -> None:
     """The whole watch, samplers and sinks included: no step holds an operation that waits for the device."""
     monkeypatch.setattr(
-        OptimizerCapture, "on_cpu", property(lambda lane: False, lambda lane, value: None), raising=False
+        OptimizerCapture,
+        "on_cpu",
+        property(lambda captured: False, lambda captured, value: None),
+        raising=False,
     )
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)  # AdamW reads its own step counts

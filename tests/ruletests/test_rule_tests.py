@@ -235,13 +235,13 @@ def test_simulated_steps_are_real_ones(clip: str, seed: int) -> None:
     lr = {"lr": (1e-4,) * len(norms)}
     sites = sites_of({"first": [6, 4], "second": [4]}, (), 0)
     case = Case("real", NOWHERE, sites, columns, lr, len(norms), None, (), ())
-    course = simulate(ruleset, case)
+    bound_rules = simulate(ruleset, case)
     real = [event for record in records for event in record.verdict.events]
-    assert [(e.step, e.rule, e.kind, e.sites) for e in course.events] == [
+    assert [(e.step, e.rule, e.kind, e.sites) for e in bound_rules.events] == [
         (e.step, e.rule, e.kind, e.sites) for e in real
     ]
     orders = [(record.snapshot.step, order) for record in records for order in record.decision.orders]
-    assert sorted(map(told, course.actions)) == sorted(map(told, orders))
+    assert sorted(map(told, bound_rules.actions)) == sorted(map(told, orders))
     assert len({order.rule for _, order in orders}) >= 2, "the loop gives something to compare"
 
 

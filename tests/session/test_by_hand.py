@@ -177,7 +177,7 @@ def test_the_norm_applied_is_the_one_that_moved_the_weights_or_unknown(
 
 
 def test_what_is_observed_only_is_labelled_so_wherever_it_is_shown() -> None:
-    """The label of each series, the field of each log line, and the status name the lane that no optimizer moves."""
+    """The label of each series, the field of each log line, and the status name the capture that no optimizer moves."""
     torch.manual_seed(0)
     first, second, told = nn.Linear(4, 1), nn.Linear(4, 1), io.StringIO()
     metrics = PrometheusSink(listen=None)
@@ -341,13 +341,13 @@ def test_loops_by_hand_in_threads_are_counted_each() -> None:
             thread.join()
     assert session_of(gw).account().watched.unowned == 60
     assert not gw.status()["internal_errors"]
-    for lane in range(3):
-        steps = [one.snapshot.step for one in kept.records if one.snapshot.optimizer == lane]
+    for captured in range(3):
+        steps = [one.snapshot.step for one in kept.records if one.snapshot.optimizer == captured]
         assert steps == list(range(20))
 
 
 def test_a_model_made_anew_for_each_task_takes_the_place_of_the_one_before() -> None:
-    """Inner loops by hand on copies that are thrown away: the lanes do not grow, and every step is counted."""
+    """Inner loops by hand on copies that are thrown away: the captures do not grow, and every step is counted."""
     torch.manual_seed(0)
     outer, kept = nn.Linear(4, 4), Kept()
     with gradwatch.watch(outer, sinks=[kept], strict=True) as gw:
@@ -357,7 +357,7 @@ def test_a_model_made_anew_for_each_task_takes_the_place_of_the_one_before() -> 
             for _ in range(3):
                 inner.zero_grad()
                 by_hand(inner, inner(torch.randn(3, 4)).square().mean())
-        assert len(session_of(gw).lanes()) <= 2
+        assert len(session_of(gw).captures()) <= 2
     assert session_of(gw).account().watched.unowned == 36
 
 

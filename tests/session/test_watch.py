@@ -255,7 +255,7 @@ def test_our_own_clip_is_what_was_applied() -> None:
 
 
 def test_new_optimizer_takes_over_the_lane_of_a_dead_one() -> None:
-    """Re-creating optimizers neither mixes up parameters nor leaves ghosts: one lane each, names and norms right."""
+    """Re-creating optimizers neither mixes up parameters nor leaves ghosts: one capture each, names and norms right."""
     first, a = build(0)
     second, b = build(1)
     gw, sink = watch([first, second], rules="observe-only")
@@ -458,7 +458,8 @@ def test_closed_watch_keeps_no_parameter_alive(rules: str) -> None:
     assert [one() for one in alive] == [None] * 10
     assert gw.state_dict() == before[1]
     assert gw.status()["account"]["watched"] == before[0]["account"]["watched"]
-    assert gw.healthy and gw.last_healthy_step == 2
+    assert gw.healthy
+    assert gw.last_healthy_step == 2
 
 
 def test_a_watch_lives_while_one_of_its_models_does() -> None:
@@ -504,7 +505,7 @@ def test_container_made_for_the_call_is_kept(container: Any, tmp_path: Path) -> 
 
 
 def test_models_one_after_another_in_one_watch() -> None:
-    """A new optimizer on the same model goes on under its own lane; a dead one is forgotten."""
+    """A new optimizer on the same model goes on under its own capture; a dead one is forgotten."""
     model, optimizer = build()
     gw, sink = watch(model)
     with gw:

@@ -54,10 +54,10 @@ class Recorder:
         self.session.close()
         assert self.errors == []
 
-    def bound(self, lane: OptimizerCapture) -> OptimizerContext:
+    def bound(self, captured: OptimizerCapture) -> OptimizerContext:
         """Bind it, as on a device and with the clip of the total where the test asks for them."""
-        ctx = self._bind(lane)
-        lane.on_cpu = lane.on_cpu and not self.on_device
+        ctx = self._bind(captured)
+        captured.on_cpu = captured.on_cpu and not self.on_device
         ctx.rules.bound.max_norm = self.clip
         return ctx
 
@@ -85,9 +85,9 @@ class Noting(StepPipeline):
         return Decision(max_norm=self.recorder.clip)
 
     def judge(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool = False) -> Judged:
-        lane, window = measurement.lane, measurement.window
+        captured, window = measurement.captured, measurement.window
         scalars = {} if window.skipped is None else {"scaler_skip": arrived(window.skipped)}
-        snapshot = assemble(lane.index, lane.sites, window, Extras(), scalars, 1.0)
+        snapshot = assemble(captured.index, captured.sites, window, Extras(), scalars, 1.0)
         self.recorder.snapshots.append(snapshot)
         return Judged(self.recorder.decide(snapshot))
 

@@ -2,7 +2,7 @@
 
 One writer (`publish`, between a step and the next backward), one reader (the hooks). It holds no parameter.
 
-Axes: K parameters of a lane.
+Axes: K parameters of a capture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BackwardClipState:
 
     def __init__(
         self,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         elementwise: Elementwise | None,
         local: bool,
         refused: Callable[[str], None],
@@ -51,18 +51,18 @@ class BackwardClipState:
         self.task = [backward.IDLE]
         # What hooks look at first, loss scale included: a norm within needs no second thought. Its square where that is
         # cheaper to have.
-        self.squared = np.zeros(len(lane), np.bool_)
-        self.low = [-math.inf] * len(lane)
-        self.high = [math.inf] * len(lane)
-        self.seen = [math.nan] * len(lane)  # norms that were within, of the running window
-        self.versions = [0] * len(lane)
+        self.squared = np.zeros(len(captured), np.bool_)
+        self.low = [-math.inf] * len(captured)
+        self.high = [math.inf] * len(captured)
+        self.seen = [math.nan] * len(captured)  # norms that were within, of the running window
+        self.versions = [0] * len(captured)
         self.scale = 1.0  # of the loss, on the host
-        self.on_cpu = lane.on_cpu
+        self.on_cpu = captured.on_cpu
         self.off = ""
-        self._lane = weakref.ref(lane)
-        self._param_ids = lane.param_ids
+        self._captured = weakref.ref(captured)
+        self._param_ids = captured.param_ids
         # Small gradients are read together for less than it takes to hand over what was heard of each.
-        floor = np.where(lane.sites.numels > SMALL, np.sqrt(lane.sites.numels * UNDERFLOW), np.inf)
+        floor = np.where(captured.sites.numels > SMALL, np.sqrt(captured.sites.numels * UNDERFLOW), np.inf)
         self._floor = floor.tolist()  # sync: numpy
         self._elementwise = elementwise
         self._local = local
@@ -140,10 +140,12 @@ class BackwardClipState:
     def _look_around(self, k: int) -> None:
         """Switch off where a bound would mean something else."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        lane = self._lane()
+        captured = self._captured()
         if ranks > 1:
             self.stop(SEVERAL_RANKS.format(count=ranks))
-        elif self._ended and lane is not None and any(param.grad is not None for param in lane.params):
+        elif (
+            self._ended and captured is not None and any(param.grad is not None for param in captured.params)
+        ):
             self._stop_if_accumulating(k)
 
     def _stop_if_accumulating(self, k: int) -> None:
@@ -219,20 +221,20 @@ class BackwardClipState:
 
     def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
         """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""
-        lane = self._lane()
-        if self._elementwise is None or k not in self._elementwise.at or lane is None or not grad.numel():
+        captured = self._captured()
+        if self._elementwise is None or k not in self._elementwise.at or captured is None or not grad.numel():
             return None
         if grad.layout is not torch.strided or grad.is_complex():  # they compare elements
             return None
-        made = shaped(grad, lane.params[k].detach(), self._elementwise.at[k], factor, scale)
+        made = shaped(grad, captured.params[k].detach(), self._elementwise.at[k], factor, scale)
         return made.to(grad.dtype)
 
     def _accumulates(self, k: int) -> bool:
         """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
-        lane = self._lane()
-        if lane is None:
+        captured = self._captured()
+        if captured is None:
             return False
-        param = lane.params[k]
+        param = captured.params[k]
         if hasattr(param, "to_local"):  # its hook is on another tensor, which only backward reaches
             return True
         return backward.reaches(param)

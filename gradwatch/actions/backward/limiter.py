@@ -12,7 +12,7 @@ switches itself off and says so, unless it was told to act all the same (`local`
 One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
 no Limiter: parameter -> hook -> object -> parameter would never be collected.
 
-Axes: K parameters of a lane.
+Axes: K parameters of a capture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOT_PLAIN = np.zeros(0, np.float64)
 
 
 class BackwardClipper:
-    """Tensor hooks on the parameters of one lane; `covered[K]` says which of them may ever be multiplied.
+    """Tensor hooks on the parameters of one capture; `covered[K]` says which of them may ever be multiplied.
 
     `taps[K]` are the tensors that autograd accumulates into (None: nobody hears of that gradient). `local`: act
     whatever the gradients go through afterwards. `refused(reason)` is told once, when the Limiter switches itself
@@ -53,7 +53,7 @@ class BackwardClipper:
 
     def __init__(
         self,
-        lane: OptimizerCapture,
+        captured: OptimizerCapture,
         taps: Sequence[Tensor | None],
         covered: Sequence[bool],
         elementwise: Elementwise | None,
@@ -63,9 +63,9 @@ class BackwardClipper:
         before: BackwardClipper | None = None,
     ) -> None:
         """`before` is one that acted on some of these parameters until now; it hands over what it has done."""
-        self._turn = BackwardClipState(lane, elementwise, local, refused)
+        self._turn = BackwardClipState(captured, elementwise, local, refused)
         if before is not None:
-            self._turn.take_over(before._turn, lane.param_ids)
+            self._turn.take_over(before._turn, captured.param_ids)
             before.close()
         self._hooks: list[tuple[Tensor, int, int, RemovableHandle]] = []
         shapes = () if elementwise is None else elementwise.at

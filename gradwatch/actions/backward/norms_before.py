@@ -1,6 +1,6 @@
 """The norms that hooks found before they multiplied, in place of those that the batched read finds after it.
 
-Axes: K parameters of a lane.
+Axes: K parameters of a capture.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Sampled:
 
 
 class Sampler:
-    """Reads what `needs` says of the tensors of one lane, whole or sampled."""
+    """Reads what `needs` says of the tensors of one capture, whole or sampled."""
 
     def __init__(self, needs: Needs) -> None:
         self.wanted = frozenset(name for name in needs.columns if name.removesuffix(BURSTS) in COLUMNS)
@@ -157,7 +157,7 @@ class Sampler:
 
 
 class Weights:
-    """The weights of one lane, whole or `strided`, and as they were one step before."""
+    """The weights of one capture, whole or `strided`, and as they were one step before."""
 
     def __init__(self, strided: bool) -> None:
         self._strided = strided

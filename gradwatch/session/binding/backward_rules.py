@@ -1,4 +1,4 @@
-"""What a rule file asks of hooks inside the backward: where it is refused, and how it is attached to a lane."""
+"""What a rule file asks of hooks inside the backward: where it is refused, and how it is attached to a capture."""
 
 from __future__ import annotations
 
@@ -68,42 +68,42 @@ def _reasons(models: Iterable[nn.Module], world_size: int) -> list[str]:
 
 def micro_drop_of(
     ruleset: RuleSet,
-    lane: OptimizerCapture,
+    captured: OptimizerCapture,
     failed: Callable[[str, BaseException], None],
     report: Callable[[str, BaseException], None],
     cleared: Callable[[OptimizerCapture], None],
 ) -> MicroDrop | None:
-    """What tells the micro-batches of a lane apart; None where no rule asks for it."""
+    """What tells the micro-batches of a capture apart; None where no rule asks for it."""
     if not drops_micro(ruleset):
         return None
-    return MicroDrop(lane, failed, lambda why: report("action", AttachError(why)), cleared)
+    return MicroDrop(captured, failed, lambda why: report("action", AttachError(why)), cleared)
 
 
 def limiter_of(
     ruleset: RuleSet,
     bound: BoundEngine,
-    lane: OptimizerCapture,
+    captured: OptimizerCapture,
     taps: Sequence[Tensor | None],
     failed: Callable[[str, BaseException], None],
     report: Callable[[str, BaseException], None],
     before: BackwardClipper | None,
 ) -> BackwardClipper | None:
-    """The hooks that act inside the backward for one lane; None where the rule file asks for none."""
+    """The hooks that act inside the backward for one capture; None where the rule file asks for none."""
     asked = bound.asked
     if not asked:
         return None
-    own = own_sites(bound, lane)
+    own = own_sites(bound, captured)
     elementwise = None
     if asked.elementwise:
         policies = [(policy, mask[own]) for policy, mask in asked.elementwise]
-        elementwise = Elementwise(policies, lane.sites.names)
+        elementwise = Elementwise(policies, captured.sites.names)
     local = all(insists for _, insists in asks_backward(ruleset))
     covered = asked.covered[own].tolist()  # sync: numpy
 
     def refused(why: str) -> None:
         report("action", AttachError(why))
 
-    return BackwardClipper(lane, taps, covered, elementwise, local, failed, refused, before)
+    return BackwardClipper(captured, taps, covered, elementwise, local, failed, refused, before)
 
 
 def module_bounds_of(
@@ -118,7 +118,7 @@ def module_bounds_of(
     return ModuleBounds(local, failed, lambda why: report("action", AttachError(why)))
 
 
-def own_sites(bound: BoundEngine, lane: OptimizerCapture) -> np.ndarray:
-    """The sites of a lane's own parameters among those its rules are bound to, which may be all ranks'."""
+def own_sites(bound: BoundEngine, captured: OptimizerCapture) -> np.ndarray:
+    """The sites of a capture's own parameters among those its rules are bound to, which may be all ranks'."""
     place = {name: s for s, name in enumerate(bound.sites.names)}
-    return np.array([place[name] for name in lane.sites.names], np.intp)
+    return np.array([place[name] for name in captured.sites.names], np.intp)

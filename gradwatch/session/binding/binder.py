@@ -28,7 +28,7 @@ class Binder:
         capture: Capture,
         ranks: Ranks,
         contexts: Contexts,
-        courses: RuleBindings,
+        rule_bindings: RuleBindings,
         checkpoints: Checkpoints,
         taps: ModuleTaps | None,
         stages: PipelineStages,
@@ -39,7 +39,7 @@ class Binder:
         self._capture = capture
         self._ranks = ranks
         self._contexts = contexts
-        self._courses = courses
+        self._rule_bindings = rule_bindings
         self._checkpoints = checkpoints
         self._taps = taps
         self._stages = stages
@@ -47,15 +47,15 @@ class Binder:
         self._notices = notices
         self._note_inactive = note_inactive
 
-    def bind(self, lane: OptimizerCapture) -> OptimizerContext:
-        """Bind the rules to a lane that was made or whose parameters changed; baselines go on by name."""
-        if lane.without_optimizer:
-            self._notices.without_optimizer(lane.sites.names)
+    def bind(self, captured: OptimizerCapture) -> OptimizerContext:
+        """Bind the rules to a capture that was made or whose parameters changed; baselines go on by name."""
+        if captured.without_optimizer:
+            self._notices.without_optimizer(captured.sites.names)
         self.flush()  # what waits was measured on the parameters as they were
         if self._capture.replaced:
             self._capture.drop_dead()
-        modules = () if self._taps is None or lane.index else self._taps.names
-        ctx = self._courses.bind(lane, modules, local_taps(lane.params, self._capture.models()))
+        modules = () if self._taps is None or captured.index else self._taps.names
+        ctx = self._rule_bindings.bind(captured, modules, local_taps(captured.params, self._capture.models()))
         ctx.needs_no_ranks = False  # other parameters, perhaps: the ranks have to meet again
         self._note_inactive()
         self._checkpoints.meet()
@@ -69,17 +69,17 @@ class Binder:
 
     def enter(self, ctx: OptimizerContext) -> None:
         """At a step boundary: the ranks meet at the first one, and the rules are bound to what they know together."""
-        ctx.seat, met = self._ranks.enter(ctx.lane, ctx.seat)
-        if ctx.seat.alone:
+        ctx.membership, met = self._ranks.enter(ctx.captured, ctx.membership)
+        if ctx.membership.alone:
             self._activity.health.mark("ranks", False)
         if met:
             self._stages.look()
-            self.bind(ctx.lane)
-        ctx.needs_no_ranks = ctx.seat.waits_for_none and ctx.rules.micro is None
+            self.bind(ctx.captured)
+        ctx.needs_no_ranks = ctx.membership.waits_for_none and ctx.rules.micro is None
 
     def bind_missing(self) -> None:
-        """Bind the rules to every lane that has none yet."""
-        for lane in self._capture.lanes:
-            ctx = self._contexts.find(lane)
-            if ctx is None or ctx.course is None:
-                self.bind(lane)
+        """Bind the rules to every capture that has none yet."""
+        for captured in self._capture.captures:
+            ctx = self._contexts.find(captured)
+            if ctx is None or ctx.bound_rules is None:
+                self.bind(captured)

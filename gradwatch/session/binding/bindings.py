@@ -51,26 +51,26 @@ class RuleBindings:
         self._early: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
-        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first lane
+        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first capture
         self._hears_scale: list[Callable[[], None]] = []
-        self.most_parameters = 0  # named in the lanes at one time, each counted once
+        self.most_parameters = 0  # named in the captures at one time, each counted once
 
     def __iter__(self) -> Iterator[OptimizerRules]:
-        return iter([ctx.course for ctx in self._contexts if ctx.course is not None])
+        return iter([ctx.bound_rules for ctx in self._contexts if ctx.bound_rules is not None])
 
-    def context(self, lane: OptimizerCapture) -> OptimizerContext:
-        """The context that a lane's rules are bound in."""
-        return self._contexts.of(lane)
+    def context(self, captured: OptimizerCapture) -> OptimizerContext:
+        """The context that a capture's rules are bound in."""
+        return self._contexts.of(captured)
 
-    def _of(self, lane: OptimizerCapture) -> OptimizerRules | None:
-        """The rules bound to a lane's optimizer; None where none are yet."""
-        ctx = self._contexts.find(lane)
-        return None if ctx is None else ctx.course
+    def _of(self, captured: OptimizerCapture) -> OptimizerRules | None:
+        """The rules bound to a capture's optimizer; None where none are yet."""
+        ctx = self._contexts.find(captured)
+        return None if ctx is None else ctx.bound_rules
 
     # -- what is listened to -----------------------------------------------------------------------------
 
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
-        """Hear local norms, if a rule asks for them, until lanes take them over: the first backward counts too."""
+        """Hear local norms, if a rule asks for them, until captures take them over: the first backward counts too."""
         if self.in_backward or self._drops:
             self._hears_scale.append(grad_scaler.hear_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
@@ -79,47 +79,47 @@ class RuleBindings:
 
     def _scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss."""
-        for course in self:
-            if course.limiter is not None:
-                course.limiter.scaled(scale)
-            if course.micro is not None:
-                course.micro.scaled()
+        for bound_rules in self:
+            if bound_rules.limiter is not None:
+                bound_rules.limiter.scaled(scale)
+            if bound_rules.micro is not None:
+                bound_rules.micro.scaled()
         if self.module_bounds is not None:
             self.module_bounds.scaled(scale)
 
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
-        for course in self:
-            if course.limiter is not None:
-                course.limiter.backward_ended()
+        for bound_rules in self:
+            if bound_rules.limiter is not None:
+                bound_rules.limiter.backward_ended()
         if self._early is not None:
-            for local in [self._early, *(course.local for course in self)]:
+            for local in [self._early, *(bound_rules.local for bound_rules in self)]:
                 if local is not None:
                     local.backward_ended()
 
-    def forget(self, lane: OptimizerCapture) -> None:
-        """Nothing that tensor hooks heard since the lane's last Snapshot belongs to a step."""
-        course = self._of(lane)
-        if course is not None and course.local is not None:
-            course.local.forget()
-        if course is not None and course.limiter is not None:
-            course.limiter.forget()
+    def forget(self, captured: OptimizerCapture) -> None:
+        """Nothing that tensor hooks heard since the capture's last Snapshot belongs to a step."""
+        bound_rules = self._of(captured)
+        if bound_rules is not None and bound_rules.local is not None:
+            bound_rules.local.forget()
+        if bound_rules is not None and bound_rules.limiter is not None:
+            bound_rules.limiter.forget()
 
-    def cleared(self, lane: OptimizerCapture) -> None:
+    def cleared(self, captured: OptimizerCapture) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
-        course = self._of(lane)
-        if course is not None and course.local is not None:
-            course.local.cleared()
-        if course is not None and course.limiter is not None:
-            course.limiter.forget()
+        bound_rules = self._of(captured)
+        if bound_rules is not None and bound_rules.local is not None:
+            bound_rules.local.cleared()
+        if bound_rules is not None and bound_rules.limiter is not None:
+            bound_rules.limiter.forget()
 
     def close(self) -> None:
         """Remove the tensor hooks."""
-        for local in [self._early, *(course.local for course in self)]:
+        for local in [self._early, *(bound_rules.local for bound_rules in self)]:
             if local is not None:
                 local.close()
-        for course in self:
-            for hooks in (course.limiter, course.micro):
+        for bound_rules in self:
+            for hooks in (bound_rules.limiter, bound_rules.micro):
                 if hooks is not None:
                     hooks.close()
         while self._hears_scale:
@@ -128,13 +128,13 @@ class RuleBindings:
     # -- binding -----------------------------------------------------------------------------------------
 
     def bind(
-        self, lane: OptimizerCapture, modules: tuple[str, ...], taps: Sequence[Tensor | None]
+        self, captured: OptimizerCapture, modules: tuple[str, ...], taps: Sequence[Tensor | None]
     ) -> OptimizerContext:
-        """Bind the rules to a lane and its tapped modules; baselines go on by name. The context they are bound in."""
-        ctx = self._contexts.of(lane)
-        sites = with_modules(self._ranks.sites(lane, ctx.seat), modules)
-        sites = self._ranks.with_ranks(ctx.seat, sites)
-        before, moved = ctx.course, ctx.clips_at_step_instead
+        """Bind the rules to a capture and its tapped modules, baselines by name; the context they are bound in."""
+        ctx = self._contexts.of(captured)
+        sites = with_modules(self._ranks.sites(captured, ctx.membership), modules)
+        sites = self._ranks.with_ranks(ctx.membership, sites)
+        before, moved = ctx.bound_rules, ctx.clips_at_step_instead
         alike = before is not None and sites.alike(before.bound.sites)
         if before is not None and alike and not moved:  # an optimizer after another
             bound, state = before.bound, before.state
@@ -147,19 +147,21 @@ class RuleBindings:
         vitals = CheckpointHealthTracker(critical)
         if before is not None:
             vitals.carry_on(before.vitals)
-        course = ctx.course = OptimizerRules(bound, state, bound.sites, sampler, local, vitals, lane)
+        bound_rules = ctx.bound_rules = OptimizerRules(
+            bound, state, bound.sites, sampler, local, vitals, captured
+        )
         if not alike:
             self._count_parameters()
-        if self.in_backward and not lane.without_optimizer:
-            self._limit(course, lane, taps, before)
-        if self._drops and not lane.without_optimizer:
-            course.micro = self._micro(lane, before)
-        course.standing = self._standing(lane, bound) if bound.clipping else None
+        if self.in_backward and not captured.without_optimizer:
+            self._limit(bound_rules, captured, taps, before)
+        if self._drops and not captured.without_optimizer:
+            bound_rules.micro = self._micro(captured, before)
+        bound_rules.standing = self._standing(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
-            apart = self._of_ranks() if lane.without_optimizer and self._ranks.several else {}
-            self._totals.unfed.bind(lane.index, {**apart, **reads_of(bound)})
-        self._restore(lane)
-        self.publish_bounds(course)
+            apart = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
+            self._totals.unfed.bind(captured.index, {**apart, **reads_of(bound)})
+        self._restore(captured)
+        self.publish_bounds(bound_rules)
         return ctx
 
     def _of_ranks(self) -> dict[str, Reads]:
@@ -183,8 +185,8 @@ class RuleBindings:
 
     def _limit(
         self,
-        course: OptimizerRules,
-        lane: OptimizerCapture,
+        bound_rules: OptimizerRules,
+        captured: OptimizerCapture,
         taps: Sequence[Tensor | None],
         before: OptimizerRules | None,
     ) -> None:
@@ -193,38 +195,46 @@ class RuleBindings:
         if acted is not None and acted.off:
             acted.close()
             acted.forget()
-            course.limiter = acted  # what it would do is done at the step
+            bound_rules.limiter = acted  # what it would do is done at the step
         else:
-            course.limiter = limiter_of(
-                self._engine.ruleset, course.bound, lane, taps, activity.failed, activity.health.report, acted
+            bound_rules.limiter = limiter_of(
+                self._engine.ruleset,
+                bound_rules.bound,
+                captured,
+                taps,
+                activity.failed,
+                activity.health.report,
+                acted,
             )
-        course.own = own_sites(course.bound, lane)
-        lane.heard = None if course.limiter is None else course.limiter.heard
+        bound_rules.own = own_sites(bound_rules.bound, captured)
+        captured.heard = None if bound_rules.limiter is None else bound_rules.limiter.heard
 
-    def _micro(self, lane: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
-        """What tells the micro-batches of a lane apart, kept while it is of this lane."""
+    def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
+        """What tells the micro-batches of a capture apart, kept while it is of this capture."""
         micro, activity = None if before is None else before.micro, self._activity
-        if micro is not None and micro.is_of(lane):
+        if micro is not None and micro.is_of(captured):
             return micro
         if micro is not None:
             micro.close()
         return micro_drop_of(
-            self._engine.ruleset, lane, activity.failed, activity.health.report, self.cleared
+            self._engine.ruleset, captured, activity.failed, activity.health.report, self.cleared
         )
 
-    def publish_bounds(self, course: OptimizerRules) -> None:
+    def publish_bounds(self, bound_rules: OptimizerRules) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
-        if course.limiter is not None and course.own is not None:
-            own = course.own
-            course.limiter.publish(tuple(one.at(own) for one in course.bound.bounds(course.state)))
-        if self.module_bounds is not None and course.lane.index == 0:
-            self.module_bounds.publish(course.bound.module_bounds(course.state))
+        if bound_rules.limiter is not None and bound_rules.own is not None:
+            own = bound_rules.own
+            bound_rules.limiter.publish(
+                tuple(one.at(own) for one in bound_rules.bound.bounds(bound_rules.state))
+            )
+        if self.module_bounds is not None and bound_rules.captured.index == 0:
+            self.module_bounds.publish(bound_rules.bound.module_bounds(bound_rules.state))
 
-    def _standing(self, lane: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
-        """What `clip:` asks of this lane's gradients; not what rows sharded since the attach cannot bear."""
-        clipping, names = bound.clipping, lane.sites.names
+    def _standing(self, captured: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
+        """What `clip:` asks of this capture's gradients; not what rows sharded since the attach cannot bear."""
+        clipping, names = bound.clipping, captured.sites.names
         place = {name: site for site, name in enumerate(bound.sites.names)}
-        torn = [k for k, param in enumerate(lane.params) if clipping.elementwise and is_shard(param)]
+        torn = [k for k, param in enumerate(captured.params) if clipping.elementwise and is_shard(param)]
         refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
         if refused:
             self._activity.failed("action", AttachError(f"{refused}; {WHOLE_ROWS}"))
@@ -237,24 +247,24 @@ class RuleBindings:
 
     def move_to_step(self, ctx: OptimizerContext) -> None:
         """What hooks in the backward do no more is done at the step from this one on."""
-        course = ctx.rules
-        bound = self._at_step.bind(course.bound.sites)
-        course.state = bound.adopt(course.state, course.bound)
-        course.bound, course.sites = bound, bound.sites
-        course.standing = self._standing(ctx.lane, bound) if bound.clipping else None
+        bound_rules = ctx.rules
+        bound = self._at_step.bind(bound_rules.bound.sites)
+        bound_rules.state = bound.adopt(bound_rules.state, bound_rules.bound)
+        bound_rules.bound, bound_rules.sites = bound, bound.sites
+        bound_rules.standing = self._standing(ctx.captured, bound) if bound.clipping else None
 
     def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.
 
-        `everything` gives the sites of the whole model. Rules about ranks are known once a lane is bound.
+        `everything` gives the sites of the whole model. Rules about ranks are known once a capture is bound.
         """
         if not self._engine.may_miss:
             return {}
         found = self._engine.unmatched(everything())
-        lanes = [course.bound.inactive for course in self]
+        captures = [bound_rules.bound.inactive for bound_rules in self]
         for rule in self._engine.ruleset.rules:
             if rule.enabled and not rule.optional and RANK_COLUMNS.intersection(rule.detect.columns):
-                reasons = [inactive.get(rule.id, "") for inactive in lanes]
+                reasons = [inactive.get(rule.id, "") for inactive in captures]
                 if reasons and all(reasons):
                     found[rule.id] = reasons[0]
         return found
@@ -266,66 +276,66 @@ class RuleBindings:
         """
         found = list(self)
         begun = [
-            course
-            for course in found
-            if course.record is not None
-            or course.vitals.now.last_healthy_step is not None
-            or not course.vitals.now.healthy
+            bound_rules
+            for bound_rules in found
+            if bound_rules.record is not None
+            or bound_rules.vitals.now.last_healthy_step is not None
+            or not bound_rules.vitals.now.healthy
         ]
         return begun or found
 
     def warming_up(self) -> dict[str, str]:
-        """The rules whose every baseline is still warming up, in all lanes, with how far the best of them is."""
-        lanes = [course.bound.warming_up(course.state) for course in self.begun()]
-        shared = set(lanes[0]).intersection(*lanes[1:]) if lanes else set()
-        return {rule: lanes[0][rule] for rule in sorted(shared)}
+        """The rules whose every baseline is still warming up, in all captures, with how far the best of them is."""
+        captures = [bound_rules.bound.warming_up(bound_rules.state) for bound_rules in self.begun()]
+        shared = set(captures[0]).intersection(*captures[1:]) if captures else set()
+        return {rule: captures[0][rule] for rule in sorted(shared)}
 
     def _count_parameters(self) -> None:
-        named = (zip(course.sites.names, course.sites.kinds, strict=True) for course in self)
+        named = (zip(bound_rules.sites.names, bound_rules.sites.kinds, strict=True) for bound_rules in self)
         found = {name for sites in named for name, kind in sites if kind == "param"}
         self.most_parameters = max(self.most_parameters, len(found))
 
     def rebaseline(self, glob: str) -> None:
         """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
-        for course in self:
-            course.state = course.bound.rebaseline(course.state, glob)
-            self.publish_bounds(course)
+        for bound_rules in self:
+            bound_rules.state = bound_rules.bound.rebaseline(bound_rules.state, glob)
+            self.publish_bounds(bound_rules)
 
     # -- states ------------------------------------------------------------------------------------------
 
-    def saved(self, lanes: Iterable[OptimizerCapture]) -> dict[str, Any]:
-        """The state of every lane, JSON-safe, by its index."""
+    def saved(self, captures: Iterable[OptimizerCapture]) -> dict[str, Any]:
+        """The state of every capture, JSON-safe, by its index."""
         found = dict(self._restored)  # loaded, and not taken up by a step yet
-        for lane in lanes:
-            course = self._of(lane)
-            if course is not None:
-                found[str(lane.index)] = {
-                    "step": lane.step,
-                    "engine": course.state.to_dict(),
-                    "checkpoint": course.vitals.to_dict(),
+        for captured in captures:
+            bound_rules = self._of(captured)
+            if bound_rules is not None:
+                found[str(captured.index)] = {
+                    "step": captured.step,
+                    "engine": bound_rules.state.to_dict(),
+                    "checkpoint": bound_rules.vitals.to_dict(),
                 }
         return found
 
-    def load(self, saved: Mapping[str, Any], lanes: Iterable[OptimizerCapture]) -> None:
-        """Go on from what `saved` gave; lanes that do not exist yet take theirs when they are bound."""
+    def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:
+        """Go on from what `saved` gave; captures that do not exist yet take theirs when they are bound."""
         self._restored = dict(saved)
-        for lane in lanes:
-            self._restore(lane)
+        for captured in captures:
+            self._restore(captured)
 
-    def _restore(self, lane: OptimizerCapture) -> None:
-        saved = self._restored.get(str(lane.index))
-        course = self._of(lane)
-        if saved is None or course is None:
+    def _restore(self, captured: OptimizerCapture) -> None:
+        saved = self._restored.get(str(captured.index))
+        bound_rules = self._of(captured)
+        if saved is None or bound_rules is None:
             return
-        course.state = EngineState.from_dict(saved["engine"], course.bound)
-        course.vitals.load(saved.get("checkpoint"))
-        self.publish_bounds(course)
-        lane.step = int(saved["step"])
-        self._restored = {key: value for key, value in self._restored.items() if key != str(lane.index)}
+        bound_rules.state = EngineState.from_dict(saved["engine"], bound_rules.bound)
+        bound_rules.vitals.load(saved.get("checkpoint"))
+        self.publish_bounds(bound_rules)
+        captured.step = int(saved["step"])
+        self._restored = {key: value for key, value in self._restored.items() if key != str(captured.index)}
 
 
 def reads_of(bound: BoundEngine) -> dict[str, Reads]:
-    """What each rule bound to a lane reads, and at which steps, by rule."""
+    """What each rule bound to a capture reads, and at which steps, by rule."""
     return {
         one.rule.id: Reads(
             one.series.source, one.rule.every, one.series.source in ALWAYS, one.detector.finiteness

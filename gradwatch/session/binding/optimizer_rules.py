@@ -36,7 +36,7 @@ class Clock(NamedTuple):
 
 @dataclass(slots=True)
 class OptimizerRules:
-    """What a Watch keeps per lane: its bound rules and their state, its samplers, its clock."""
+    """What a Watch keeps per capture: its bound rules and their state, its samplers, its clock."""
 
     bound: BoundEngine
     state: EngineState
@@ -44,7 +44,7 @@ class OptimizerRules:
     sampler: Sampler
     local: LocalNorms | None
     vitals: CheckpointHealthTracker
-    lane: OptimizerCapture
+    captured: OptimizerCapture
     last_step: float | None = None
     observed: int = 0
     calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
@@ -53,13 +53,13 @@ class OptimizerRules:
     standing: ClipSection | None = None  # what `clip:` asks of it beside the total
     limiter: BackwardClipper | None = None
     micro: MicroDrop | None = None
-    own: NDArray[np.intp] | None = None  # the sites of the lane's own parameters
+    own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
 
 
 def standing_of(
     clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
 ) -> ClipSection | None:
-    """What `clip:` asks of a lane beside the total; None without any, or where it acts inside the backward.
+    """What `clip:` asks of a capture beside the total; None without any, or where it acts inside the backward.
 
     `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
     sharded, and left alone by policies on whole rows.

@@ -40,7 +40,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 
 
 class ByHand:
-    """The lanes of a Capture whose parameters belong to no living optimizer that stepped: one for each loop.
+    """The captures of a Capture whose parameters belong to no living optimizer that stepped: one for each loop.
 
     Parameters of one model, or reached by one backward when they were first reached, belong to one loop.
     """
@@ -57,7 +57,9 @@ class ByHand:
         self._pipeline = pipeline
         self._failed = failed
         self._loops: list[_Loop] = []
-        self._unowned: frozenset[int] = frozenset()  # when it was last looked whether the loops' lanes stand
+        self._unowned: frozenset[int] = (
+            frozenset()
+        )  # when it was last looked whether the loops' captures stand
         self._ending = False  # a step is being ended, for which everything is asked to be settled
         self._lock = threading.RLock()  # any thread that begins a backward may end the step of any loop
         self._pid = here[0]
@@ -99,34 +101,34 @@ class ByHand:
 
     def _arrived(self, touched: list[int], root: Root | None) -> None:
         """A backward has ended that reached parameters of no optimizer."""
-        new = set(touched).difference(*(loop.lane.position for loop in self._loops))
+        new = set(touched).difference(*(loop.captured.position for loop in self._loops))
         if new:
             self._make_room(new)
         for loop in self._loops:
-            mine = [slot for slot in touched if slot in loop.lane.position]
+            mine = [slot for slot in touched if slot in loop.captured.position]
             if not mine:
                 continue
             if not loop.arrived(mine, root):
-                self._capture.cleared(loop.lane)
+                self._capture.cleared(loop.captured)
             if loop.still == STILL:
-                self._capture.mute(loop.lane, keep=mine[-1])
+                self._capture.mute(loop.captured, keep=mine[-1])
 
     def _make_room(self, new: set[int]) -> None:
-        """Parameters that are in no lane yet: those of a loop's model join it, others are a loop of their own."""
-        lane = self._capture.adopt_unowned(None, [*new])
+        """Parameters that are in no capture yet: those of a loop's model join it, others are a loop of their own."""
+        captured = self._capture.adopt_unowned(None, [*new])
         for loop in self._loops:
-            if not lane.position.keys().isdisjoint(loop.lane.position):
-                known = loop.lane if loop.claimed else None
-                loop.take(self._capture.adopt_unowned(known, [*new, *loop.lane.position]))
+            if not captured.position.keys().isdisjoint(loop.captured.position):
+                known = loop.captured if loop.claimed else None
+                loop.take(self._capture.adopt_unowned(known, [*new, *loop.captured.position]))
                 return
-        self._loops.append(_Loop(self._capture.lanes, lane))
+        self._loops.append(_Loop(self._capture.captures, captured))
 
     def _unscaled(self, optimizer: Optimizer, scale: Number) -> None:
         """A GradScaler divides the gradients of an optimizer whose steps torch does not announce."""
         params = set(map(id, params_of(optimizer)))
         for loop in self._open():
-            if not params.isdisjoint(loop.lane.param_ids):
-                loop.lane.unscaled(scale)
+            if not params.isdisjoint(loop.captured.param_ids):
+                loop.captured.unscaled(scale)
                 loop.scale = scale
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
@@ -140,8 +142,8 @@ class ByHand:
         for loop in self._open():
             if loop.moved() or (loop.claimed and (loop.clip_seen or loop.cleared())):
                 self._end(loop)
-            elif loop.claimed and loop.thread == thread and loop.lane.begins():
-                self._capture.cleared(loop.lane)
+            elif loop.claimed and loop.thread == thread and loop.captured.begins():
+                self._capture.cleared(loop.captured)
 
     def _clipped(self, clip: Multiplication | None) -> None:
         if self._loops and clip is not None:
@@ -149,7 +151,7 @@ class ByHand:
 
     def _multiplied(self, ids: set[int]) -> None:
         for loop in self._open():
-            loop.clip_seen |= {id(grad) for grad in loop.lane.grads() if grad is not None} <= ids
+            loop.clip_seen |= {id(grad) for grad in loop.captured.grads() if grad is not None} <= ids
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -159,76 +161,76 @@ class ByHand:
         if unowned is not self._unowned:
             self._unowned = unowned
             for loop in self._loops:
-                if not self._stands(loop.lane):
+                if not self._stands(loop.captured):
                     self._loops = [one for one in self._loops if one is not loop]
-        return [loop for loop in self._loops if loop.lane.backwards]
+        return [loop for loop in self._loops if loop.captured.backwards]
 
-    def _stands(self, lane: OptimizerCapture) -> bool:
-        pairs = zip(map(int, lane.slots), lane.params, strict=True)
-        return bool(lane) and all(
+    def _stands(self, captured: OptimizerCapture) -> bool:
+        pairs = zip(map(int, captured.slots), captured.params, strict=True)
+        return bool(captured) and all(
             slot in self._unowned and self._capture.params[slot] is param for slot, param in pairs
         )
 
     def _end(self, loop: _Loop) -> None:
         """Judge what the last backward left."""
-        lane = loop.lane
+        captured = loop.captured
         if not loop.claimed:
             loop.still = 0
-            self._claim(lane)
+            self._claim(captured)
         loop.ends()
-        if lane.unread:  # trained by hand after all: from the next backward on
-            self._capture.cleared(lane)
-            lane.discard()
+        if captured.unread:  # trained by hand after all: from the next backward on
+            self._capture.cleared(captured)
+            captured.discard()
             return
-        window = lane.observed()
+        window = captured.observed()
         window.loss_scale, loop.scale = loop.scale, None
-        self._capture.look_after(lane, window)
-        self._pipeline.observe(lane, window, self._failed)
-        lane.advance()
+        self._capture.look_after(captured, window)
+        self._pipeline.observe(captured, window, self._failed)
+        captured.advance()
 
-    def _claim(self, lane: OptimizerCapture) -> None:
+    def _claim(self, captured: OptimizerCapture) -> None:
         """The weights are trained by hand: rules are bound to them."""
         before, self._ending = self._ending, True
         try:
-            self._capture.claim(lane)
-            self._binder.bind(lane)
+            self._capture.claim(captured)
+            self._binder.bind(captured)
         finally:
             self._ending = before
 
 
 class _Loop:
-    """One lane, and the values by which its weights are seen to move; `lanes` are those that get each backward."""
+    """One capture, and the values by which its weights are seen to move; `captures` are those given each backward."""
 
-    def __init__(self, lanes: list[OptimizerCapture], lane: OptimizerCapture) -> None:
-        self._lanes = lanes
+    def __init__(self, captures: list[OptimizerCapture], captured: OptimizerCapture) -> None:
+        self._captures = captures
         self.clip_seen = False  # in the window that is open
         self.thread = 0  # that its last backward has run on
         self.scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
-        self.take(lane)
+        self.take(captured)
 
-    def take(self, lane: OptimizerCapture) -> None:
-        """This is its lane from now on."""
-        self.lane = lane
+    def take(self, captured: OptimizerCapture) -> None:
+        """This is its capture from now on."""
+        self.captured = captured
         self._weights: list[Probed] = []
         self.still = 0  # backwards since the weights were first looked at, while they have not moved
 
     @property
     def claimed(self) -> bool:
         """Whether the weights were seen to move without an optimizer."""
-        return any(lane is self.lane for lane in self._lanes)
+        return any(captured is self.captured for captured in self._captures)
 
     def arrived(self, touched: list[int], root: Root | None) -> bool:
         """A backward has ended that reached these slots; False where it left no gradient there, used up inside it."""
-        lane, self.thread = self.lane, threading.get_ident()
-        # A lane that is claimed got it, and is read, with all others; not one claimed by another thread since.
-        if not (self.claimed and lane.backwards):
-            lane.begins()
-            lane.hear(touched, root)
+        captured, self.thread = self.captured, threading.get_ident()
+        # A capture that is claimed got it, and is read, with all others; not one claimed by another thread since.
+        if not (self.claimed and captured.backwards):
+            captured.begins()
+            captured.hear(touched, root)
             self.still += 1
             if self.still > STILL:
                 return True  # the weights are compared with those of then
-            lane.read()
-        self._weights = probe(lane.params)
+            captured.read()
+        self._weights = probe(captured.params)
         return bool(self._weights)
 
     def moved(self) -> bool:
@@ -242,7 +244,7 @@ class _Loop:
 
     def cleared(self) -> bool:
         """Whether every gradient was taken away."""
-        return all(grad is None for grad in self.lane.grads())
+        return all(grad is None for grad in self.captured.grads())
 
 
 class Probed(NamedTuple):

@@ -44,7 +44,7 @@ class InBackward:
         self._binder = binder
         self._pipeline = pipeline
         self._failed = failed
-        self._lane: OptimizerCapture | None = None
+        self._captured: OptimizerCapture | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._norms: dict[int, float | Tensor] = {}  # by id of the parameter; a tensor on a device
         self._details: dict[int, Detail] = {}
@@ -73,19 +73,19 @@ class InBackward:
                 self._judge_all()
 
     def _judge_all(self) -> None:
-        lane = self._current()
-        window = self._window(lane)
+        captured = self._current()
+        window = self._window(captured)
         self._norms, self._details, self._calls = {}, {}, {}
-        self._capture.look_after(lane, window)
-        self._pipeline.observe(lane, window, self._failed)
-        lane.advance()
+        self._capture.look_after(captured, window)
+        self._pipeline.observe(captured, window, self._failed)
+        captured.advance()
 
     def _join(self, optimizer: Optimizer) -> None:
         """From now on this optimizer belongs here."""
         self._capture.stepped_inside.add(optimizer)
         self._capture.after_backward = self.finish
         self._optimizers.append(weakref.ref(optimizer))
-        own = self._capture.lane_of(optimizer)
+        own = self._capture.capture_of(optimizer)
         if own is not None:  # adopted when it was named at attach
             own.release()
 
@@ -101,32 +101,32 @@ class InBackward:
         self._norms[key] = norm / scale
 
     def _current(self) -> OptimizerCapture:
-        """The lane of all these optimizers, made anew when one has joined, left or changed its parameters."""
+        """The capture of all these optimizers, made anew when one has joined, left or changed its parameters."""
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-        if self._lane is None or self._lane.watched_ids != list(map(id, params)):
-            self._lane = self._capture.adopt_inside(params, self._lane)
-            self._binder.bind(self._lane)
-        return self._lane
+        if self._captured is None or self._captured.watched_ids != list(map(id, params)):
+            self._captured = self._capture.adopt_inside(params, self._captured)
+            self._binder.bind(self._captured)
+        return self._captured
 
-    def _window(self, lane: OptimizerCapture) -> Window:
-        """What the steps of this backward were given; K positions of the lane."""
-        found = [self._norms.get(key, 0.0) for key in lane.param_ids]
-        details = {k: self._details[key] for k, key in enumerate(lane.param_ids) if key in self._details}
+    def _window(self, captured: OptimizerCapture) -> Window:
+        """What the steps of this backward were given; K positions of the capture."""
+        found = [self._norms.get(key, 0.0) for key in captured.param_ids]
+        details = {k: self._details[key] for k, key in enumerate(captured.param_ids) if key in self._details}
         norms: Reading
-        norms = CpuNorms.of(np.array(found, np.float64), details) if lane.on_cpu else _on_device(found)
-        calls = np.array([self._calls.get(key, 0) for key in lane.param_ids], np.int32)
-        lane.losses.add(self._capture.losses.latest())
+        norms = CpuNorms.of(np.array(found, np.float64), details) if captured.on_cpu else _on_device(found)
+        calls = np.array([self._calls.get(key, 0) for key in captured.param_ids], np.int32)
+        captured.losses.add(self._capture.losses.latest())
         return Window(
-            sites=lane.sites,
-            step=lane.step,
+            sites=captured.sites,
+            step=captured.step,
             raw=norms,
             after=norms,
             calls=calls,
             micro=1,
             provisional=False,
             trusted=True,
-            loss=lane.losses.total(),
+            loss=captured.losses.total(),
         )
 
 

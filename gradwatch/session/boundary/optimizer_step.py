@@ -65,7 +65,7 @@ class Boundary:
         notices: Notices,
         reset: Callable[[OptimizerCapture], None],
     ) -> None:
-        """`reset`: nothing that tensor hooks measured since the last Snapshot of a lane belongs to a step."""
+        """`reset`: nothing that tensor hooks measured since the last Snapshot of a capture belongs to a step."""
         self._capture = capture
         self._ownership = ownership
         self._contexts = contexts
@@ -129,7 +129,7 @@ class Boundary:
         if closure is not None and closure_calls.noticed(closure):
             return None  # a subclass whose step calls super().step(closure): wrapped already
         ctx = self._context(optimizer)
-        nested = ctx is not None and ctx.nested > 0 and self._is_nested(optimizer, ctx.lane)
+        nested = ctx is not None and ctx.nested > 0 and self._is_nested(optimizer, ctx.captured)
         if not nested and id(optimizer) in self._evaluations and step_hooks.steps_under_way(optimizer) < 2:
             del self._evaluations[id(optimizer)]  # of a step that raised
         if not callable(closure):
@@ -152,8 +152,8 @@ class Boundary:
 
     def _context(self, optimizer: Optimizer) -> OptimizerContext | None:
         """The context of an optimizer; None where nothing was captured of it yet."""
-        lane = self._capture.lane_of(optimizer)
-        return None if lane is None else self._contexts.of(lane)
+        captured = self._capture.capture_of(optimizer)
+        return None if captured is None else self._contexts.of(captured)
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = _grad_enabled()
@@ -197,10 +197,10 @@ class Boundary:
             modes.unseen(self._guarded, self._evaluated, optimizer, turn)
 
     def _next_evaluation(self, optimizer: Optimizer) -> None:
-        lane = self._capture.lane_of(optimizer)
-        if lane is not None:
-            lane.discard()
-            self._reset(lane)
+        captured = self._capture.capture_of(optimizer)
+        if captured is not None:
+            captured.discard()
+            self._reset(captured)
 
     def _evaluated(self, optimizer: Optimizer, turn: ClosureCalls) -> None:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
@@ -210,24 +210,24 @@ class Boundary:
             return
         if turn.skipped or turn.spoilt:
             return
-        lane = ctx.lane
+        captured = ctx.captured
         if ctx.pooled:
             return  # a rank knows only its own part of a later evaluation, and must not act on it alone
         self._capture.drain()
-        norms = lane.norms_read()
+        norms = captured.norms_read()
         total = math.sqrt(np.dot(norms, norms))
         if not math.isfinite(total):
             turn.spoilt = True
             ctx.nested = 0
-            lane.step += 1  # a Snapshot of its own
+            captured.step += 1  # a Snapshot of its own
             self._at_step(optimizer, ctx)
             return
         decision = self._pipeline.clips_again(ctx, norms)
         if turn.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
             decision |= Decision(max_norm=turn.max_norm)
-        ctx.acting.clip_again(lane, decision, total, ctx.rules.standing)
+        ctx.acting.clip_again(captured, decision, total, ctx.rules.standing)
 
-    def _is_nested(self, optimizer: Optimizer, lane: OptimizerCapture) -> bool:
+    def _is_nested(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
 
         Told by the stack, and asked only where a step seems to be open: one that raised leaves that behind too.
@@ -235,7 +235,9 @@ class Boundary:
         under_way = step_hooks.steps_under_way(optimizer)
         if under_way:
             return under_way > 1
-        return lane.backwards > 0 and lane.settled == lane.backwards  # compiled: nothing better is known
+        return (
+            captured.backwards > 0 and captured.settled == captured.backwards
+        )  # compiled: nothing better is known
 
     def _at_step(self, optimizer: Optimizer, known: OptimizerContext | None, nested: bool = False) -> None:
         """Judge and act; `known` is the optimizer's context, None where it has none yet.
@@ -247,7 +249,7 @@ class Boundary:
             self._among_ranks(known, optimizer, _nothing)
             return
         if known is not None and nested:
-            if id(optimizer) in self._evaluations or known.lane.settled == known.lane.backwards:
+            if id(optimizer) in self._evaluations or known.captured.settled == known.captured.backwards:
                 known.nested += 1  # the outer call has judged these gradients, or will
                 return
         elif known is not None and known.acting.held and known.acting.emptied:
@@ -257,12 +259,12 @@ class Boundary:
             self._capture.drain()
         if known is None:
             known = self._context(optimizer)  # the drain may have made it
-        elif not known.lane.on_cpu and capturing():
-            known.lane.discard()
+        elif not known.captured.on_cpu and capturing():
+            known.captured.discard()
             self._notices.captured()
             return
         outer = known.nested if known is not None and nested else 0
-        changed = known is not None and known.needs_no_ranks and self._changed(optimizer, known.lane)
+        changed = known is not None and known.needs_no_ranks and self._changed(optimizer, known.captured)
         if known is not None and known.needs_no_ranks and not changed:
             self._close(optimizer, known, outer)
         else:
@@ -276,23 +278,23 @@ class Boundary:
         Other ranks would block otherwise.
         """
         if known is not None and self._activity.serving:
-            if known.course is not None and known.course.micro is not None:
-                known.course.micro.at_boundary()
-            self._ranks.arrive(known.seat)
+            if known.bound_rules is not None and known.bound_rules.micro is not None:
+                known.bound_rules.micro.at_boundary()
+            self._ranks.arrive(known.membership)
         try:
             close(optimizer, *args)
         finally:
             ctx = known or self._context(optimizer)
             if ctx is not None and self._activity.serving:
-                self._ranks.depart(ctx.lane, ctx.seat)
+                self._ranks.depart(ctx.captured, ctx.membership)
 
     def _close_window(
         self, optimizer: Optimizer, known: OptimizerContext | None, outer: int, changed: bool
     ) -> None:
-        """As `_close`, where the lane may have to be made (anew: `changed`), and other ranks may be met."""
+        """As `_close`, where the capture may have to be made (anew: `changed`), and other ranks may be met."""
         ctx = self._current(optimizer, known, changed)
-        if not ctx.lane.on_cpu and capturing():
-            ctx.lane.discard()
+        if not ctx.captured.on_cpu and capturing():
+            ctx.captured.discard()
             self._notices.captured()
             return
         self._binder.enter(ctx)
@@ -300,19 +302,19 @@ class Boundary:
 
     def _close(self, optimizer: Optimizer, ctx: OptimizerContext, outer: int) -> None:
         """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
-        lane, pipeline = ctx.lane, self._pipeline
+        captured, pipeline = ctx.captured, self._pipeline
         if ctx.nested and not outer:
-            lane.resume()  # the step before this one raised
+            captured.resume()  # the step before this one raised
         ctx.nested = outer + 1
         if ctx.acting.held:  # left behind by a step that raised
             ctx.acting.let_go(finished=False)
         window = self._settle(optimizer, ctx)
-        if not lane.on_cpu and not self._must_wait(ctx, optimizer):
+        if not captured.on_cpu and not self._must_wait(ctx, optimizer):
             ctx.deferral.flush_ready()
             ctx.deferral.submit(pipeline.deferred(ctx, pipeline.measure(ctx, window)))
             self._count(optimizer)
             ctx.acting.on_device(
-                optimizer, lane, ctx.rules.bound.max_norm, ctx.rules.standing, pipeline.skips_nonfinite
+                optimizer, captured, ctx.rules.bound.max_norm, ctx.rules.standing, pipeline.skips_nonfinite
             )
             return
         measurement = pipeline.measure(ctx, window)
@@ -322,7 +324,7 @@ class Boundary:
         if max_norm is not None and turn is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
         if window.calm and max_norm is not None:
-            window.calm = ctx.acting.clip_ahead(optimizer, lane, max_norm)
+            window.calm = ctx.acting.clip_ahead(optimizer, captured, max_norm)
         if not window.calm or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
             ctx.deferral.flush(self._judging_failed)
         if not window.calm:
@@ -340,7 +342,7 @@ class Boundary:
         outcome: Outcome | None = None
         try:
             outcome = ctx.acting.apply(
-                optimizer, ctx.lane, judged.decision, turn, max_norm, ctx.rules.standing
+                optimizer, ctx.captured, judged.decision, turn, max_norm, ctx.rules.standing
             )
         finally:
             self._publish(ctx, judged, outcome)
@@ -349,7 +351,7 @@ class Boundary:
         if outcome.done.stop:
             if turn is not None and turn.memory is not None:
                 turn.memory.restore()
-            raise TrainingStopped(why_stopped(outcome.done, ctx.lane))
+            raise TrainingStopped(why_stopped(outcome.done, ctx.captured))
 
     def _publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None) -> None:
         try:
@@ -359,12 +361,12 @@ class Boundary:
 
     def _settle(self, optimizer: Optimizer, ctx: OptimizerContext, rejected: bool = False) -> Window:
         """Close the window; `rejected`: a scaler has found an overflow, and does not call the optimizer."""
-        lane = ctx.lane
+        captured = ctx.captured
         told = grad_scaler.divisors(optimizer) if rejected else grad_scaler.at_step(optimizer)
         left, divisor, skipped = told.left, told.divisor, 1.0 if rejected else told.found_inf
-        window = lane.settle(left)
+        window = captured.settle(left)
         if divisor is not None:
-            lane.divide_applied(window, divisor)
+            captured.divide_applied(window, divisor)
         if self._scales:
             window.loss_scale = self._scales.pop(id(optimizer), None)
         if skipped is not None:
@@ -372,39 +374,42 @@ class Boundary:
         elif window.loss_scale is not None:
             skipped = 0.0
         window.skipped = skipped
-        distrusted = lane.thinned and not window.trusted
-        if (distrusted or lane.silent) and not lane.backwards:
+        distrusted = captured.thinned and not window.trusted
+        if (distrusted or captured.silent) and not captured.backwards:
             self._capture.unmarked_backwards += 1
         if distrusted:
-            self._capture.restore(lane)
-        if self._capture.look_after(lane, window):
-            self._binder.bind(lane)  # tensor hooks on its parameters were silenced with the marks
+            self._capture.restore(captured)
+        if self._capture.look_after(captured, window):
+            self._binder.bind(captured)  # tensor hooks on its parameters were silenced with the marks
         return window
 
     def _current(
         self, optimizer: Optimizer, known: OptimizerContext | None, changed: bool = False
     ) -> OptimizerContext:
-        """The context to be judged: the one known, with a lane made (anew) where the optimizer has other parameters."""
-        if known is None or changed or self._changed(optimizer, known.lane):
+        """The context to be judged: the one known, its capture made anew if the optimizer has other parameters."""
+        if known is None or changed or self._changed(optimizer, known.captured):
             if known is not None:
                 known.deferral.flush(self._judging_failed)  # before rules are bound anew
-            former = self._capture.lane_of(optimizer) if known is None else known.lane
-            lane = self._capture.adopt(optimizer, former)
+            former = self._capture.capture_of(optimizer) if known is None else known.captured
+            captured = self._capture.adopt(optimizer, former)
             self._by_hand.settle()  # what it has taken over is trained by hand no more
-            return self._binder.bind(lane)
+            return self._binder.bind(captured)
         return known
 
-    def _changed(self, optimizer: Optimizer, lane: OptimizerCapture) -> bool:
-        """Whether the optimizer has other parameters than when the lane was built."""
-        if sum(map(len, map(_params_of, optimizer.param_groups))) != len(lane.watched_ids):
+    def _changed(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
+        """Whether the optimizer has other parameters than when the capture was built."""
+        if sum(map(len, map(_params_of, optimizer.param_groups))) != len(captured.watched_ids):
             return True
-        if lane.frozen and any(param.requires_grad for param in lane.frozen):
+        if captured.frozen and any(param.requires_grad for param in captured.frozen):
             return True
-        disturbed = lane.compared != self._registrations[0]
-        if lane.thinned and lane.step % RECHECK and not disturbed:
+        disturbed = captured.compared != self._registrations[0]
+        if captured.thinned and captured.step % RECHECK and not disturbed:
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
-        lane.compared = self._registrations[0]
-        return list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups)))) != lane.watched_ids
+        captured.compared = self._registrations[0]
+        return (
+            list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups))))
+            != captured.watched_ids
+        )
 
     def _must_wait(self, ctx: OptimizerContext, optimizer: Optimizer) -> bool:
         fused = grad_scaler.supports_scaling(optimizer)
@@ -414,15 +419,15 @@ class Boundary:
 
     def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """The gradients are about to lose the loss scale; what was read of them loses it too."""
-        lane = self._capture.lane_of(optimizer)
-        if (lane is None or not lane.on_cpu) and capturing():
+        captured = self._capture.capture_of(optimizer)
+        if (captured is None or not captured.on_cpu) and capturing():
             return
-        if lane is None and not self.owns(optimizer):
+        if captured is None and not self.owns(optimizer):
             return
         self._scales[id(optimizer)] = number = kept(scale)
-        if lane is not None:
+        if captured is not None:
             self._capture.drain()
-            lane.unscaled(number)
+            captured.unscaled(number)
         else:
             self._capture.unowned_unscaled(optimizer, number)
 
@@ -438,30 +443,30 @@ class Boundary:
     def _close_rejected(self, optimizer: Optimizer) -> None:
         ctx = self._current(optimizer, self._context(optimizer))
         self._binder.enter(ctx)
-        lane = ctx.lane
+        captured = ctx.captured
         if ctx.nested:
-            lane.resume()
+            captured.resume()
         ctx.nested = 0
         ctx.acting.give_back(finished=False)
         window = self._settle(optimizer, ctx, rejected=True)
         measurement = self._pipeline.measure(ctx, window)
         self.optimizers.add(optimizer)
-        if lane.on_cpu or self._must_wait(ctx, optimizer):
+        if captured.on_cpu or self._must_wait(ctx, optimizer):
             ctx.deferral.flush(self._judging_failed)
             decision = self._pipeline.conclude(ctx, measurement)
         else:
             ctx.deferral.flush_ready()
             ctx.deferral.submit(self._pipeline.deferred(ctx, measurement))
             decision = Decision()
-        stop = why_stopped(decision, lane) if decision.stop else ""  # nothing to skip and nothing to clip
-        lane.advance()
+        stop = why_stopped(decision, captured) if decision.stop else ""  # nothing to skip and nothing to clip
+        captured.advance()
         if stop:
             raise TrainingStopped(stop)
 
     def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
         """A loop that unscaled its gradients and then did not step: an overflow, or its own affair."""
-        for lane in self._capture.lanes if found else ():
-            optimizer = None if lane.optimizer is None else lane.optimizer()
+        for captured in self._capture.captures if found else ():
+            optimizer = None if captured.optimizer is None else captured.optimizer()
             if optimizer is None or id(optimizer) not in found:
                 continue
             overflow = found[id(optimizer)]
@@ -469,8 +474,8 @@ class Boundary:
                 self.rejected(optimizer)
             else:
                 self._scales.pop(id(optimizer), None)
-                lane.discard()
-                self._reset(lane)
+                captured.discard()
+                self._reset(captured)
 
     # -- after -------------------------------------------------------------------------------------------
 
@@ -499,7 +504,7 @@ class Boundary:
             if turn.outer is not None:
                 self._evaluations[id(optimizer)] = turn.outer
             if turn.count > 1 and ctx is not None and inside:
-                self._reset(ctx.lane)
+                self._reset(ctx.captured)
         if ctx is not None and inside:
             ctx.nested = inside - 1
             if inside == 1:
@@ -510,12 +515,12 @@ class Boundary:
 
     def _leave(self, ctx: OptimizerContext) -> None:
         """The outermost call of an optimizer's step has returned."""
-        lane = ctx.lane
+        captured = ctx.captured
         if ctx.acting.held:
             ctx.acting.let_go(finished=True)
-        lane.advance()
-        if not lane.thinned and lane.thinnable():
-            self._capture.thin(lane)
+        captured.advance()
+        if not captured.thinned and captured.thinnable():
+            self._capture.thin(captured)
 
 
 def _nothing(_: Optimizer) -> None:
