@@ -83,7 +83,7 @@ def test_a_critical_rule_that_fires_is_reason_enough() -> None:
 )
 def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None:
     """Against a plain restatement of the definition, over random runs."""
-    sites, vitals = make_sites(2), CheckpointHealthTracker(frozenset({"r"}))
+    sites, health_tracker = make_sites(2), CheckpointHealthTracker(frozenset({"r"}))
     poisoned, last, healthy = False, None, True
     for step, what in enumerate(script):
         value = {
@@ -100,15 +100,15 @@ def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None
             skip=what == "skipped", zero=np.array([True, False]) if what == "zeroed" else None
         )
         firing = {"r": np.zeros(2, bool)} if what == "firing" else {"harmless": np.ones(2, bool)}
-        found = vitals.after(snapshot, Verdict(firing=firing), decision)
+        found = health_tracker.after(snapshot, Verdict(firing=firing), decision)
         poisoned |= what in ("nan", "inf")
         if what != "rejected":
             healthy = what == "fine" and not poisoned
             last = step if healthy else last
         assert (found.healthy, found.last_healthy_step, bool(found.reasons)) == (healthy, last, not healthy)
         restored = CheckpointHealthTracker(frozenset({"r"}))
-        restored.load(json.loads(json.dumps(vitals.to_dict())))
-        assert restored.to_dict() == vitals.to_dict()
+        restored.load(json.loads(json.dumps(health_tracker.to_dict())))
+        assert restored.to_dict() == health_tracker.to_dict()
 
 
 def test_a_step_that_nobody_judged_is_not_called_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_an_overflowed_norm_of_finite_elements_poisons_nothing() -> None:
     """The norm is infinite in float32, no element is."""
     counts = Column(np.zeros(2, np.float32), np.ones(2, bool))
     snapshot = make_snapshot(make_sites(2), 0, [math.inf, 1.0], columns={"nonfinite": counts})
-    vitals = CheckpointHealthTracker(frozenset())
-    assert vitals.after(snapshot, Verdict(), Decision()).healthy
+    health_tracker = CheckpointHealthTracker(frozenset())
+    assert health_tracker.after(snapshot, Verdict(), Decision()).healthy
 
 
 # -- the tag file ------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class OptimizerCapture:
         self.by_hand = False  # other code than torch's may average over ranks: read again at the step
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.thinned = False
-        self.tainted = False  # this window cannot be one step's alone
+        self.spans_two_steps = False  # this window cannot be one step's alone
         self.silent = False  # a gradient arrived that no mark announced, though there should be one
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
@@ -90,12 +90,12 @@ class OptimizerCapture:
         self.losses = WindowLoss()
         self._unmarked = Unmarked()
         self._arrivals = ArrivalCounts(params)
-        self._habit = AccumulationSchedule()
+        self._schedule = AccumulationSchedule()
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: State | None = None
         self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
-        self.born = True  # made in the middle of a window, until a window has been closed
+        self.attached_mid_window = True  # made in the middle of a window, until a window has been closed
 
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture; where the sizes are the same its plan of reading is used."""
@@ -120,7 +120,7 @@ class OptimizerCapture:
     def overdue(self) -> bool:
         """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
         if self.unread or self._norms is None:
-            by_hand = self._habit.expected == 0 and bool(self.params)  # set by hand, without a backward
+            by_hand = self._schedule.expected == 0 and bool(self.params)  # set by hand, without a backward
             return self.backwards > 0 or by_hand
         return not (self.announced or self.distributed) and replaced(self._kept or self._held, self.params)
 
@@ -162,7 +162,7 @@ class OptimizerCapture:
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
         backwards = self._arrivals.count
-        return backwards > 0 and self._habit.may_end(self.step, backwards)
+        return backwards > 0 and self._schedule.may_end(self.step, backwards)
 
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
@@ -171,7 +171,7 @@ class OptimizerCapture:
         self._assumed = self.thinned and self._left_alone
         self._ids = list(map(id, grads))
         current = self._arrivals.count - self._arrivals.cleared
-        self._versions = self._habit.versions(current) if self._assumed else versions_of(grads)
+        self._versions = self._schedule.versions(current) if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         if self.on_cpu and not self.distributed:
@@ -212,7 +212,7 @@ class OptimizerCapture:
         if moved or not (unread or self._untouched(grads, raw, scale)):
             clipped = self._clipped(grads, versions, raw, scale)
             after = clipped or self._changed(grads, ids, versions, raw, scale)
-        calm = not (unread or self.tainted) and as_usual(raw, after)
+        calm = not (unread or self.spans_two_steps) and as_usual(raw, after)
         repeats, last = None, self._last
         # What tells whether some gradient is the last step's: its mark could, had it one.
         if self.thinned and last is not None and isinstance(last[2], CpuNorms):
@@ -220,7 +220,7 @@ class OptimizerCapture:
         state = ids, versions, raw
         self._unmarked.step()
         calls, trusted = self._presence(grads, state, current, None if calm else repeats)
-        doubtful = unread or self.late or self.tainted or self.distributed or not trusted
+        doubtful = unread or self.late or self.spans_two_steps or self.distributed or not trusted
         window = Window(
             self.sites,
             self.step,
@@ -246,16 +246,16 @@ class OptimizerCapture:
     def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
         """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
         # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
-        early = unread and not (self._habit.expected == 0 and self.backwards == 0)
+        early = unread and not (self._schedule.expected == 0 and self.backwards == 0)
         late = self.late and max(versions, default=0) > UNTOUCHED
         partial = self.distributed and bool(self.partial())
-        return early or late or self.tainted or not trusted or partial
+        return early or late or self.spans_two_steps or not trusted or partial
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
         self.settled = -1
-        self.tainted = self.late = False
+        self.spans_two_steps = self.late = False
         self.reduced_total = None
         self._arrivals.restart()
         self.losses.clear()
@@ -272,7 +272,7 @@ class OptimizerCapture:
         self.step += 1
         over, self.settled = max(self.settled, 0), -1
         if self._arrivals.cleared < over:
-            self.tainted = True
+            self.spans_two_steps = True
         else:
             self._arrivals.shift(over)
             if over:  # the weights have not moved: equal norms are no sign of an old gradient
@@ -369,16 +369,16 @@ class OptimizerCapture:
 
     def thinnable(self) -> bool:
         """Whether a few sentinels would tell the same as a mark on every parameter."""
-        return not self.thinned and self._habit.steady(self.step)
+        return not self.thinned and self._schedule.steady(self.step)
 
     def sentinels(self, count: int = 4) -> list[int]:
         """Positions of a few parameters, spread over the capture, that received a gradient in the last step."""
-        return self._habit.spread(count)
+        return self._schedule.spread(count)
 
     def block(self) -> None:
         """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
         self.thinned = False
-        self._habit.block(self.step, self.ambiguous)
+        self._schedule.block(self.step, self.ambiguous)
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
@@ -443,13 +443,13 @@ class OptimizerCapture:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         _, versions, raw = state
         if self.thinned:
-            usual = self._versions if self._assumed else self._habit.versions(current)
+            usual = self._versions if self._assumed else self._schedule.versions(current)
             told = versions if self._assumed else self._versions
             trusted = current > 0 and (told == usual or grown_alike(usual, told, self._assumed))
             if trusted and repeats is not None:
                 self.ambiguous = repeated(repeats, raw.norms())
                 trusted = not self.ambiguous
-            return self._arrivals.by_versions(self._habit.pattern if trusted else told), trusted
+            return self._arrivals.by_versions(self._schedule.pattern if trusted else told), trusted
         heard = self._arrivals.heard()
         if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
             heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
@@ -464,9 +464,11 @@ class OptimizerCapture:
         return self._arrivals.counted(), True
 
     def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
-        if self.born or self.tainted:  # what was heard is not the whole of one step, or that of two
-            self.born = False
+        if (
+            self.attached_mid_window or self.spans_two_steps
+        ):  # what was heard is not the whole of one step, or that of two
+            self.attached_mid_window = False
             return
-        self._habit.count(self.step, backwards)
+        self._schedule.count(self.step, backwards)
         if not self.thinned:
-            self._habit.note(self._versions, calls, self._arrivals.current)
+            self._schedule.note(self._versions, calls, self._arrivals.current)

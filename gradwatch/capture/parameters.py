@@ -34,7 +34,7 @@ from gradwatch.taps.grad_ready import GradReadyHooks
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
-REMARK = 16  # steps between looks for parameters that want a gradient again
+REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
 
 
 class Capture:
@@ -199,7 +199,7 @@ class Capture:
         """Parameters of lazy modules that have no shape before their first forward."""
         return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
 
-    def remark(self, captured: OptimizerCapture) -> None:
+    def reinstall(self, captured: OptimizerCapture) -> None:
         """Mark the parameters of an unthinned capture that have come to want a gradient again."""
         if not captured.thinned:
             for slot in map(int, captured.slots):
@@ -217,8 +217,8 @@ class Capture:
         True if marks of this capture were silenced (`swap_tensors`): other hooks on its parameters are, too.
         """
         self.let_go_of_dead()
-        if captured.step % REMARK == 0:
-            self.remark(captured)
+        if captured.step % REINSTALL_EVERY == 0:
+            self.reinstall(captured)
         silenced = self._heal(captured) if captured.silent or not window.trusted else 0
         captured.silent = False
         if self.coverage.due(captured, window.calls):
@@ -326,7 +326,7 @@ class Capture:
         captured = OptimizerCapture(
             len(self.captures) if before is None else before.index, None, params, self._sites(kept, params)
         )
-        captured.without_optimizer, captured.born = True, False
+        captured.without_optimizer, captured.attached_mid_window = True, False
         captured.slots = kept
         captured.position = {int(slot): k for k, slot in enumerate(kept)}
         if before is not None:
@@ -487,7 +487,9 @@ class Capture:
             self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         for optimizer in self._waiting():
             if optimizer not in self.stepped_inside:
-                self.adopt(optimizer).born = False  # it hears this window from its first backward on
+                self.adopt(
+                    optimizer
+                ).attached_mid_window = False  # it hears this window from its first backward on
         told = self._tell_captures(touched)
         unowned = self._unowned_slots
         if unowned is None:
@@ -557,7 +559,7 @@ class Capture:
     def restore(self, captured: OptimizerCapture) -> None:
         """Put every mark of a capture back."""
         captured.block()
-        self.remark(captured)
+        self.reinstall(captured)
 
 
 def _arm(owner: weakref.ref[Capture]) -> None:

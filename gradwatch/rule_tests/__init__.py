@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from gradwatch.rule_tests.compare import Outcome, compared
 from gradwatch.rule_tests.document import Case, RuleTests, load_tests
-from gradwatch.rule_tests.simulate import Course, simulate
+from gradwatch.rule_tests.simulate import Simulation, simulate
 
-__all__ = ["Case", "Course", "Outcome", "RuleTests", "compared", "load_tests", "simulate"]
+__all__ = ["Case", "Outcome", "RuleTests", "Simulation", "compared", "load_tests", "simulate"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwatch.records.snapshot import Event, Order
 from gradwatch.rule_tests.document import Case, Expected
-from gradwatch.rule_tests.simulate import Course
+from gradwatch.rule_tests.simulate import Simulation
 
 TOLERANCE = 1e-3  # relative, of numbers that a person wrote down
 ON_REQUEST = ("pending", "repeat")
@@ -39,17 +39,15 @@ class Outcome:
         )
 
 
-def compared(case: Case, bound_rules: Course) -> Outcome:
+def compared(case: Case, simulation: Simulation) -> Outcome:
     """Match every expected item with one that came, each used once."""
     wanted = {item.fields["kind"] for item in case.events or ()}
     events = [
         (event.step, _of_event(event))
-        for event in bound_rules.events
+        for event in simulation.events
         if _concerned(case, event.rule) and (event.kind not in ON_REQUEST or event.kind in wanted)
     ]
-    actions = [
-        (step, _of_order(order)) for step, order in bound_rules.actions if _concerned(case, order.rule)
-    ]
+    actions = [(step, _of_order(order)) for step, order in simulation.actions if _concerned(case, order.rule)]
     missing_events, further_events = _matched(case.events, events)
     missing_actions, further_actions = _matched(case.actions, actions)
     return Outcome(case, missing_events, missing_actions, further_events, further_actions)

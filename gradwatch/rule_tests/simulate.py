@@ -33,14 +33,14 @@ OF_SNAPSHOT = frozenset({"norm", "coef"})
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Simulation:
     """What came of the steps of a test: events, and `(step, order)` of every action."""
 
     events: tuple[Event, ...]
     actions: tuple[tuple[int, Order], ...]
 
 
-def simulate(ruleset: RuleSet, case: Case) -> Course:
+def simulate(ruleset: RuleSet, case: Case) -> Simulation:
     """Judge every step of a test in turn, up to a stop. Raises `AttachError` where the rules do not fit its sites."""
     engine = Engine(ruleset)
     params = [kind == "param" for kind in case.sites.kinds]
@@ -59,7 +59,7 @@ def simulate(ruleset: RuleSet, case: Case) -> Course:
         actions += [(step, order) for order in sorted(decision.orders, key=_place)]
         if decision.stop:
             break
-    return Course(tuple(events), tuple(actions))
+    return Simulation(tuple(events), tuple(actions))
 
 
 def _place(order: Order) -> tuple[str, str, str]:

@@ -212,7 +212,7 @@ class Attached:
         if asks_backward(self.rules.ruleset) or drops_micro(self.rules.ruleset):
             for optimizer in self._waiting():
                 captured = self.capture.adopt(optimizer)
-                captured.born = False  # it gets its window from the first backward on
+                captured.attached_mid_window = False  # it gets its window from the first backward on
                 self.binder.bind(captured)
 
     # -- what is asked of it -----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Attached:
         """A pause is over: what was captured in it is no step's."""
         for captured in self.capture.captures:
             captured.discard()
-            captured.tainted = True
+            captured.spans_two_steps = True
 
     def close(self) -> None:
         """Remove every hook; models and optimizers are as found."""

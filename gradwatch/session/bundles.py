@@ -30,7 +30,7 @@ from gradwatch.records.snapshot import Decision, Event, Record, RunInfo, Snapsho
 from gradwatch.rules.model import Action, RuleSet
 from gradwatch.runtime.health import Health
 from gradwatch.session.causes import SUSPICIONS, Causes, incident_of
-from gradwatch.sinks import undisturbed
+from gradwatch.sinks import state_restored
 
 MOST_INCIDENTS = 1024
 CLOSE_SECONDS = 0.5  # the journal may need 1.5 more, and a script is to end within 2
@@ -166,7 +166,7 @@ class Bundles:
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Know the run, and import what writes; the disk is first touched at an incident."""
-        with undisturbed():
+        with state_restored():
             import safetensors.torch  # noqa: F401
         self._run, self._health = run, health
         health.mark(self.name, True)

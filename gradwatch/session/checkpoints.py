@@ -26,7 +26,7 @@ class Checkpoints:
 
     def now(self) -> CheckpointHealth:
         """As of the last step and the last look."""
-        return joined(bound_rules.vitals.now for bound_rules in self._rule_bindings.begun())
+        return joined(bound_rules.health_tracker.now for bound_rules in self._rule_bindings.begun())
 
     def look(self) -> CheckpointHealth:
         """The same after a look at the weights as they are now, which waits for a device."""
@@ -52,9 +52,9 @@ class Checkpoints:
 
         `broken`: the total norm of the step of `bound_rules` is not finite.
         """
-        urgent = broken and not bound_rules.vitals.now.reasons
+        urgent = broken and not bound_rules.health_tracker.now.reasons
         for one in self._rule_bindings:
-            urgent = urgent or one.vitals.suspected is not None
+            urgent = urgent or one.health_tracker.suspected is not None
         try:
             found = self._weights.glance(self._steps, urgent)
         except Exception as error:
@@ -72,6 +72,6 @@ class Checkpoints:
     def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
         for bound_rules in self._rule_bindings:
             if bound_rules.captured.index in steps:
-                bound_rules.vitals.seen(ruin, steps[bound_rules.captured.index])
+                bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index])
         if not ruin and self.now().healthy:
             self._weights.renew()

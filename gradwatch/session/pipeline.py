@@ -163,7 +163,7 @@ class StepPipeline:
             self._rule_bindings.publish_bounds(bound_rules)
             return judged
         except Exception as error:
-            bound_rules.vitals.unjudged(captured.step)
+            bound_rules.health_tracker.unjudged(captured.step)
             shared = self._ranks.norms_alone(ctx.membership, window, measurement.values())
             if shared is None and self._ranks.several:
                 raise  # the other ranks cannot know what this one would do
@@ -185,7 +185,7 @@ class StepPipeline:
             return self._decided(ctx, measurement, shared, found, at_hand)
         except Exception as error:
             self._activity.failed("boundary", error)
-            bound_rules.vitals.unjudged(captured.step)
+            bound_rules.health_tracker.unjudged(captured.step)
             return Judged(bound_rules.decided or bound_rules.bound.fallback(shared.window.total()))
 
     def _judged(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool) -> Judged:
@@ -235,7 +235,7 @@ class StepPipeline:
         decision, snapshot = self._foreseen(step, decision, at_hand)
         self._note_move(step, decision)
         self._note_calm(step, verdict, snapshot)
-        bound_rules.vitals.spoilt = self._sources.statistics.spoilt(broken)
+        bound_rules.health_tracker.spoilt = self._sources.statistics.spoilt(broken)
         self._publishing.totals.unjudged += verdict is UNJUDGED
         findings = self._causes(step, snapshot, verdict, decision)
         if self._sources.bundles is not None:
@@ -265,7 +265,7 @@ class StepPipeline:
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
         """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
-        confirmed = step.bound_rules.vitals.confirmed()
+        confirmed = step.bound_rules.health_tracker.confirmed()
         if not confirmed or self._acts_on_jumps:
             return step
         return step._replace(found=replace(step.found, scalars={**step.found.scalars, **confirmed}))

@@ -55,7 +55,7 @@ class Publishing:
         bound_rules, found, verdict, decision = facts.bound_rules, facts.found, facts.verdict, facts.decision
         wrong = outcome if outcome is not None and outcome.error is not None else None
         done = decision if wrong is None else wrong.done
-        health = bound_rules.vitals.after(found, verdict, done, judged=facts.judged)
+        health = bound_rules.health_tracker.after(found, verdict, done, judged=facts.judged)
         record = Record(facts.snapshot, verdict, decision, *facts.clock, health, facts.findings)
         if wrong is not None and wrong.error is not None:
             rules = tuple(one.rule for one in bound_rules.bound.plan.rules)

@@ -115,14 +115,14 @@ def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
 
 def _imported(path: str) -> SinkFactory:
     module, _, attribute = path.partition(":")
-    with undisturbed():
+    with state_restored():
         factory: SinkFactory = getattr(import_module(module), attribute)
     return factory
 
 
 def _plugin(kind: str) -> SinkFactory:
     for entry in entry_points(group="gradwatch.sinks", name=kind):
-        with undisturbed():
+        with state_restored():
             factory: SinkFactory = entry.load()
         return factory
     names = sink_names()
@@ -132,7 +132,7 @@ def _plugin(kind: str) -> SinkFactory:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def state_restored() -> Iterator[None]:
     """Import in here: imports may draw from Python's generator (structlog imports rich, which does), and some add
     warning filters; the job's stay as they are.
     """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.dependencies import require
 from gradwatch.runtime.health import Health
-from gradwatch.sinks import undisturbed
+from gradwatch.sinks import state_restored
 from gradwatch.sinks.post import checked_url, post
 from gradwatch.sinks.prometheus.exposition import Family, Labels
 from gradwatch.sinks.prometheus.periodic_export import PeriodicExport
@@ -64,7 +64,7 @@ class OTLPSink:
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import opentelemetry and get a courier; the first metrics are on their way at once."""
-        with undisturbed():
+        with state_restored():
             import opentelemetry.exporter.otlp.proto.common.metrics_encoder
             import opentelemetry.sdk.metrics.export  # noqa: F401
         self._run = run

@@ -28,7 +28,7 @@ def _kind(module: nn.Module) -> str:
     )
 
 
-class Whereabouts:
+class ModuleAttribution:
     """A context manager that follows the calls of the named modules in this thread; FQNs as `named_modules`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -42,7 +42,7 @@ class Whereabouts:
         self._handles: list[Any] = []
         self._last: dict[int, Any] = {}
 
-    def __enter__(self) -> Whereabouts:
+    def __enter__(self) -> ModuleAttribution:
         self._handles = [
             register_module_forward_pre_hook(self._enters),
             register_module_forward_hook(self._ran, always_call=True),

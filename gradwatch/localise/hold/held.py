@@ -88,7 +88,7 @@ class Call:
         self.nbytes = 0
 
     @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def recorded_modes(self) -> Iterator[None]:
         """Autocast and grad mode as they were."""
         with contextlib.ExitStack() as stack:
             for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:

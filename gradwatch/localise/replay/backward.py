@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradwatch.localise.diagnosis import frames
-from gradwatch.localise.diagnosis.module_attribution import Whereabouts
+from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.operations import of_node
 from gradwatch.localise.diagnosis.values import describe, finite
 from gradwatch.records.finding import Frame, Operand
@@ -45,7 +45,7 @@ class BackwardTracer:
 
     def __init__(
         self,
-        where: Whereabouts,
+        where: ModuleAttribution,
         failed: Callable[[BaseException], None],
         function: Callable[[int], str],
     ) -> None:

@@ -21,7 +21,7 @@ from gradwatch.localise.hold.randomness import Generators
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, eager, sources, unchecked
-from gradwatch.localise.replay.state_restored import stand_ins, undisturbed
+from gradwatch.localise.replay.state_restored import stand_ins, state_restored
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
@@ -84,7 +84,7 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
             kept.run()
 
     everything = _Models(kept.models, closure)
-    with undisturbed(everything, max_bytes), _grads_aside(kept.models), eager(), unchecked(), uncounted():
+    with state_restored(everything, max_bytes), _grads_aside(kept.models), eager(), unchecked(), uncounted():
         torch.func.functional_call(everything, given, ())
     trace.stray = recorder.stray
     return trace

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.calls import Calls
-from gradwatch.localise.diagnosis.module_attribution import Whereabouts
+from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.replay.backward import BackwardTracer, Culprit
 from gradwatch.localise.replay.forward import ForwardTracer, Origin
 from gradwatch.taps.modes import innermost_dispatch
@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, models: Iterable[nn.Module], failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._where = Whereabouts(models)
+        self._where = ModuleAttribution(models)
         self._calls = Calls()
         self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now)
         self._inside_custom = ForwardTracer(lambda: ("", ""), failed)

@@ -1,7 +1,7 @@
 """A step run again from what was held of it: forward under the recorder, backward from the gradient at its outputs.
 
 The user's loss function is not needed, and nothing of the job is touched: not `.grad`, not the buffers, not the
-generators (see `undisturbed`). Must run before the optimizer steps, while the weights are what they were.
+generators (see `state_restored`). Must run before the optimizer steps, while the weights are what they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradwatch.localise.replay.all_gathered import without_fsdp
 from gradwatch.localise.replay.backward import Culprit
 from gradwatch.localise.replay.forward import Origin, key_of
 from gradwatch.localise.replay.recorder import Recorder
-from gradwatch.localise.replay.state_restored import stand_ins, undisturbed
+from gradwatch.localise.replay.state_restored import stand_ins, state_restored
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import containers, dynamo, module_calls
 from gradwatch.taps.process_totals import uncounted
@@ -143,7 +143,7 @@ def _again(
         args, kwargs = _fresh((call.args, call.kwargs))
         trace.sources = sources(given, args, kwargs)
         call.generators.restore()
-        with call.surroundings(), recorder.forward(), around:
+        with call.recorded_modes(), recorder.forward(), around:
             outputs = _outputs(standing_in, args, kwargs)
         if len(outputs) != call.outputs:
             raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
@@ -152,7 +152,7 @@ def _again(
         _backward(trace, used, list(call.gradients.values()), recorder)
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
-    with undisturbed(model, max_bytes), without_fsdp(model), eager(), unchecked():
+    with state_restored(model, max_bytes), without_fsdp(model), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
     trace.stray = recorder.stray
     return trace

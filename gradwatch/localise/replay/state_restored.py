@@ -24,7 +24,7 @@ from gradwatch.taps.mute import silent
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module, max_bytes: int) -> Iterator[None]:
+def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
     """Run what is inside, then put back generators, anomaly flags, grad mode and module attributes.
 
     Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.

@@ -144,11 +144,11 @@ class RuleBindings:
         local = self._local(bound, taps, before)
         sampler = Sampler(bound.needs.only(sampled.COLUMNS))
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
-        vitals = CheckpointHealthTracker(critical)
+        health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
-            vitals.carry_on(before.vitals)
+            health_tracker.carry_on(before.health_tracker)
         bound_rules = ctx.bound_rules = OptimizerRules(
-            bound, state, bound.sites, sampler, local, vitals, captured
+            bound, state, bound.sites, sampler, local, health_tracker, captured
         )
         if not alike:
             self._count_parameters()
@@ -279,8 +279,8 @@ class RuleBindings:
             bound_rules
             for bound_rules in found
             if bound_rules.record is not None
-            or bound_rules.vitals.now.last_healthy_step is not None
-            or not bound_rules.vitals.now.healthy
+            or bound_rules.health_tracker.now.last_healthy_step is not None
+            or not bound_rules.health_tracker.now.healthy
         ]
         return begun or found
 
@@ -312,7 +312,7 @@ class RuleBindings:
                 found[str(captured.index)] = {
                     "step": captured.step,
                     "engine": bound_rules.state.to_dict(),
-                    "checkpoint": bound_rules.vitals.to_dict(),
+                    "checkpoint": bound_rules.health_tracker.to_dict(),
                 }
         return found
 
@@ -328,7 +328,7 @@ class RuleBindings:
         if saved is None or bound_rules is None:
             return
         bound_rules.state = EngineState.from_dict(saved["engine"], bound_rules.bound)
-        bound_rules.vitals.load(saved.get("checkpoint"))
+        bound_rules.health_tracker.load(saved.get("checkpoint"))
         self.publish_bounds(bound_rules)
         captured.step = int(saved["step"])
         self._restored = {key: value for key, value in self._restored.items() if key != str(captured.index)}

@@ -43,7 +43,7 @@ class OptimizerRules:
     sites: Sites
     sampler: Sampler
     local: LocalNorms | None
-    vitals: CheckpointHealthTracker
+    health_tracker: CheckpointHealthTracker
     captured: OptimizerCapture
     last_step: float | None = None
     observed: int = 0

@@ -16,7 +16,7 @@ from gradwatch.rules.objections import clip_places
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
-PARTING = "which differs from rank to rank, so that an action on it would let the weights part"
+REPLICA_DIVERGENCE = "which differs from rank to rank, so that an action on it would let the weights part"
 SHADOW = "use `mode: shadow`, take `do:` out, or judge `norm` or `total_norm`, which are reduced"
 NEVER_WHOLE = (
     "acts on max_abs, which cannot be put together from a parameter's shards, so that it would never act"
@@ -88,7 +88,7 @@ def _on_local(engine: Engine) -> list[Refusal]:
         if rule.acts
     }
     return [
-        Refusal(f"acts on {', '.join(names)}, {PARTING}", SHADOW, rule=rule)
+        Refusal(f"acts on {', '.join(names)}, {REPLICA_DIVERGENCE}", SHADOW, rule=rule)
         for rule, names in local.items()
         if names
     ]

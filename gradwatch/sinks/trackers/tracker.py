@@ -12,7 +12,7 @@ from itertools import islice
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.worker import BackgroundWorker, Job
-from gradwatch.sinks import undisturbed
+from gradwatch.sinks import state_restored
 from gradwatch.sinks.trackers.points import Point, Points
 
 MAX_QUEUE = 1024
@@ -67,7 +67,7 @@ class Tracker(ABC):
             return
         self._run, self._health = run, health
         self._points = Points(run.rules, self._every)
-        with undisturbed():
+        with state_restored():
             self.load(run)
         self._round = self._courier.enter(self.name, self._deliver, health)
         self._courier.wake(self._round)  # from now on a round a second

@@ -1,0 +1,80 @@
+"""Names in the package use torch's and Prometheus' terms; words that an earlier design made up do not come back."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradwatch
+
+PACKAGE = Path(gradwatch.__file__).parent
+
+RETIRED = {
+    "lane": "OptimizerCapture, captured",
+    "lanes": "captures",
+    "course": "OptimizerRules, bound_rules",
+    "courses": "RuleBindings, rule_bindings",
+    "seat": "RankMembership, membership",
+    "vitals": "CheckpointHealthTracker, health_tracker",
+    "tainted": "spans_two_steps",
+    "undisturbed": "state_restored",
+    "remark": "reinstall",
+    "surroundings": "nothing: the boundary calls down",
+    "overheard": "PreClipReading",
+    "habit": "AccumulationSchedule",
+    "parting": "replica_divergence",
+    "whereabouts": "module_attribution",
+    "nearby": "caller_scope",
+}
+# The sentence of a docstring may have "of course"; labels of Prometheus compete for a limited number of seats.
+PROSE = {"lane", "lanes", "tainted", "vitals", "overheard", "whereabouts"}
+OTHER_SENSE = {("seat", "sinks/prometheus/selection.py")}
+
+
+def words(name: str) -> set[str]:
+    """The words of a snake_case or CamelCase name, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def retired_in(source: str) -> Iterator[tuple[int, str]]:
+    """Line and retired word of every name, docstring and comment of `source`; keys of formats on disk are strings."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            found = words(token.string) & RETIRED.keys()
+        elif token.type == tokenize.COMMENT or token.string.startswith('"""'):
+            found = set(re.findall(r"[a-z]+", token.string)) & PROSE
+        else:
+            continue
+        for word in found:
+            yield token.start[0], word
+
+
+def test_no_retired_word_in_names_docstrings_and_comments() -> None:
+    """Every retired word is gone from the package; the message says what to write instead."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE).as_posix()
+        for line, word in retired_in(path.read_text()):
+            if (word, where) not in OTHER_SENSE:
+                found.append(f"{where}:{line}: '{word}' is now {RETIRED[word]}")
+        found += [f"{where}: the file is named '{word}'" for word in words(path.stem) & RETIRED.keys()]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source", ["lane = 1\n", "class OldCourse: ...\n", "# a lane\n", '"""Its vitals."""\n', "_seat: int\n"]
+)
+def test_retired_words_are_seen(source: str) -> None:
+    """A name, a part of one, a comment and a docstring count."""
+    assert list(retired_in(source))
+
+
+@pytest.mark.parametrize("source", ['state["lanes"]\n', "planes = 1\n", '"""Of course."""\n', "seated = 2\n"])
+def test_other_words_are_not(source: str) -> None:
+    """Keys of saved states, longer words, and English in a docstring do not."""
+    assert not list(retired_in(source))
