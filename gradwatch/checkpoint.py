@@ -78,9 +78,8 @@ class CheckpointHealthTracker:
         self.critical = critical
         self.now = CheckpointHealth()
         self.poisoned_at: int | None = None
-        self.spoilt: tuple[
-            str, ...
-        ] = ()  # running statistics that are not finite; whoever looks at them sets it
+        # Running statistics that are not finite; whoever looks at them sets it.
+        self.spoilt: tuple[str, ...] = ()
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         self.looked: int | None = None  # the last step after which a look found nothing
         self.suspected: int | None = None  # a step that jumped, and was taken, and nobody looked since

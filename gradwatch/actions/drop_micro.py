@@ -159,9 +159,8 @@ class MicroDrop:
         if captured is None or not was_open or aside is None:
             return
         fresh = [param.grad for param in captured.params]
-        if any(
-            grad is not None and bool((dense(grad) != 0).any()) for grad in fresh
-        ):  # sync: after an exception
+        # Sync: after an exception.
+        if any(grad is not None and bool((dense(grad) != 0).any()) for grad in fresh):
             _put(captured, _added(aside, fresh))
 
     # -- the step ----------------------------------------------------------------------------------------

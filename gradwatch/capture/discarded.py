@@ -15,12 +15,10 @@ class Discarded:
 
     def __init__(self) -> None:
         self._captures: list[int] = []  # those that `_sharing` is about, by `id`
-        self._sharing: dict[
-            int, list[int]
-        ] = {}  # by index of a capture, the indices of those that share with it
-        self._steps: dict[
-            int, int
-        ] = {}  # by index of a capture, how often those had stepped when it was last asked
+        # By index of a capture, the indices of those that share with it.
+        self._sharing: dict[int, list[int]] = {}
+        # By index of a capture, how often those had stepped when it was last asked.
+        self._steps: dict[int, int] = {}
 
     def unused(self, captured: OptimizerCapture, captures: Sequence[OptimizerCapture]) -> bool:
         """Whether the gradients of a capture, one of `captures`, were cleared before any step has used them."""

@@ -464,9 +464,8 @@ class OptimizerCapture:
         return self._arrivals.counted(), True
 
     def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
-        if (
-            self.attached_mid_window or self.spans_two_steps
-        ):  # what was heard is not the whole of one step, or that of two
+        # What was heard is not the whole of one step, or that of two.
+        if self.attached_mid_window or self.spans_two_steps:
             self.attached_mid_window = False
             return
         self._schedule.count(self.step, backwards)

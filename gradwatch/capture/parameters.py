@@ -59,9 +59,8 @@ class Capture:
         self.captures: list[OptimizerCapture] = []
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
-        self._since: list[
-            int
-        ] = []  # which parameter to come each slot's was: the order, whatever slot was free
+        # Which parameter to come each slot's was: the order, whatever slot was free.
+        self._since: list[int] = []
         self._came = 0
         self._free: list[int] = []
         self._slot_of: dict[int, int] = {}
@@ -270,9 +269,8 @@ class Capture:
         """Build the capture of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
-        captured = (
-            self._predecessor(set(map(id, params))) if captured is None else captured
-        )  # one without parameters is falsy
+        # One without parameters is falsy.
+        captured = self._predecessor(set(map(id, params))) if captured is None else captured
         index = len(self.captures) if captured is None else captured.index
         self._unowned_slots = None
         built = OptimizerCapture(index, optimizer, params, self._sites(kept, params))
@@ -487,9 +485,8 @@ class Capture:
             self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         for optimizer in self._waiting():
             if optimizer not in self.stepped_inside:
-                self.adopt(
-                    optimizer
-                ).attached_mid_window = False  # it hears this window from its first backward on
+                # It hears this window from its first backward on.
+                self.adopt(optimizer).attached_mid_window = False
         told = self._tell_captures(touched)
         unowned = self._unowned_slots
         if unowned is None:

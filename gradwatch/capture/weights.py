@@ -221,9 +221,8 @@ def readable(named: list[tuple[str, Tensor]]) -> bool:
 
 def _stored(param: Tensor) -> bool:
     part = dense(param)
-    return (
-        not part.numel() or part.untyped_storage().nbytes() > 0
-    )  # FSDP frees the storage of what is gathered
+    # FSDP frees the storage of what is gathered.
+    return not part.numel() or part.untyped_storage().nbytes() > 0
 
 
 def _looked(names: tuple[str, ...], norms: NDArray[np.float64], numels: NDArray[np.float64]) -> Looked:

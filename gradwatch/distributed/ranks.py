@@ -254,9 +254,8 @@ class Ranks:
         if membership is None:  # its optimizers step inside backward, which is no boundary
             return Shared(window, extras, values, mine, may_act=not self.several)
         if membership.layout is None:
-            if (
-                membership.alone and membership.sharded
-            ):  # a shard's norms: shown, but no baseline may learn them
+            # A shard's norms: shown, but no baseline may learn them.
+            if membership.alone and membership.sharded:
                 window = replace(window, provisional=True)
             return Shared(window, extras, values, mine, may_act=not membership.alone)
         pooled = membership.layout.pooled

@@ -229,9 +229,8 @@ class Agent:
         self._numbered += len(ready)
         optimizers = [optimizer for optimizer, _ in ready]
         if own is not None:  # one run, one port and one journal per process, however many models it trains
-            self._forwards.handed_over(
-                own, roots
-            )  # first: what is held of these models need not be held anew
+            # First: what is held of these models need not be held anew.
+            self._forwards.handed_over(own, roots)
             own.join(roots, optimizers, loose)
         else:
             with filters_kept():

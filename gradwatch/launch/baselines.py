@@ -50,9 +50,8 @@ class Baselines:
         self._loaded: dict[str, Any] | None = None
         self._met: dict[int, weakref.ref[Optimizer]] = {}
         self._forget_at = _MANY
-        self._known: dict[
-            int, _Known
-        ] = {}  # the optimizer of each capture; scripts let go of it before they end
+        # The optimizer of each capture; scripts let go of it before they end.
+        self._known: dict[int, _Known] = {}
         self._due = time.monotonic() + EVERY_SECONDS
         self._failed = False
         self._said = False

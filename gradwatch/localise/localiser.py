@@ -210,9 +210,8 @@ class Localiser:
 
     def _localised(self, ask: Ask, late: bool) -> Finding:
         apart = self._together is None or not any(map(is_spread, self.models()))
-        if (
-            self._recorded and ask.way != "detect_anomaly" and apart
-        ):  # else the others wait for this rank to agree
+        # Else the others wait for this rank to agree.
+        if self._recorded and ask.way != "detect_anomaly" and apart:
             return self._recorded.pop()[1]  # the step under judgement is one that was recorded
         if ask.way != "replay":
             return self._later(ask, "")

@@ -253,9 +253,8 @@ def inspect(grad: Tensor) -> Detail:
     vector = vector.float() if vector.dtype in REDUCED else vector
     if not vector.numel():
         return Detail(0.0, 0, 0)
-    low, high = torch.aminmax(
-        vector
-    )  # NaN if any element is; one cheap pass settles the common all-zero case
+    # NaN if any element is; one cheap pass settles the common all-zero case.
+    low, high = torch.aminmax(vector)
     largest = max(float(high), -float(low))  # sync: only on suspicion
     if largest == 0.0:
         return Detail(0.0, 0, 0)

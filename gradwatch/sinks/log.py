@@ -101,9 +101,8 @@ class LogSink:
         self._logger = make_logger(format, stream)
         self._clock = clock
         self._said: dict[str, _Said] = {}
-        self._caused: dict[
-            str, tuple[float, int]
-        ] = {}  # when a rule's cause was last logged, and how exact it was
+        # When a rule's cause was last logged, and how exact it was.
+        self._caused: dict[str, tuple[float, int]] = {}
         self._next_due = math.inf
         self._silent = False
 

@@ -26,9 +26,8 @@ _ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__
 """Of torch's function in which every backward from Python runs; its first argument is what it begins at."""
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_run_backward: Callable[[ImperativeEngine], Any] = (
-    ImperativeEngine.run_backward.__get__
-)  # bound, as a lookup gives it
+# Bound, as a lookup gives it.
+_run_backward: Callable[[ImperativeEngine], Any] = ImperativeEngine.run_backward.__get__
 
 
 class BackwardCall(NamedTuple):
@@ -72,9 +71,8 @@ class _Engine(ImperativeEngine):
             try:
                 for listener in listeners:
                     listener(call)
-                if (
-                    layer.listeners is not listeners
-                ):  # one may have begun to watch: this is its first backward
+                # One may have begun to watch: this is its first backward.
+                if layer.listeners is not listeners:
                     for listener in layer.listeners:
                         if listener not in listeners:
                             listener(call)

@@ -25,9 +25,8 @@ from gradwatch.runtime import guard
 from gradwatch.taps.dynamo import untraced, untraced_itself
 
 Closure = Callable[..., Any]
-_NO_ARGUMENTS = itertools.repeat(
-    ()
-)  # those of each call; other code may keep what it looked up, and call it again
+# Those of each call; other code may keep what it looked up, and call it again.
+_NO_ARGUMENTS = itertools.repeat(())
 _ANY_NUMBER = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _DECORATED = torch.enable_grad()(lambda: None).__code__  # what `torch.enable_grad()(closure)` runs
 

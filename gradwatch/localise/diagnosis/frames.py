@@ -49,9 +49,8 @@ class Callers:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._known: dict[
-            tuple[int, int], tuple[CodeType, int]
-        ] = {}  # by id of the code and instruction in it
+        # By id of the code and instruction in it.
+        self._known: dict[tuple[int, int], tuple[CodeType, int]] = {}
 
     def now(self, anew: bool = False) -> tuple[tuple[CodeType, int] | None, FrameType | None]:
         """(code and line that called, None = none; the frame where it was not known, or is asked for `anew`)."""

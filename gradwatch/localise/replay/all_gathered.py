@@ -56,9 +56,8 @@ def refuse_gathering(models: Sequence[nn.Module]) -> None:
                 f"its parameters, gathered, take {wanted >> 20} MiB, and {free >> 20} MiB is what there is"
             )
         try:
-            torch.empty(
-                wanted + (wanted >> 2), dtype=torch.uint8, device=device
-            )  # what gathering takes is there
+            # What gathering takes is there.
+            torch.empty(wanted + (wanted >> 2), dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise Refused(f"no memory to gather its parameters: {error}") from error
 

@@ -88,9 +88,8 @@ class BackwardTracer:
         made, given = tuple(made), tuple(given)
         if len(self.culprits) > COUNTED or finite(made) or not finite(given):
             return
-        with (
-            dispatch_disabled()
-        ):  # a mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here
+        # A mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here.
+        with dispatch_disabled():
             self.culprits.append(self._culprit(node, made, given))
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:

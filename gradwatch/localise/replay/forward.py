@@ -70,9 +70,8 @@ class ForwardTracer(DispatchMode):
         self.origins: list[Origin] = []
         self.asleep = False
         self.stray = ""
-        self._own: set[int] = (
-            set()
-        )  # memory that is expected to be written, or was made while this is entered
+        # Memory that is expected to be written, or was made while this is entered.
+        self._own: set[int] = set()
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that may be written into; any other that was not made here is told in `stray`."""

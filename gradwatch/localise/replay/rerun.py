@@ -48,10 +48,8 @@ WAS_SPREAD = "its parameters were spread over ranks, and may have been computed 
 CRITERION = "the criterion {kind} was not run again: have the function return it as `model, loss_fn`"
 MOST_OUTPUTS = 1 << 20
 MOST_CALLS = 4096
-PYTHON_WORDS, NUMPY_WORDS = (
-    625,
-    624,
-)  # of 32 bits, of the Mersenne twister's state; Python's holds the position too
+# Of 32 bits, of the Mersenne twister's state; Python's holds the position too.
+PYTHON_WORDS, NUMPY_WORDS = 625, 624
 
 
 @dataclass(slots=True, eq=False)

@@ -57,9 +57,8 @@ class ByHand:
         self._pipeline = pipeline
         self._failed = failed
         self._loops: list[_Loop] = []
-        self._unowned: frozenset[int] = (
-            frozenset()
-        )  # when it was last looked whether the loops' captures stand
+        # When it was last looked whether the loops' captures stand.
+        self._unowned: frozenset[int] = frozenset()
         self._ending = False  # a step is being ended, for which everything is asked to be settled
         self._lock = threading.RLock()  # any thread that begins a backward may end the step of any loop
         self._pid = here[0]

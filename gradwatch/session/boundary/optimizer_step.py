@@ -170,9 +170,8 @@ class Boundary:
         except Exception as error:
             self._activity.failed("boundary", error)
         finally:
-            _set_grad_enabled(
-                graded
-            )  # once more: what arrived at the first must not leave training without a graph
+            # Once more: what arrived at the first must not leave training without a graph.
+            _set_grad_enabled(graded)
 
     def _step_in_backward(self, optimizer: Optimizer) -> None:
         if self.owns(optimizer):
@@ -235,9 +234,8 @@ class Boundary:
         under_way = step_hooks.steps_under_way(optimizer)
         if under_way:
             return under_way > 1
-        return (
-            captured.backwards > 0 and captured.settled == captured.backwards
-        )  # compiled: nothing better is known
+        # Compiled: nothing better is known.
+        return captured.backwards > 0 and captured.settled == captured.backwards
 
     def _at_step(self, optimizer: Optimizer, known: OptimizerContext | None, nested: bool = False) -> None:
         """Judge and act; `known` is the optimizer's context, None where it has none yet.

@@ -45,9 +45,8 @@ class WandbSink(Tracker):
         alerts: bool = True,
     ) -> None:
         require("wandb", "wandb")
-        super().__init__(
-            every, BackgroundWorker("gradwatch-wandb")
-        )  # W&B may wait for its server longer than others can
+        # W&B may wait for its server longer than others can.
+        super().__init__(every, BackgroundWorker("gradwatch-wandb"))
         self._where = {"project": project, "entity": entity, "group": group}
         self._alerts = alerts
         self._prefixes: set[str] = set()
