@@ -25,6 +25,11 @@ RETIRED = {
     "undisturbed": "state_restored",
     "remark": "reinstall",
     "surroundings": "nothing: the boundary calls down",
+    "courier": "BackgroundWorker, background_worker",
+    "limiter": "BackwardClipper, clipper",
+    "tally": "RunTotals, run_totals",
+    "tallies": "totals_by_index",
+    "faint": "may_underflow",
     "overheard": "PreClipReading",
     "habit": "AccumulationSchedule",
     "parting": "replica_divergence",
@@ -32,7 +37,7 @@ RETIRED = {
     "nearby": "caller_scope",
 }
 # The sentence of a docstring may have "of course"; labels of Prometheus compete for a limited number of seats.
-PROSE = {"lane", "lanes", "tainted", "vitals", "overheard", "whereabouts"}
+PROSE = {"courier", "lane", "lanes", "tainted", "vitals", "overheard", "whereabouts"}
 OTHER_SENSE = {("seat", "sinks/prometheus/selection.py")}
 
 

@@ -75,11 +75,11 @@ class StepActions:
         optimizer: Optimizer,
         captured: OptimizerCapture,
         decision: Decision,
-        turn: ClosureCalls | None,
+        evaluations: ClosureCalls | None,
         max_norm: float | None = None,
         standing: ClipSection | None = None,
     ) -> Outcome:
-        """Do what was decided of a step on the host, but for a stop; `turn` is its closure's, None without one.
+        """Do what was decided of a step on the host, but for a stop; `evaluations` is its closure's, None without one.
 
         `max_norm` is the file's own bound on the total, which holds where the action of a rule fails; `standing` what
         the file clips beside the total. Where an action fails, the gradient passes unchanged, or what the rule's
@@ -95,7 +95,7 @@ class StepActions:
         passing: Exception | None = None
         for last in (False, True):
             try:
-                self._carry_out(optimizer, captured, decision, turn, standing)
+                self._carry_out(optimizer, captured, decision, evaluations, standing)
             except Exception as error:
                 self.give_back()  # the gradient passes unchanged
                 self.open_gate()
@@ -104,7 +104,9 @@ class StepActions:
                     changed, found = False, versions_of(captured.grads())
                 if changed or last:
                     instead = in_place_of(decision, max_norm)
-                    return Outcome(self._instead(optimizer, captured, instead, turn, error, changed), error)
+                    return Outcome(
+                        self._instead(optimizer, captured, instead, evaluations, error, changed), error
+                    )
                 passing = error
             else:
                 break
@@ -115,7 +117,7 @@ class StepActions:
         optimizer: Optimizer,
         captured: OptimizerCapture,
         instead: Decision,
-        turn: ClosureCalls | None,
+        evaluations: ClosureCalls | None,
         error: Exception,
         changed: bool,
     ) -> Decision:
@@ -123,7 +125,9 @@ class StepActions:
         if changed:
             error.__dict__.setdefault("__notes__", []).append(PARTLY)
         try:
-            self._carry_out(optimizer, captured, instead, turn, None)  # it asks for nothing per element
+            self._carry_out(
+                optimizer, captured, instead, evaluations, None
+            )  # it asks for nothing per element
         except Exception:  # not even that can be done: it is told as a failure all the same
             self.give_back()
             instead = replace(instead, skip=False, max_norm=None)
@@ -157,21 +161,21 @@ class StepActions:
         optimizer: Optimizer,
         captured: OptimizerCapture,
         decision: Decision,
-        turn: ClosureCalls | None,
+        evaluations: ClosureCalls | None,
         standing: ClipSection | None,
     ) -> None:
-        if turn is not None:
-            turn.skipped, turn.max_norm = decision.skip, decision.max_norm
+        if evaluations is not None:
+            evaluations.skipped, evaluations.max_norm = decision.skip, decision.max_norm
         if decision.skip:
-            if turn is None or not turn.must_finish:
+            if evaluations is None or not evaluations.must_finish:
                 self.held = True
-                at_once, known = turn is not None, self._empty_lists
+                at_once, known = evaluations is not None, self._empty_lists
                 withheld = StepSkipper(optimizer, lambda: known.do_for(optimizer, at_once))
                 self._withheld = withheld
                 withheld.begin(at_once)
         elif decision.max_norm is not None and only_total(decision):
             coefficient = clip_coefficient(captured.total_applied(), decision.max_norm)
-            self._multiply(optimizer if turn is None else None, captured, coefficient)
+            self._multiply(optimizer if evaluations is None else None, captured, coefficient)
         elif decision.touches:
             total = captured.total_applied() if decision.max_norm is not None else 0.0
             _reshape(captured, decision, total, standing)

@@ -119,22 +119,26 @@ class RowNorms:
         return math.sqrt(self.squares()[k])
 
     def as_usual(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
-        """Whether the total is from `low` to `high`, and no gradient `faint`."""
+        """Whether the total is from `low` to `high`, and no gradient `may_underflow`."""
         sheet = self._sheet
         if sheet is None or self._missed or self._apart:
-            return low <= self.total() <= high and not self.faint(grads, floor)
+            return low <= self.total() <= high and not self.may_underflow(grads, floor)
         return low <= self._glance <= high and (
-            sheet.least() > self._plan.faint or not self.faint(grads, floor)
+            sheet.least() > self._plan.may_underflow or not self.may_underflow(grads, floor)
         )
 
-    def faint(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+    def may_underflow(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
 
         One operation says that none is, or a second one where some rows are zero, as in an embedding; sums are
         taken only where neither does.
         """
         plan, sheet = self._plan, self._sheet
-        if sheet is not None and not self._missed and (sheet.least() > plan.faint or self._lifted(floor)):
+        if (
+            sheet is not None
+            and not self._missed
+            and (sheet.least() > plan.may_underflow or self._lifted(floor))
+        ):
             apart = self._apart
             return bool(apart) and any(
                 value < floor[k] and grads[k] is not None for k, value in apart.items()

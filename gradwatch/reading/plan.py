@@ -83,7 +83,7 @@ class Plan:
         self.others = sorted(set(alone).difference(planned))
         self.absent = [k for k in self.others if grads[k] is None]  # nothing could be planned for them
         # A sum below its floor (numel * UNDERFLOW) has a row below its own; squares may have been flushed there.
-        self.faint = max((columns for _, columns in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
+        self.may_underflow = max((columns for _, columns in self.shapes), default=0) * UNDERFLOW * (1 + 1e-5)
         lengths = [1] * len(strung) + [single.shape[0] for single in self.singles]
         ends = np.cumsum([0, *lengths], dtype=np.intp)
         # Where the rows of each gradient begin, in the order of the rows.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from gradwatch.runtime.backoff import Backoff
 from gradwatch.runtime.health import Health
 
-THREAD_NAME = "gradwatch-courier"
+THREAD_NAME = "gradwatch-worker"
 _BACKOFF_SECONDS = (1.0, 60.0)  # after the first failure, and at most
 
 Work = Callable[[], float | None]
@@ -132,8 +132,8 @@ class BackgroundWorker:
 _shared = BackgroundWorker()
 
 
-def courier() -> BackgroundWorker:
-    """The courier of this process."""
+def background_worker() -> BackgroundWorker:
+    """The worker of this process."""
     return _shared
 
 

@@ -54,7 +54,7 @@ class Summary:
 
     run: RunInfo
     end: RunEnd
-    tallies: dict[int, RunTotals]
+    totals_by_index: dict[int, RunTotals]
     recent: tuple[str, ...] = ()
     complete: bool = False
     known: Known = "all"
@@ -62,17 +62,19 @@ class Summary:
     @property
     def steps(self) -> int:
         """Optimizer steps of all optimizers."""
-        return sum(tally.steps for tally in self.tallies.values())
+        return sum(run_totals.steps for run_totals in self.totals_by_index.values())
 
     @property
     def firings(self) -> int:
         """Times any rule fired."""
-        return sum(sum(tally.firings.values()) for tally in self.tallies.values())
+        return sum(sum(run_totals.firings.values()) for run_totals in self.totals_by_index.values())
 
     def view(self) -> View:
         """For the families that outlive a process (`gradwatch.sinks.prometheus.final_metrics`)."""
-        labels = optimizer_labels(self.tallies)
-        optimizers = [OptimizerView(labels[index], tally) for index, tally in self.tallies.items()]
+        labels = optimizer_labels(self.totals_by_index)
+        optimizers = [
+            OptimizerView(labels[index], run_totals) for index, run_totals in self.totals_by_index.items()
+        ]
         return View(
             self.run, tuple(optimizers) or (OptimizerView("", RunTotals.of(self.run.rules)),), end=self.end
         )
@@ -90,24 +92,24 @@ def summarise(process: Process) -> Summary | None:
     found = reader.run()
     if found is None:
         return None
-    tallies: dict[int, RunTotals] = {}
+    totals_by_index: dict[int, RunTotals] = {}
     stopped, last = False, found.run.start_time
     told = _Told()
     for step in join_records(told.heed(reader.entries())):
         record = step.record
-        tally = tallies.setdefault(record.snapshot.optimizer, RunTotals.of(found.run.rules))
-        tally.observe(record, record.wall_time)
-        tally.record = None  # a run of many parameters would be kept alive by its last step
+        run_totals = totals_by_index.setdefault(record.snapshot.optimizer, RunTotals.of(found.run.rules))
+        run_totals.observe(record, record.wall_time)
+        run_totals.record = None  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
     for optimizer, firings in told.firings.items():
-        tally = tallies.setdefault(optimizer, RunTotals.of(found.run.rules))
-        tally.firings |= firings
+        run_totals = totals_by_index.setdefault(optimizer, RunTotals.of(found.run.rules))
+        run_totals.firings |= firings
     stopped |= told.ended == "stopped"
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
-    known = told.known(sum(tally.steps for tally in tallies.values()))
-    return Summary(found.run, end, tallies, tuple(told.recent), reader.complete, known)
+    known = told.known(sum(run_totals.steps for run_totals in totals_by_index.values()))
+    return Summary(found.run, end, totals_by_index, tuple(told.recent), reader.complete, known)
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ class _Kept(BaseModel):
     stamp: list[tuple[str, int, int]]
     run: RunInfo
     end: RunEnd
-    tallies: dict[int, dict[str, Any]]
+    totals_by_index: dict[int, dict[str, Any]]
     recent: list[str]
     complete: bool
     known: Known
@@ -211,10 +213,10 @@ class Summaries:
             same = (kept.format, kept.journal) == (_FORMAT, str(process.journal))
             if not same or tuple(map(tuple, kept.stamp)) != process.stamp:
                 return None
-            tallies = {index: _tally(fields) for index, fields in kept.tallies.items()}
+            totals_by_index = {index: _run_totals(fields) for index, fields in kept.totals_by_index.items()}
         except (OSError, ValidationError, ValueError, LookupError, TypeError, AttributeError):
             return None
-        return Summary(kept.run, kept.end, tallies, tuple(kept.recent), kept.complete, kept.known)
+        return Summary(kept.run, kept.end, totals_by_index, tuple(kept.recent), kept.complete, kept.known)
 
     def _save(self, process: Process, summary: Summary) -> None:
         if not self.folder:
@@ -225,7 +227,9 @@ class Summaries:
             stamp=list(process.stamp),
             run=summary.run,
             end=summary.end,
-            tallies={index: _fields(tally) for index, tally in summary.tallies.items()},
+            totals_by_index={
+                index: _fields(run_totals) for index, run_totals in summary.totals_by_index.items()
+            },
             recent=list(summary.recent),
             complete=summary.complete,
             known=summary.known,
@@ -236,31 +240,31 @@ class Summaries:
             write_whole(self._path(process), kept.model_dump_json())
 
 
-def _fields(tally: RunTotals) -> dict[str, Any]:
+def _fields(run_totals: RunTotals) -> dict[str, Any]:
     return {
-        **{name: getattr(tally, name) for name in _COUNTS},
-        "firings": [[*key, count] for key, count in tally.firings.items()],
-        "actions": [[*key, count] for key, count in tally.actions.items()],
-        "shadow_actions": [[*key, count] for key, count in tally.shadow_actions.items()],
-        "action_failures": tally.action_failures,
-        "escalations": tally.escalations,
-        **{name: [getattr(tally, name).counts, getattr(tally, name).sum] for name in _HISTOGRAMS},
+        **{name: getattr(run_totals, name) for name in _COUNTS},
+        "firings": [[*key, count] for key, count in run_totals.firings.items()],
+        "actions": [[*key, count] for key, count in run_totals.actions.items()],
+        "shadow_actions": [[*key, count] for key, count in run_totals.shadow_actions.items()],
+        "action_failures": run_totals.action_failures,
+        "escalations": run_totals.escalations,
+        **{name: [getattr(run_totals, name).counts, getattr(run_totals, name).sum] for name in _HISTOGRAMS},
     }
 
 
-def _tally(fields: dict[str, Any]) -> RunTotals:
-    tally = RunTotals()
+def _run_totals(fields: dict[str, Any]) -> RunTotals:
+    run_totals = RunTotals()
     for name in _COUNTS:
-        setattr(tally, name, int(fields[name]))
-    tally.firings = {(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]}
-    tally.actions = {(rule, action): int(n) for rule, action, n in fields["actions"]}
-    tally.shadow_actions = {(rule, action): int(n) for rule, action, n in fields["shadow_actions"]}
-    tally.action_failures = {str(rule): int(n) for rule, n in fields["action_failures"].items()}
-    tally.escalations = {str(rule): int(n) for rule, n in fields["escalations"].items()}
+        setattr(run_totals, name, int(fields[name]))
+    run_totals.firings = {(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]}
+    run_totals.actions = {(rule, action): int(n) for rule, action, n in fields["actions"]}
+    run_totals.shadow_actions = {(rule, action): int(n) for rule, action, n in fields["shadow_actions"]}
+    run_totals.action_failures = {str(rule): int(n) for rule, n in fields["action_failures"].items()}
+    run_totals.escalations = {str(rule): int(n) for rule, n in fields["escalations"].items()}
     for name in _HISTOGRAMS:
-        histogram: Histogram = getattr(tally, name)
+        histogram: Histogram = getattr(run_totals, name)
         counts, total = fields[name]
         if len(counts) != len(histogram.counts):
             raise ValueError("other buckets")
         histogram.counts, histogram.sum = [int(count) for count in counts], float(total)
-    return tally
+    return run_totals

@@ -50,8 +50,8 @@ class OptimizerContext:
     @property
     def clips_at_step_instead(self) -> bool:
         """Whether hooks that were to clip inside the backward have switched themselves off."""
-        limiter = None if self.bound_rules is None else self.bound_rules.limiter
-        return limiter is not None and bool(limiter.off)
+        clipper = None if self.bound_rules is None else self.bound_rules.clipper
+        return clipper is not None and bool(clipper.off)
 
 
 class Contexts:

@@ -114,9 +114,9 @@ class StepPipeline:
     def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
         """Read everything about a window that must be read now."""
         bound_rules = ctx.rules
-        if bound_rules.limiter is not None:
-            bound_rules.limiter.settle(window)
-            if bound_rules.limiter.off and bound_rules.bound.asked:
+        if bound_rules.clipper is not None:
+            bound_rules.clipper.settle(window)
+            if bound_rules.clipper.off and bound_rules.bound.asked:
                 self._rule_bindings.move_to_step(ctx)
         if bound_rules.micro is not None:
             bound_rules.micro.settle(window)

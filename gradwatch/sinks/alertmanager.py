@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from gradwatch.records.snapshot import Event, Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.runtime.worker import Job, courier
+from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.alert_names import alert_name
 from gradwatch.sinks.post import checked_url, post_json
 from gradwatch.sinks.prometheus.families import NO_OPTIMIZER
@@ -80,11 +80,11 @@ class AlertmanagerSink:
         self._round: Job | None = None
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Get a courier; nothing is sent before a rule fires."""
+        """Get a worker; nothing is sent before a rule fires."""
         self._run, self._health = run, health
         self._columns = {rule.id: rule.of for rule in run.rules}
         if self._round is None:
-            self._round = courier().enter(self.name, self._deliver, health)
+            self._round = background_worker().enter(self.name, self._deliver, health)
 
     def write(self, record: Record) -> None:
         """Note what began and ended at this step; microseconds, and nothing at all on most steps."""
@@ -94,7 +94,7 @@ class AlertmanagerSink:
         observed_only = "observed_only" in record.snapshot.scalars
         changed = [self._note(event, observed_only) for event in record.verdict.events]
         if any(changed):
-            courier().wake(self._round)
+            background_worker().wake(self._round)
 
     def flush(self, timeout: float) -> bool:
         """Wait until Alertmanager has what is known; False where it has not after `timeout` seconds."""
@@ -103,7 +103,7 @@ class AlertmanagerSink:
         with self._lock:
             if not self._unsent:
                 return True
-        return courier().settle(self._round, timeout)
+        return background_worker().settle(self._round, timeout)
 
     def close(self) -> None:
         """Resolve what fires, unless training was stopped for it, and wait at most 2 s for the last letter."""
@@ -116,9 +116,9 @@ class AlertmanagerSink:
                 if alert.ends is None and not self._stopped:
                     self._end(key, alert, now)
             waiting = bool(self._unsent)
-        if waiting and not courier().settle(ended, _CLOSE_SECONDS):
+        if waiting and not background_worker().settle(ended, _CLOSE_SECONDS):
             self._health.report(self.name, TimeoutError("Alertmanager did not take the last alerts in time"))
-        courier().leave(ended)
+        background_worker().leave(ended)
 
     def _note(self, event: Event, observed_only: bool) -> bool:
         """Take one transition; whether there is something to send."""
@@ -145,7 +145,7 @@ class AlertmanagerSink:
         self._unsent.add(key)
 
     def _deliver(self) -> float | None:
-        """Send what has changed and renew what still fires; in the courier's thread."""
+        """Send what has changed and renew what still fires; in the worker's thread."""
         with self._lock:
             firing = [key for key, alert in self._alerts.items() if alert.ends is None]
             sent = {key: self._alerts[key] for key in {*firing, *self._unsent}}

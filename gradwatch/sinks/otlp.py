@@ -5,7 +5,7 @@ that a scrape would have given, so the dashboards and alerts of deploy/ hold.
 
 opentelemetry's classes hold the data and encode it. Its exporter is not used: on every export, successful ones too,
 it draws a jitter from Python's global generator, and training that shuffles or augments with `random` would
-come out different. Its requests would also be retried inside one round of the courier, for up to 10 s.
+come out different. Its requests would also be retried inside one round of the worker, for up to 10 s.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OTLPSink:
         self._shipment = PeriodicExport(self.name, self._send)
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Import opentelemetry and get a courier; the first metrics are on their way at once."""
+        """Import opentelemetry and get a worker; the first metrics are on their way at once."""
         with state_restored():
             import opentelemetry.exporter.otlp.proto.common.metrics_encoder
             import opentelemetry.sdk.metrics.export  # noqa: F401

@@ -19,14 +19,14 @@ counts = st.integers(0, 50)
 takens = st.builds(Taken, *[counts] * 8)
 watcheds = st.builds(Watched, counts, counts, counts, counts, counts, counts, counts, counts)
 texts = st.dictionaries(st.sampled_from("abc"), st.text(max_size=5), max_size=3)
-tallies = st.dictionaries(st.sampled_from("abc"), counts, max_size=3)
+totals_by_index = st.dictionaries(st.sampled_from("abc"), counts, max_size=3)
 accounts = st.builds(
     Account,
     takens,
     watcheds,
     st.sampled_from(["", "finished", "stopped", "failed"]),
-    tallies,
-    tallies,
+    totals_by_index,
+    totals_by_index,
     texts,
     texts,
 )

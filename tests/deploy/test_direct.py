@@ -18,7 +18,7 @@ import pytest
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Decision, Record
 from gradwatch.runtime.health import Health
-from gradwatch.runtime.worker import THREAD_NAME, courier
+from gradwatch.runtime.worker import THREAD_NAME, background_worker
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.alertmanager import AlertmanagerSink
 from gradwatch.sinks.prometheus.pushgateway import PushgatewaySink
@@ -68,7 +68,7 @@ def resolved(step: int) -> Record:
     return make_record(SITES, step=step, events=(make_event("resolved", step=step),))
 
 
-def couriers() -> int:
+def workers() -> int:
     return sum(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
@@ -132,7 +132,7 @@ def test_an_alert_keeps_its_start_and_outlives_a_short_firing(
     assert first["startsAt"] < second["endsAt"] < first["endsAt"]
     assert second["status"]["state"] == "active"
     assert health.errors() == {}
-    wait_until(lambda: couriers() == 0, "the thread ends with its last round")
+    wait_until(lambda: workers() == 0, "the thread ends with its last round")
 
 
 def test_a_refiring_that_must_not_notify_does_not(told: tuple[Inbox, int], tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_server_that_never_answers_delays_no_step_and_the_exit_little(tmp_path
         sink.close()
         assert time.monotonic() - began < 8
         assert health.errors()["alertmanager"] >= 1
-    wait_until(lambda: couriers() == 0, "the thread ends with its last request")
+    wait_until(lambda: workers() == 0, "the thread ends with its last request")
 
 
 def test_a_forked_child_neither_hangs_nor_sends(told: tuple[Inbox, int], tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_forked_child_neither_hangs_nor_sends(told: tuple[Inbox, int], tmp_pat
         if not child:
             sink.flush(1)
             sink.close()
-            os._exit(3 if courier()._thread is not None else 0)
+            os._exit(3 if background_worker()._thread is not None else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert sink.flush(10)
     assert [each for each in alerts_of(port, "run-1") if each["labels"]["rank"] == "5"]
@@ -273,7 +273,7 @@ def test_node_exporter_serves_the_file_of_a_run(tmp_path: Path) -> None:
             sink.close()
         assert list(folder.iterdir()) == []
         assert health.errors() == {}
-    wait_until(lambda: couriers() == 0, "the thread ends with its last round")
+    wait_until(lambda: workers() == 0, "the thread ends with its last round")
 
 
 def test_a_folder_that_is_not_there_costs_only_the_file(tmp_path: Path) -> None:
@@ -328,4 +328,4 @@ def test_a_pushgateway_keeps_the_outcome_and_nothing_that_was_only_true_then(tmp
         again.close()
         assert 'gradwatch_run_outcome{instance="",job="gradwatch",outcome="finished"' in get(f"{url}/metrics")
         assert health.errors() == {}
-    wait_until(lambda: couriers() == 0, "the thread ends with its last round")
+    wait_until(lambda: workers() == 0, "the thread ends with its last round")

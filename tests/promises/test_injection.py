@@ -172,7 +172,7 @@ ENTRIES = [
     ("taps/registered.py", "_parameter"),
     ("taps/registered.py", "_module"),
     ("capture/coverage.py", "noticed"),
-    ("actions/backward/limiter.py", "limit"),
+    ("actions/backward/clipper.py", "limit"),
     ("capture/columns/local.py", "observe"),
     ("actions/drop_micro.py", "first"),
     ("capture/columns/modules.py", "observe"),

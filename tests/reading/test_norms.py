@@ -220,7 +220,7 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
 def test_what_a_glance_lets_pass_is_right(
     kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject
 ) -> None:
-    """A glance calls a read faint exactly where some gradient is below its floor; all others are within 1e-5."""
+    """A glance sees that a read may underflow exactly where a gradient is below its floor; others are within 1e-5."""
     reader = reader_of(kind)
     floor = np.array([math.prod(shape) * UNDERFLOW for shape, _, _ in specs])
     for turn in range(2):
@@ -232,10 +232,10 @@ def test_what_a_glance_lets_pass_is_right(
             scale = 0.0 if kind == "zero" else 10.0**exponent
             grads.append(None if kind == "missing" else make(shape, dtype, "plain", scale, index))
         read = reader.read(grads)
-        faint = read.faint(grads, floor)
+        may_underflow = read.may_underflow(grads, floor)
         pairs = list(zip(read.squares(), floor, grads, strict=True))
-        assert faint == any(square < least for square, least, grad in pairs if grad is not None)
-        if not faint:
+        assert may_underflow == any(square < least for square, least, grad in pairs if grad is not None)
+        if not may_underflow:
             for square, _, grad in pairs:
                 assert math.sqrt(square) == pytest.approx(0.0 if grad is None else reference(grad), rel=1e-5)
 
@@ -376,18 +376,18 @@ def test_a_glance_stays_what_it_was_when_the_sums_are_taken(kind: type[RowBuffer
 
 
 @KINDS
-def test_rows_of_zeros_are_not_faint(kind: type[RowBuffer]) -> None:
-    """An embedding's gradient is zero in most rows; a gradient that is tiny everywhere is faint."""
+def test_rows_of_zeros_do_not_underflow(kind: type[RowBuffer]) -> None:
+    """An embedding's gradient is zero in most rows; only one that is tiny everywhere may underflow."""
     grads = [torch.zeros(1000, 4096), torch.ones(5)]
     floor = np.array([grad.numel() * UNDERFLOW for grad in grads])
     reader = reader_of(kind)
-    assert reader.read(grads).faint(grads, floor)
+    assert reader.read(grads).may_underflow(grads, floor)
     grads[0][17, 5] = 1e-3
-    assert not reader.read(grads).faint(grads, floor)
+    assert not reader.read(grads).may_underflow(grads, floor)
     grads[0][17, 5] = 1e-18
-    assert reader.read(grads).faint(grads, floor)
+    assert reader.read(grads).may_underflow(grads, floor)
     grads[0][17, 5] = math.nan
-    assert not reader.read(grads).faint(grads, floor)  # it has no norm that could be too small
+    assert not reader.read(grads).may_underflow(grads, floor)  # it has no norm that could be too small
 
 
 @KINDS

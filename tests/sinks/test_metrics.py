@@ -205,23 +205,23 @@ def test_own_cost_and_stall_threshold(tmp_path: Path) -> None:
 )
 def test_counters_are_finite_and_never_fall(norms: list[float]) -> None:
     """Whatever the norms, and in whatever order."""
-    sites, tally, before = make_sites(1), RunTotals.of(RULES), (0,) * 6
+    sites, run_totals, before = make_sites(1), RunTotals.of(RULES), (0,) * 6
     for step, norm in enumerate(norms):
-        tally.observe(make_record(sites, abs(norm), overhead=norm, step_seconds=norm), float(step))
+        run_totals.observe(make_record(sites, abs(norm), overhead=norm, step_seconds=norm), float(step))
         now = (
-            tally.steps,
-            tally.nonfinite_steps,
-            tally.nonfinite_elements,
-            tally.clipped_steps,
-            sum(tally.grad_norm.counts),
-            tally.grad_norm.sum,
+            run_totals.steps,
+            run_totals.nonfinite_steps,
+            run_totals.nonfinite_elements,
+            run_totals.clipped_steps,
+            sum(run_totals.grad_norm.counts),
+            run_totals.grad_norm.sum,
         )
         assert all(math.isfinite(value) and value >= old for value, old in zip(now, before, strict=True))
-        assert math.isfinite(tally.overhead_ratio)
+        assert math.isfinite(run_totals.overhead_ratio)
         before = now
     finite = [abs(norm) for norm in norms if math.isfinite(norm)]
-    cumulated = list(itertools.accumulate(tally.grad_norm.counts))
-    assert cumulated[:-1] == [sum(norm <= bound for norm in finite) for bound in tally.grad_norm.bounds]
+    cumulated = list(itertools.accumulate(run_totals.grad_norm.counts))
+    assert cumulated[:-1] == [sum(norm <= bound for norm in finite) for bound in run_totals.grad_norm.bounds]
     assert cumulated[-1] == len(finite)
 
 

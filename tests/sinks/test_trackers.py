@@ -91,16 +91,16 @@ def test_thinning_hides_no_step_of_note(
 
 def test_totals_are_those_of_the_metrics(tmp_path: Path) -> None:
     """Counters agree with the totals behind the Prometheus metrics, also over the steps between two points."""
-    maker, tally, last = Points(RULES, every=4), RunTotals.of(RULES), None
+    maker, run_totals, last = Points(RULES, every=4), RunTotals.of(RULES), None
     for step in range(41):
         events = (make_event(step=step),) if step % 7 == 0 else ()
         norm = math.nan if step % 9 == 1 else 1.0
         record = make_record(SITES, norm, step=step, applied=0.5, events=events, decision=skip())
-        tally.observe(record, float(step))
+        run_totals.observe(record, float(step))
         last = maker.observe(record)
     assert last is not None
     for name in ("nonfinite_steps", "nonfinite_elements", "clipped_steps", "skipped_steps"):
-        assert last.values[f"gradwatch/{name}_total"] == getattr(tally, name) > 0
+        assert last.values[f"gradwatch/{name}_total"] == getattr(run_totals, name) > 0
     assert last.values["gradwatch/rule_firings_total/non-finite"] == 6
     assert last.values["gradwatch/rule_firings_total/exploding"] == 0
 

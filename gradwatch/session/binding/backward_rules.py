@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from gradwatch.actions.backward.limiter import BackwardClipper
+from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.backward.modules import ModuleBounds
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
@@ -79,7 +79,7 @@ def micro_drop_of(
     return MicroDrop(captured, failed, lambda why: report("action", AttachError(why)), cleared)
 
 
-def limiter_of(
+def clipper_of(
     ruleset: RuleSet,
     bound: BoundEngine,
     captured: OptimizerCapture,

@@ -27,7 +27,7 @@ from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.session.activity import Activity
-from gradwatch.session.binding.backward_rules import limiter_of, micro_drop_of, own_sites
+from gradwatch.session.binding.backward_rules import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, standing_of
 from gradwatch.session.binding.rank_rules import WHOLE_ROWS, torn_rows
 from gradwatch.session.context import Contexts, OptimizerContext
@@ -80,8 +80,8 @@ class RuleBindings:
     def _scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss."""
         for bound_rules in self:
-            if bound_rules.limiter is not None:
-                bound_rules.limiter.scaled(scale)
+            if bound_rules.clipper is not None:
+                bound_rules.clipper.scaled(scale)
             if bound_rules.micro is not None:
                 bound_rules.micro.scaled()
         if self.module_bounds is not None:
@@ -90,8 +90,8 @@ class RuleBindings:
     def backward_ended(self) -> None:
         """What tensor hooks heard of a backward, or did in it, counts."""
         for bound_rules in self:
-            if bound_rules.limiter is not None:
-                bound_rules.limiter.backward_ended()
+            if bound_rules.clipper is not None:
+                bound_rules.clipper.backward_ended()
         if self._early is not None:
             for local in [self._early, *(bound_rules.local for bound_rules in self)]:
                 if local is not None:
@@ -102,16 +102,16 @@ class RuleBindings:
         bound_rules = self._of(captured)
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.forget()
-        if bound_rules is not None and bound_rules.limiter is not None:
-            bound_rules.limiter.forget()
+        if bound_rules is not None and bound_rules.clipper is not None:
+            bound_rules.clipper.forget()
 
     def cleared(self, captured: OptimizerCapture) -> None:
         """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
         bound_rules = self._of(captured)
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.cleared()
-        if bound_rules is not None and bound_rules.limiter is not None:
-            bound_rules.limiter.forget()
+        if bound_rules is not None and bound_rules.clipper is not None:
+            bound_rules.clipper.forget()
 
     def close(self) -> None:
         """Remove the tensor hooks."""
@@ -119,7 +119,7 @@ class RuleBindings:
             if local is not None:
                 local.close()
         for bound_rules in self:
-            for hooks in (bound_rules.limiter, bound_rules.micro):
+            for hooks in (bound_rules.clipper, bound_rules.micro):
                 if hooks is not None:
                     hooks.close()
         while self._hears_scale:
@@ -191,13 +191,13 @@ class RuleBindings:
         before: OptimizerRules | None,
     ) -> None:
         """Hooks that act inside the backward, unless they have switched themselves off."""
-        activity, acted = self._activity, None if before is None else before.limiter
+        activity, acted = self._activity, None if before is None else before.clipper
         if acted is not None and acted.off:
             acted.close()
             acted.forget()
-            bound_rules.limiter = acted  # what it would do is done at the step
+            bound_rules.clipper = acted  # what it would do is done at the step
         else:
-            bound_rules.limiter = limiter_of(
+            bound_rules.clipper = clipper_of(
                 self._engine.ruleset,
                 bound_rules.bound,
                 captured,
@@ -207,7 +207,7 @@ class RuleBindings:
                 acted,
             )
         bound_rules.own = own_sites(bound_rules.bound, captured)
-        captured.heard = None if bound_rules.limiter is None else bound_rules.limiter.heard
+        captured.heard = None if bound_rules.clipper is None else bound_rules.clipper.heard
 
     def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
         """What tells the micro-batches of a capture apart, kept while it is of this capture."""
@@ -222,9 +222,9 @@ class RuleBindings:
 
     def publish_bounds(self, bound_rules: OptimizerRules) -> None:
         """What the next backward has to keep to, as far as hooks can see to it."""
-        if bound_rules.limiter is not None and bound_rules.own is not None:
+        if bound_rules.clipper is not None and bound_rules.own is not None:
             own = bound_rules.own
-            bound_rules.limiter.publish(
+            bound_rules.clipper.publish(
                 tuple(one.at(own) for one in bound_rules.bound.bounds(bound_rules.state))
             )
         if self.module_bounds is not None and bound_rules.captured.index == 0:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.actions.backward.limiter import BackwardClipper
+from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.clip import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
@@ -51,7 +51,7 @@ class OptimizerRules:
     record: Record | None = field(default=None)
     decided: Decision | None = None  # of the window at hand, should telling it fail
     standing: ClipSection | None = None  # what `clip:` asks of it beside the total
-    limiter: BackwardClipper | None = None
+    clipper: BackwardClipper | None = None
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
 

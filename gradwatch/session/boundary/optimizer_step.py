@@ -137,12 +137,16 @@ class Boundary:
             return None
         if ctx is None and not self.owns(optimizer):
             return None  # another watch may own it: what is wrapped once is not wrapped again
-        turn = self._evaluations.get(id(optimizer))  # there in a `super().step()` with a closure of its own
-        depth = step_hooks.steps_under_way(optimizer) if turn is not None and turn.running else 1
-        if turn is None or depth > turn.depth:
-            self._evaluations[id(optimizer)] = turn = ClosureCalls(None, turn, depth)
-            self._guarded(self._remember, optimizer, turn)
-        about = optimizer, turn, object()
+        evaluations = self._evaluations.get(
+            id(optimizer)
+        )  # there in a `super().step()` with a closure of its own
+        depth = (
+            step_hooks.steps_under_way(optimizer) if evaluations is not None and evaluations.running else 1
+        )
+        if evaluations is None or depth > evaluations.depth:
+            self._evaluations[id(optimizer)] = evaluations = ClosureCalls(None, evaluations, depth)
+            self._guarded(self._remember, optimizer, evaluations)
+        about = optimizer, evaluations, object()
         instead = closure_calls.notice(
             closure, partial(self._before_evaluation, *about), partial(self._after_evaluation, *about)
         )
@@ -180,20 +184,20 @@ class Boundary:
 
     # -- closures ----------------------------------------------------------------------------------------
 
-    def _remember(self, optimizer: Optimizer, turn: ClosureCalls) -> None:
+    def _remember(self, optimizer: Optimizer, evaluations: ClosureCalls) -> None:
         """Keep what a skip must bring back, where a step may move the weights before its last evaluation."""
         if evaluates_often(optimizer) and self.owns(optimizer):
             ctx = self._context(optimizer)
             if ctx is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
-                turn.memory = WeightBackup(optimizer)
+                evaluations.memory = WeightBackup(optimizer)
 
-    def _before_evaluation(self, optimizer: Optimizer, turn: ClosureCalls, closure: object) -> None:
-        if turn.begins(closure) and turn.count:
+    def _before_evaluation(self, optimizer: Optimizer, evaluations: ClosureCalls, closure: object) -> None:
+        if evaluations.begins(closure) and evaluations.count:
             modes.unseen(self._guarded, self._next_evaluation, optimizer)
 
-    def _after_evaluation(self, optimizer: Optimizer, turn: ClosureCalls, closure: object) -> None:
-        if turn.ends(closure):
-            modes.unseen(self._guarded, self._evaluated, optimizer, turn)
+    def _after_evaluation(self, optimizer: Optimizer, evaluations: ClosureCalls, closure: object) -> None:
+        if evaluations.ends(closure):
+            modes.unseen(self._guarded, self._evaluated, optimizer, evaluations)
 
     def _next_evaluation(self, optimizer: Optimizer) -> None:
         captured = self._capture.capture_of(optimizer)
@@ -201,13 +205,13 @@ class Boundary:
             captured.discard()
             self._reset(captured)
 
-    def _evaluated(self, optimizer: Optimizer, turn: ClosureCalls) -> None:
+    def _evaluated(self, optimizer: Optimizer, evaluations: ClosureCalls) -> None:
         """The closure has run once more: the first gradient is the step's, a later one must be finite."""
         ctx = self._context(optimizer)
-        if turn.count == 1 or ctx is None:
+        if evaluations.count == 1 or ctx is None:
             self._at_step(optimizer, ctx)
             return
-        if turn.skipped or turn.spoilt:
+        if evaluations.skipped or evaluations.spoilt:
             return
         captured = ctx.captured
         if ctx.pooled:
@@ -216,14 +220,14 @@ class Boundary:
         norms = captured.norms_read()
         total = math.sqrt(np.dot(norms, norms))
         if not math.isfinite(total):
-            turn.spoilt = True
+            evaluations.spoilt = True
             ctx.nested = 0
             captured.step += 1  # a Snapshot of its own
             self._at_step(optimizer, ctx)
             return
         decision = self._pipeline.clips_again(ctx, norms)
-        if turn.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
-            decision |= Decision(max_norm=turn.max_norm)
+        if evaluations.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
+            decision |= Decision(max_norm=evaluations.max_norm)
         ctx.acting.clip_again(captured, decision, total, ctx.rules.standing)
 
     def _is_nested(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
@@ -317,38 +321,38 @@ class Boundary:
             return
         measurement = pipeline.measure(ctx, window)
         self._count(optimizer)
-        turn = self._evaluations.get(id(optimizer)) if self._evaluations else None
+        evaluations = self._evaluations.get(id(optimizer)) if self._evaluations else None
         max_norm = ctx.rules.bound.max_norm
-        if max_norm is not None and turn is not None:
+        if max_norm is not None and evaluations is not None:
             window.calm = False  # what is decided of a closure's first gradients clips the later ones too
         if window.calm and max_norm is not None:
             window.calm = ctx.acting.clip_ahead(optimizer, captured, max_norm)
         if not window.calm or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
             ctx.deferral.flush(self._judging_failed)
         if not window.calm:
-            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), turn, max_norm)
+            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), evaluations, max_norm)
 
     def _act(
         self,
         optimizer: Optimizer,
         ctx: OptimizerContext,
         judged: Judged,
-        turn: ClosureCalls | None,
+        evaluations: ClosureCalls | None,
         max_norm: float | None,
     ) -> None:
         """Carry out what was decided of a step, and publish what was really done. Raises `TrainingStopped`."""
         outcome: Outcome | None = None
         try:
             outcome = ctx.acting.apply(
-                optimizer, ctx.captured, judged.decision, turn, max_norm, ctx.rules.standing
+                optimizer, ctx.captured, judged.decision, evaluations, max_norm, ctx.rules.standing
             )
         finally:
             self._publish(ctx, judged, outcome)
         if (failure := outcome.error or outcome.passing) is not None:
             self._activity.failed("action", failure)
         if outcome.done.stop:
-            if turn is not None and turn.memory is not None:
-                turn.memory.restore()
+            if evaluations is not None and evaluations.memory is not None:
+                evaluations.memory.restore()
             raise TrainingStopped(why_stopped(outcome.done, ctx.captured))
 
     def _publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None) -> None:
@@ -488,28 +492,30 @@ class Boundary:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         ctx = self._context(optimizer)
-        turn = self._evaluations.get(id(optimizer)) if self._evaluations else None
+        evaluations = self._evaluations.get(id(optimizer)) if self._evaluations else None
         inside = 0 if ctx is None else ctx.nested
-        depth = 1 if turn is None else step_hooks.steps_under_way(optimizer)
-        while turn is not None and turn.outer is not None and turn.depth > depth:  # it raised
-            turn = turn.outer
-        if turn is not None and depth > turn.depth:
+        depth = 1 if evaluations is None else step_hooks.steps_under_way(optimizer)
+        while (
+            evaluations is not None and evaluations.outer is not None and evaluations.depth > depth
+        ):  # it raised
+            evaluations = evaluations.outer
+        if evaluations is not None and depth > evaluations.depth:
             if ctx is not None and inside:  # its `super().step()` has returned, and no more
                 ctx.nested = max(1, inside - 1)
             return
-        if turn is not None:
+        if evaluations is not None:
             del self._evaluations[id(optimizer)]
-            if turn.outer is not None:
-                self._evaluations[id(optimizer)] = turn.outer
-            if turn.count > 1 and ctx is not None and inside:
+            if evaluations.outer is not None:
+                self._evaluations[id(optimizer)] = evaluations.outer
+            if evaluations.count > 1 and ctx is not None and inside:
                 self._reset(ctx.captured)
         if ctx is not None and inside:
             ctx.nested = inside - 1
             if inside == 1:
                 self._leave(ctx)
         # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
-        if turn is not None and turn.skipped and turn.memory is not None:
-            turn.memory.restore()
+        if evaluations is not None and evaluations.skipped and evaluations.memory is not None:
+            evaluations.memory.restore()
 
     def _leave(self, ctx: OptimizerContext) -> None:
         """The outermost call of an optimizer's step has returned."""

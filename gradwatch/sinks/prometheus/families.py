@@ -68,7 +68,7 @@ class OptimizerView:
     """One optimizer at one moment: `label` as `optimizer_labels` says."""
 
     label: str
-    tally: RunTotals
+    run_totals: RunTotals
     layout: Layout | None = None
 
 
@@ -76,18 +76,18 @@ NO_OPTIMIZER = "none"
 """Label `optimizer` of what no optimizer stands behind: weights moved by the script's own code, observed only."""
 
 
-def optimizer_labels(tallies: Mapping[int, RunTotals]) -> dict[int, str]:
-    """The label `optimizer` of each tally: its index as text, "" where it is the only one.
+def optimizer_labels(totals_by_index: Mapping[int, RunTotals]) -> dict[int, str]:
+    """The label `optimizer` of each total: its index as text, "" where it is the only one.
 
     "none" where no optimizer steps there (and of several such "none-" and the index).
     """
-    observed = sum(tally.observed_only for tally in tallies.values())
+    observed = sum(run_totals.observed_only for run_totals in totals_by_index.values())
     labels = {}
-    for index, tally in tallies.items():
-        if tally.observed_only:
+    for index, run_totals in totals_by_index.items():
+        if run_totals.observed_only:
             labels[index] = NO_OPTIMIZER if observed == 1 else f"{NO_OPTIMIZER}-{index}"
         else:
-            labels[index] = str(index) if len(tallies) > 1 else ""
+            labels[index] = str(index) if len(totals_by_index) > 1 else ""
     return labels
 
 
@@ -133,7 +133,7 @@ def families(view: View) -> Iterator[Family]:
 def _of_optimizer(metric: Metric, view: OptimizerView) -> Iterator[Series]:
     extra: Labels = (("optimizer", view.label),) if view.label else ()
     if metric.kind == "histogram":
-        yield from _histogram(_HISTOGRAMS[metric.name](view.tally), extra)
+        yield from _histogram(_HISTOGRAMS[metric.name](view.run_totals), extra)
         return
     for texts, value in _OF_OPTIMIZER[metric.name](view):
         yield Series("", (*_labels(metric, texts), *extra), value)
@@ -153,7 +153,7 @@ def _histogram(histogram: Histogram, extra: Labels) -> Iterator[Series]:
 
 
 def _param_block(view: OptimizerView) -> Iterator[Block]:
-    record, layout = view.tally.record, view.layout
+    record, layout = view.run_totals.record, view.layout
     if record is None or layout is None or not len(layout.chosen.indices):
         return
     indices, snapshot = layout.chosen.indices, record.snapshot
@@ -162,7 +162,7 @@ def _param_block(view: OptimizerView) -> Iterator[Block]:
 
 def _group_norms(view: OptimizerView) -> Iterable[Value]:
     """Root sum of squares by label group, over parameters with a gradient; no gradient, no series."""
-    record, layout = view.tally.record, view.layout
+    record, layout = view.run_totals.record, view.layout
     if record is None or layout is None or not layout.groups:
         return
     snapshot = record.snapshot
@@ -175,9 +175,9 @@ def _group_norms(view: OptimizerView) -> Iterable[Value]:
 
 
 def _active(view: OptimizerView) -> Iterable[Value]:
-    record = view.tally.record
+    record = view.run_totals.record
     firing = record.verdict.firing if record is not None else {}
-    rules = dict.fromkeys([rule for rule, _, _ in view.tally.firings] + list(firing))
+    rules = dict.fromkeys([rule for rule, _, _ in view.run_totals.firings] + list(firing))
     return [((rule,), int(rule in firing)) for rule in rules]
 
 
@@ -189,14 +189,14 @@ def _latest(read: Callable[[Record], float | None]) -> Callable[[OptimizerView],
     """A gauge of the latest Record: absent before the first one, and where there is no value."""
 
     def values(view: OptimizerView) -> Iterable[Value]:
-        value = read(view.tally.record) if view.tally.record is not None else None
+        value = read(view.run_totals.record) if view.run_totals.record is not None else None
         return [] if value is None else _one(value)
 
     return values
 
 
 def _recent_max(view: OptimizerView) -> Iterable[Value]:
-    return _one(view.tally.recent_max.value()) if view.tally.record is not None else []
+    return _one(view.run_totals.recent_max.value()) if view.run_totals.record is not None else []
 
 
 def _run_info(view: View) -> Iterable[Value]:
@@ -245,13 +245,13 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
 }
 
 _HISTOGRAMS: dict[str, Callable[[RunTotals], Histogram]] = {
-    "gradwatch_step_grad_norm": lambda tally: tally.grad_norm,
-    "gradwatch_step_duration_seconds": lambda tally: tally.step_seconds,
-    "gradwatch_observe_duration_seconds": lambda tally: tally.observe_seconds,
+    "gradwatch_step_grad_norm": lambda run_totals: run_totals.grad_norm,
+    "gradwatch_step_duration_seconds": lambda run_totals: run_totals.step_seconds,
+    "gradwatch_observe_duration_seconds": lambda run_totals: run_totals.observe_seconds,
 }
 
 _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
-    "gradwatch_steps_total": lambda view: _one(view.tally.steps),
+    "gradwatch_steps_total": lambda view: _one(view.run_totals.steps),
     "gradwatch_last_step_timestamp_seconds": _latest(lambda record: record.wall_time),
     "gradwatch_grad_norm": _latest(lambda record: record.snapshot.total_norm),
     "gradwatch_grad_norm_applied": _latest(
@@ -259,27 +259,27 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     ),
     "gradwatch_grad_norm_recent_max": _recent_max,
     "gradwatch_group_grad_norm": _group_norms,
-    "gradwatch_nonfinite_steps_total": lambda view: _one(view.tally.nonfinite_steps),
-    "gradwatch_nonfinite_elements_total": lambda view: _one(view.tally.nonfinite_elements),
-    "gradwatch_rule_firings_total": lambda view: view.tally.firings.items(),
+    "gradwatch_nonfinite_steps_total": lambda view: _one(view.run_totals.nonfinite_steps),
+    "gradwatch_nonfinite_elements_total": lambda view: _one(view.run_totals.nonfinite_elements),
+    "gradwatch_rule_firings_total": lambda view: view.run_totals.firings.items(),
     "gradwatch_rule_active": _active,
-    "gradwatch_actions_total": lambda view: view.tally.actions.items(),
-    "gradwatch_shadow_actions_total": lambda view: view.tally.shadow_actions.items(),
-    "gradwatch_action_failures_total": lambda view: _by_rule(view.tally.action_failures),
-    "gradwatch_escalations_total": lambda view: _by_rule(view.tally.escalations),
+    "gradwatch_actions_total": lambda view: view.run_totals.actions.items(),
+    "gradwatch_shadow_actions_total": lambda view: view.run_totals.shadow_actions.items(),
+    "gradwatch_action_failures_total": lambda view: _by_rule(view.run_totals.action_failures),
+    "gradwatch_escalations_total": lambda view: _by_rule(view.run_totals.escalations),
     "gradwatch_checkpoint_healthy": _latest(
         lambda record: None if record.checkpoint is None else float(record.checkpoint.healthy)
     ),
     "gradwatch_last_healthy_step": _latest(
         lambda record: None if record.checkpoint is None else record.checkpoint.last_healthy_step
     ),
-    "gradwatch_clipped_steps_total": lambda view: _one(view.tally.clipped_steps),
-    "gradwatch_skipped_steps_total": lambda view: _one(view.tally.skipped_steps),
-    "gradwatch_provisional_steps_total": lambda view: _one(view.tally.provisional_steps),
+    "gradwatch_clipped_steps_total": lambda view: _one(view.run_totals.clipped_steps),
+    "gradwatch_skipped_steps_total": lambda view: _one(view.run_totals.skipped_steps),
+    "gradwatch_provisional_steps_total": lambda view: _one(view.run_totals.provisional_steps),
     "gradwatch_loss_scale": _latest(lambda record: record.snapshot.loss_scale),
-    "gradwatch_scaler_skips_total": lambda view: _one(view.tally.scaler_skips),
-    "gradwatch_overhead_ratio": lambda view: _one(view.tally.overhead_ratio),
-    "gradwatch_stall_threshold_seconds": lambda view: _one(view.tally.stall_threshold_seconds),
+    "gradwatch_scaler_skips_total": lambda view: _one(view.run_totals.scaler_skips),
+    "gradwatch_overhead_ratio": lambda view: _one(view.run_totals.overhead_ratio),
+    "gradwatch_stall_threshold_seconds": lambda view: _one(view.run_totals.stall_threshold_seconds),
     "gradwatch_coverage_ratio": _latest(lambda record: record.snapshot.coverage),
     "gradwatch_params": lambda view: _one(view.layout.params if view.layout else 0),
     "gradwatch_params_exported": lambda view: _one(len(view.layout.chosen.indices) if view.layout else 0),

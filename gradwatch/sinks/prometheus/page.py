@@ -46,7 +46,7 @@ def _state(view: View, now: float) -> tuple[str, str]:
     firing = _firing(view)
     if firing:
         return f"firing: {', '.join(firing)}", "bad"
-    started = [each.tally for each in view.optimizers if each.tally.record is not None]
+    started = [each.run_totals for each in view.optimizers if each.run_totals.record is not None]
     if not started:
         return "waiting for the first step", "unknown"
     quiet = min(now - each.record.wall_time for each in started if each.record is not None)
@@ -59,25 +59,25 @@ def _state(view: View, now: float) -> tuple[str, str]:
 
 
 def _firing(view: View) -> list[str]:
-    records = [each.tally.record for each in view.optimizers]
+    records = [each.run_totals.record for each in view.optimizers]
     return sorted({rule for record in records if record is not None for rule in record.verdict.firing})
 
 
 def _optimizer_rows(view: OptimizerView, now: float) -> Iterable[tuple[str, str]]:
-    tally, record = view.tally, view.tally.record
+    run_totals, record = view.run_totals, view.run_totals.record
     suffix = f" (optimizer {view.label})" if view.label else ""
     yield (
         f"steps{suffix}",
         (
-            f"{tally.steps} · non-finite {tally.nonfinite_steps} · skipped {tally.skipped_steps}"
-            f" · clipped {tally.clipped_steps}"
+            f"{run_totals.steps} · non-finite {run_totals.nonfinite_steps} · skipped {run_totals.skipped_steps}"
+            f" · clipped {run_totals.clipped_steps}"
         ),
     )
     if record is not None:
         ago = max(0.0, now - record.wall_time)
         norm = record.snapshot.total_norm
         yield f"last step{suffix}", f"{ago:.1f} s ago, gradient norm {norm:.6g}"
-        yield f"overhead{suffix}", f"{tally.overhead_ratio:.2%} of recent steps"
+        yield f"overhead{suffix}", f"{run_totals.overhead_ratio:.2%} of recent steps"
 
 
 def _errors(view: View) -> str:

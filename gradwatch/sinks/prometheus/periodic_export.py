@@ -1,4 +1,4 @@
-"""The totals of a process on their way out, time and again, in the courier's thread."""
+"""The totals of a process on their way out, time and again, in the worker's thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.runtime.worker import Job, courier
+from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.prometheus.exposition import Family, Labels
 from gradwatch.sinks.prometheus.families import families
 from gradwatch.sinks.prometheus.final_metrics import labelled
@@ -18,7 +18,7 @@ from gradwatch.sinks.prometheus.targets import target_labels
 class PeriodicExport:
     """All metrics but those of single parameters, every series with `run_id` and `rank`.
 
-    `ship` takes them away, in the courier's thread, and returns the seconds until it is due again; its faults are
+    `ship` takes them away, in the worker's thread, and returns the seconds until it is due again; its faults are
     those of the sink `name`. A forked child ships nothing: the round is its parent's.
     """
 
@@ -40,8 +40,8 @@ class PeriodicExport:
         )
         self._metrics.open(run, health)
         if self._round is None:
-            self._round = courier().enter(self._name, self._ship, health)
-        courier().wake(self._round)
+            self._round = background_worker().enter(self._name, self._ship, health)
+        background_worker().wake(self._round)
 
     def add(self, record: Record) -> None:
         """One more step."""
@@ -55,7 +55,7 @@ class PeriodicExport:
         """Ship now; False where it has not arrived after `timeout` seconds."""
         if self._round is None or not self.is_open:
             return True
-        return courier().settle(self._round, timeout)
+        return background_worker().settle(self._round, timeout)
 
     def end(self, timeout: float = 0.0) -> bool:
         """Ship no more, after a last time that may take `timeout` seconds (0: none). False where it was not open."""
@@ -63,6 +63,6 @@ class PeriodicExport:
         if ended is None or ended.inherited:
             return False
         if timeout:
-            courier().settle(ended, timeout)
-        courier().leave(ended)
+            background_worker().settle(ended, timeout)
+        background_worker().leave(ended)
         return True

@@ -19,7 +19,7 @@ from gradwatch.account import Account
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.runtime.worker import Job, courier
+from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
 from gradwatch.sinks.prometheus.families import RunEnd, View, families
@@ -50,8 +50,8 @@ class PushgatewaySink:
         self._group = {"run_id": printable(run.run_id), "rank": str(run.rank)}
         self._metrics.open(run, health)
         if self._round is None:
-            self._round = courier().enter(self.name, self._deliver, health)
-        courier().wake(self._round)
+            self._round = background_worker().enter(self.name, self._deliver, health)
+        background_worker().wake(self._round)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
@@ -72,8 +72,8 @@ class PushgatewaySink:
         if ended is None or ended.inherited:
             return
         self._ended = True
-        courier().settle(ended, _CLOSE_SECONDS)
-        courier().leave(ended)
+        background_worker().settle(ended, _CLOSE_SECONDS)
+        background_worker().leave(ended)
 
     def _deliver(self) -> None:
         if not self._ended:

@@ -111,16 +111,16 @@ class RunTotals:
 
     @classmethod
     def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> RunTotals:
-        """A tally in which every counter of every rule exists at 0, so that its first increase is seen."""
-        tally = cls(stall_floor_seconds=stall_floor_seconds)
+        """Totals in which every counter of every rule exists at 0, so that its first increase is seen."""
+        run_totals = cls(stall_floor_seconds=stall_floor_seconds)
         for rule in rules:
-            tally.firings[rule.id, rule.kind, rule.severity] = 0
+            run_totals.firings[rule.id, rule.kind, rule.severity] = 0
             if rule.actions:
-                tally.action_failures[rule.id] = tally.escalations[rule.id] = 0
+                run_totals.action_failures[rule.id] = run_totals.escalations[rule.id] = 0
             for action in rule.actions:
-                tally.actions[rule.id, action] = 0
-                tally.shadow_actions[rule.id, action] = 0
-        return tally
+                run_totals.actions[rule.id, action] = 0
+                run_totals.shadow_actions[rule.id, action] = 0
+        return run_totals
 
     def observe(self, record: Record, now: float) -> None:
         """Add one step; `now` is monotonic seconds."""

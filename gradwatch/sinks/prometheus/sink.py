@@ -41,8 +41,8 @@ _STALE_SECONDS = 0.5
 class _Optimizer:
     """What the sink keeps of one optimizer; `layout` belongs to the thread that renders."""
 
-    def __init__(self, tally: RunTotals, selection: Selection) -> None:
-        self.tally, self.selection = tally, selection
+    def __init__(self, run_totals: RunTotals, selection: Selection) -> None:
+        self.run_totals, self.selection = run_totals, selection
         self.layout: tuple[str, Layout] | None = None
 
 
@@ -137,7 +137,7 @@ class PrometheusSink:
             optimizer = self._optimizers.get(record.snapshot.optimizer)
             if optimizer is None:
                 optimizer = self._admit(record.snapshot.optimizer)
-            optimizer.tally.observe(record, self._clock())
+            optimizer.run_totals.observe(record, self._clock())
             optimizer.selection.update(record)
             self._version += 1
 
@@ -168,19 +168,19 @@ class PrometheusSink:
         """Everything a scrape shows, copied at this moment."""
         with self._lock:
             numbered = [
-                (index, each, each.tally.copy(), each.selection.chosen)
+                (index, each, each.run_totals.copy(), each.selection.chosen)
                 for index, each in self._optimizers.items()
             ]
-        labels = optimizer_labels({index: tally for index, _, tally, _ in numbered})
+        labels = optimizer_labels({index: run_totals for index, _, run_totals, _ in numbered})
         optimizers = []
-        for index, optimizer, tally, chosen in numbered:
+        for index, optimizer, run_totals, chosen in numbered:
             label = labels[index]
             layout = optimizer.layout
             if chosen is not None and (
                 layout is None or layout[0] != label or layout[1].chosen is not chosen
             ):
                 layout = optimizer.layout = (label, Layout.of(chosen, label))
-            optimizers.append(OptimizerView(label, tally, layout[1] if layout else None))
+            optimizers.append(OptimizerView(label, run_totals, layout[1] if layout else None))
         if not optimizers:
             optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
         health = self._health
@@ -194,7 +194,7 @@ class PrometheusSink:
 
     def _admit(self, index: int) -> _Optimizer:
         if len(self._optimizers) >= MAX_OPTIMIZERS:
-            stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].tally))
+            stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].run_totals))
             self._budget.left += self._optimizers.pop(stalest).selection.admitted
         selection = Selection(self._params, self._top_k, self._match, self._budget)
         self._optimizers[index] = _Optimizer(RunTotals.of(self._run.rules, self._stall_seconds), selection)
@@ -233,5 +233,5 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _last_seen(tally: RunTotals) -> float:
-    return tally.record.wall_time if tally.record is not None else 0.0
+def _last_seen(run_totals: RunTotals) -> float:
+    return run_totals.record.wall_time if run_totals.record is not None else 0.0

@@ -38,7 +38,7 @@ class TextfileSink:
         self._shipment = PeriodicExport(self.name, self._write)
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Name the file; it is first written in the courier's thread."""
+        """Name the file; it is first written in the worker's thread."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
         self._path = os.path.join(self.directory, f"gradwatch-{name}-rank{run.rank}.prom")
         self._shipment.open(run, health)

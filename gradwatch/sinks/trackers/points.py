@@ -77,12 +77,12 @@ class Points:
     def observe(self, record: Record) -> Point | None:
         """Take one step; a Point where one is due."""
         snapshot = record.snapshot
-        tally = self._tallies.get(snapshot.optimizer)
-        if tally is None:
+        run_totals = self._tallies.get(snapshot.optimizer)
+        if run_totals is None:
             if len(self._tallies) >= MOST_OPTIMIZERS:
                 return None  # a program that makes an optimizer every epoch must not make new names for ever
-            tally = self._tallies[snapshot.optimizer] = RunTotals.of(self._rules)
-        tally.observe(record, time.monotonic())
+            run_totals = self._tallies[snapshot.optimizer] = RunTotals.of(self._rules)
+        run_totals.observe(record, time.monotonic())
         notes = tuple(_notes(record))
         applied = snapshot.total_norm_applied
         finite = math.isfinite(snapshot.total_norm) and (math.isfinite(applied) or not snapshot.applied_known)
@@ -90,10 +90,10 @@ class Points:
             return None
         several = f"optimizer_{snapshot.optimizer}/" if snapshot.optimizer else ""
         prefix = PREFIX + several
-        values = {prefix + name: value for name, value in self._values(record, tally)}
+        values = {prefix + name: value for name, value in self._values(record, run_totals)}
         return Point(snapshot.step, record.wall_time, prefix, values, notes)
 
-    def _values(self, record: Record, tally: RunTotals) -> Iterator[tuple[str, float]]:
+    def _values(self, record: Record, run_totals: RunTotals) -> Iterator[tuple[str, float]]:
         snapshot = record.snapshot
         yield "grad_norm", snapshot.total_norm
         if snapshot.applied_known:
@@ -107,13 +107,13 @@ class Points:
             yield f"group_grad_norm/{group}", norm
         if snapshot.loss_scale is not None:
             yield "loss_scale", snapshot.loss_scale
-        yield "nonfinite_steps_total", tally.nonfinite_steps
-        yield "nonfinite_elements_total", tally.nonfinite_elements
-        yield "clipped_steps_total", tally.clipped_steps
-        yield "skipped_steps_total", tally.skipped_steps
-        yield "scaler_skips_total", tally.scaler_skips
+        yield "nonfinite_steps_total", run_totals.nonfinite_steps
+        yield "nonfinite_elements_total", run_totals.nonfinite_elements
+        yield "clipped_steps_total", run_totals.clipped_steps
+        yield "skipped_steps_total", run_totals.skipped_steps
+        yield "scaler_skips_total", run_totals.scaler_skips
         firings: dict[str, int] = {}
-        for (rule, _, _), count in tally.firings.items():
+        for (rule, _, _), count in run_totals.firings.items():
             firings[rule] = firings.get(rule, 0) + count
         for rule, count in firings.items():
             yield f"rule_firings_total/{printable(rule)}", count

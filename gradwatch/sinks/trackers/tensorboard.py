@@ -16,7 +16,7 @@ import numpy as np
 
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.dependencies import require
-from gradwatch.runtime.worker import courier
+from gradwatch.runtime.worker import background_worker
 from gradwatch.sinks.trackers.points import Note, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -36,7 +36,7 @@ class TensorBoardSink(Tracker):
 
     def __init__(self, dir: str | None = None, every: int = DEFAULT_EVERY) -> None:
         require("tensorboard", "tensorboard")
-        super().__init__(every, courier())
+        super().__init__(every, background_worker())
         self._directory = dir
         self._writer: Any = None
         self._files = 0

@@ -34,9 +34,9 @@ class Tracker(ABC):
     name: str
     close_seconds = 2.0
 
-    def __init__(self, every: int, courier: BackgroundWorker) -> None:
+    def __init__(self, every: int, background_worker: BackgroundWorker) -> None:
         Points(every=every)  # refuses what is not a number of steps
-        self._every, self._courier = every, courier
+        self._every, self._worker = every, background_worker
         self._points = Points()
         self._lock = threading.Lock()
         self._queue: deque[Point] = deque()
@@ -69,8 +69,8 @@ class Tracker(ABC):
         self._points = Points(run.rules, self._every)
         with state_restored():
             self.load(run)
-        self._round = self._courier.enter(self.name, self._deliver, health)
-        self._courier.wake(self._round)  # from now on a round a second
+        self._round = self._worker.enter(self.name, self._deliver, health)
+        self._worker.wake(self._round)  # from now on a round a second
 
     def write(self, record: Record) -> None:
         """Keep one step where it is due; microseconds, whatever the tracker does."""
@@ -90,13 +90,13 @@ class Tracker(ABC):
         if full:
             self._health.report(f"{self.name}-queue", _FULL)
         if point.notes:
-            self._courier.wake(self._round)
+            self._worker.wake(self._round)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the tracker has what was written; False where it has not after `timeout` seconds."""
         if self._round is None or self._round.inherited:
             return True
-        return self._courier.settle(self._round, timeout)
+        return self._worker.settle(self._round, timeout)
 
     def close(self) -> None:
         """Hand over what waits and end the run; gives up after `close_seconds`."""
@@ -104,12 +104,12 @@ class Tracker(ABC):
         if ended is None or ended.inherited:
             return
         self._ended = True
-        if not self._courier.settle(ended, self.close_seconds):
+        if not self._worker.settle(ended, self.close_seconds):
             self._health.report(self.name, TimeoutError(f"{self.name} did not take the last points in time"))
-        self._courier.leave(ended)
+        self._worker.leave(ended)
 
     def _deliver(self) -> float | None:
-        """One round: everything that waits, in batches; in the courier's thread."""
+        """One round: everything that waits, in batches; in the worker's thread."""
         while batch := self._waiting():
             if not self._started:
                 self.start(self._run)

@@ -214,9 +214,9 @@ class Gradwatch(Guard):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().attach(model, optimizer)
-        self._tally, self._expected = RunTotals(), 0
+        self._run_totals, self._expected = RunTotals(), 0
         watch = importlib.import_module("gradwatch").watch
-        self._watch = watch(model, optimizer, rules=self.ruleset(optimizer), sinks=[self._tally])
+        self._watch = watch(model, optimizer, rules=self.ruleset(optimizer), sinks=[self._run_totals])
 
     def ruleset(self, optimizer: Optimizer) -> RuleSet:
         """The rules of this guard."""
@@ -227,11 +227,11 @@ class Gradwatch(Guard):
 
     def close(self) -> None:
         self._watch.close()
-        self.interventions = self._tally.skipped + self._tally.clipped
+        self.interventions = self._run_totals.skipped + self._run_totals.clipped
         errors = self._watch.health.errors()
-        if errors or self._tally.steps != self._expected:
+        if errors or self._run_totals.steps != self._expected:
             raise RuntimeError(
-                f"{self._tally.steps} of {self._expected} steps seen; internal errors: {errors}"
+                f"{self._run_totals.steps} of {self._expected} steps seen; internal errors: {errors}"
             )
 
 

@@ -131,24 +131,27 @@ class BackwardClipper:
         self._hooks.clear()
 
 
-def _hook(k: int, tap: Tensor, turn: BackwardClipState, failed: Callable[[str, BaseException], None]) -> Hook:
+def _hook(
+    k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
+) -> Hook:
     """The hook of one parameter."""
     # A square tells whether a closer look is due, where float32 adds it up well enough. What float32 cannot hold of it
     # is out of every bound, or is 0.
-    quick = turn.on_cpu and tap.dtype is torch.float32 and tap.numel() <= ROW
-    turn.squared[k] = quick
+    quick = clip_state.on_cpu and tap.dtype is torch.float32 and tap.numel() <= ROW
+    clip_state.squared[k] = quick
     # Sending a parameter with a tensor hook to another process would otherwise warn.
-    hook: Hook = unserializable_hook((_at_a_glance if quick else _closely)(k, tap, turn, failed))
+    hook: Hook = unserializable_hook((_at_a_glance if quick else _closely)(k, tap, clip_state, failed))
     return hook
 
 
 def _at_a_glance(
-    k: int, tap: Tensor, turn: BackwardClipState, failed: Callable[[str, BaseException], None]
+    k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
 ) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
     tracing, current = torch.compiler.is_dynamo_compiling, backward.current
     dispatching, functions = modes.dispatching, modes.functions
-    task, low, high, seen, versions = turn.task, turn.low, turn.high, turn.seen, turn.versions
+    task, low, high = clip_state.task, clip_state.low, clip_state.high
+    seen, versions = clip_state.seen, clip_state.versions
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
 
     @untraced
@@ -160,12 +163,12 @@ def _at_a_glance(
             if shown and (dispatching() or functions()):  # modes of the script's
                 return modes.unseen(limit, grad, False)
             if task[0] != current():
-                turn.begin(k)
+                clip_state.begin(k)
             try:
                 values: Any = grad.numpy()  # sync: CPU tensor
             except (TypeError, RuntimeError):  # sparse, on another device, or it wants a gradient itself
                 if not grad.is_cpu:
-                    return checked(grad, turn.on_device(k, grad))
+                    return checked(grad, clip_state.on_device(k, grad))
                 values = NOT_PLAIN
             plain = values.dtype is float32
             square = float(vdot(values, values)) if plain else _square(exact_norm(grad)[0])
@@ -173,7 +176,7 @@ def _at_a_glance(
                 if large:
                     seen[k], versions[k] = math.sqrt(square), grad._version
                 return None
-            return checked(grad, turn.on_host(k, grad))
+            return checked(grad, clip_state.on_host(k, grad))
         except Exception as error:
             failed("action", error)
             return None
@@ -182,13 +185,13 @@ def _at_a_glance(
 
 
 def _closely(
-    k: int, tap: Tensor, turn: BackwardClipState, failed: Callable[[str, BaseException], None]
+    k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
 ) -> Hook:
     """The hook of any other parameter."""
     tracing, current = torch.compiler.is_dynamo_compiling, backward.current
     dispatching, functions = modes.dispatching, modes.functions
-    task, low, high, on_cpu = turn.task, turn.low, turn.high, turn.on_cpu
-    seen, versions, large = turn.seen, turn.versions, tap.numel() > SMALL
+    task, low, high, on_cpu = clip_state.task, clip_state.low, clip_state.high, clip_state.on_cpu
+    seen, versions, large = clip_state.seen, clip_state.versions, tap.numel() > SMALL
 
     @untraced
     def limit(grad: Tensor | None, shown: bool = True) -> Tensor | None:
@@ -198,15 +201,15 @@ def _closely(
             if shown and (dispatching() or functions()):
                 return modes.unseen(limit, grad, False)
             if task[0] != current():
-                turn.begin(k)
+                clip_state.begin(k)
             if not on_cpu or not grad.is_cpu:
-                return checked(grad, turn.on_device(k, grad))
+                return checked(grad, clip_state.on_device(k, grad))
             norm = exact_norm(grad)[0]
             if low[k] <= norm <= high[k]:
                 if large:
                     seen[k], versions[k] = norm, grad._version
                 return None
-            return checked(grad, turn.on_host(k, grad))
+            return checked(grad, clip_state.on_host(k, grad))
         except Exception as error:
             failed("action", error)
             return None
