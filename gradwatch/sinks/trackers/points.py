@@ -71,17 +71,17 @@ class Points:
         if every < 1:
             raise ValueError(f"every: {every} is not 1 or more steps")
         self._rules, self._every = rules, every
-        self._tallies: dict[int, RunTotals] = {}
+        self._totals_by_index: dict[int, RunTotals] = {}
         self._labelled: dict[int, _Groups] = {}
 
     def observe(self, record: Record) -> Point | None:
         """Take one step; a Point where one is due."""
         snapshot = record.snapshot
-        run_totals = self._tallies.get(snapshot.optimizer)
+        run_totals = self._totals_by_index.get(snapshot.optimizer)
         if run_totals is None:
-            if len(self._tallies) >= MOST_OPTIMIZERS:
+            if len(self._totals_by_index) >= MOST_OPTIMIZERS:
                 return None  # a program that makes an optimizer every epoch must not make new names for ever
-            run_totals = self._tallies[snapshot.optimizer] = RunTotals.of(self._rules)
+            run_totals = self._totals_by_index[snapshot.optimizer] = RunTotals.of(self._rules)
         run_totals.observe(record, time.monotonic())
         notes = tuple(_notes(record))
         applied = snapshot.total_norm_applied
