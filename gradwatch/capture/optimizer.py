@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -87,6 +88,8 @@ class OptimizerCapture:
         self.heard: Callable[[Grads], Mapping[int, float]] | None = None
         self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
         self._read_at = 0
+        # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
+        self._reading = threading.RLock()
         self.losses = WindowLoss()
         self._unmarked = Unmarked()
         self._arrivals = ArrivalCounts(params)
@@ -164,8 +167,18 @@ class OptimizerCapture:
         backwards = self._arrivals.count
         return backwards > 0 and self._schedule.may_end(self.step, backwards)
 
+    def read_overdue(self) -> None:
+        """Read what a clip, in whichever thread, must not find unread; waits for a read that is under way."""
+        with self._reading:
+            if self.overdue:
+                self._read()
+
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
+        with self._reading:
+            self._read()
+
+    def _read(self) -> None:
         grads = self.grads()
         # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
         self._assumed = self.thinned and self._left_alone
@@ -192,6 +205,10 @@ class OptimizerCapture:
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
         """
+        with self._reading:
+            return self._settle(scale)
+
+    def _settle(self, scale: Number) -> Window:
         grads = self.grads()
         ids, versions = list(map(id, grads)), versions_of(grads)
         for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)) if self._held else ():

@@ -26,6 +26,7 @@ from gradwatch.capture.shards import is_shard, offloaded
 from gradwatch.capture.window import Window
 from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.spent import Spent
 from gradwatch.taps import backward, modes, tree
 from gradwatch.taps.grad_ready import GradReadyHooks
@@ -71,6 +72,7 @@ class Capture:
         self.ready = self._ends.ready  # by graph task of the backwards that have not ended
         self._marks = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
         self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
+        self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
         self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[OptimizerCapture], None] = _nothing  # gradients of earlier backwards are gone
@@ -265,8 +267,23 @@ class Capture:
                 return captured
         return None
 
+    def adopt_waiting(self, from_first_backward: bool) -> list[OptimizerCapture]:
+        """The captures of optimizers that waited for one; `from_first_backward`: none of their window was missed.
+
+        Another thread's backward, or clip, waits until all of them stand: it may be the one that reached them.
+        """
+        with self.arranging.held:
+            made = [self.adopt(each) for each in self._waiting() if each not in self.stepped_inside]
+            for captured in made if from_first_backward else ():
+                captured.attached_mid_window = False
+        return made
+
     def adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None = None) -> OptimizerCapture:
         """Build the capture of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
+        with self.arranging.held:
+            return self._adopt(optimizer, captured)
+
+    def _adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None) -> OptimizerCapture:
         fresh = [param for group in optimizer.param_groups for param in group["params"]]
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
         # One without parameters is falsy.
@@ -483,10 +500,7 @@ class Capture:
             touched += self._unmarked_arrivals(touched)
         if not self._arrival:
             self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
-        for optimizer in self._waiting():
-            if optimizer not in self.stepped_inside:
-                # It hears this window from its first backward on.
-                self.adopt(optimizer).attached_mid_window = False
+        self.adopt_waiting(from_first_backward=True)
         told = self._tell_captures(touched)
         unowned = self._unowned_slots
         if unowned is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.optim import Optimizer
 
 from gradwatch.capture.known_scaling import announced
 from gradwatch.capture.optimizer import OptimizerCapture
@@ -23,20 +22,18 @@ from gradwatch.taps.clip_functions import Multiplication, listen
 class BeforeClip:
     """Reads, when clipping begins, the gradients of a Capture that the end of no backward was there to read.
 
-    `waiting` names optimizers that have no capture yet (attached after their backward); `bound` is told of the
-    capture each gets. `resting` says that nothing may be read at present.
+    Optimizers that have no capture yet (attached after their backward) get one, and `bound` is called with it.
+    `resting` says that nothing may be read at present.
     """
 
     def __init__(
         self,
         capture: Capture,
-        waiting: Callable[[], list[Optimizer]],
         bound: Callable[[OptimizerCapture], None],
         resting: Callable[[], bool],
         failed: Callable[[str, BaseException], None],
     ) -> None:
         self._capture = capture
-        self._waiting = waiting
         self._bound = bound
         self._resting = resting
         self._failed = failed
@@ -56,8 +53,9 @@ class BeforeClip:
 
     @torch.no_grad()
     def _read(self) -> None:
-        late = [self._capture.adopt(optimizer) for optimizer in self._waiting()]
+        late = self._capture.adopt_waiting(from_first_backward=False)
         for captured in late:
             self._bound(captured)
-        for captured in [*late, *(captured for captured in self._capture.captures if captured.overdue)]:
             captured.read()
+        for captured in self._capture.captures:
+            captured.read_overdue()

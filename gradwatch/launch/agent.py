@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from gradwatch.launch.unannounced import Unannounced
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.optimizers import init as optimizer_init
 from gradwatch.taps.process_totals import count_backwards
@@ -57,7 +57,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.registered = Registered(self._building)
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock()
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._prune_at = _MANY
@@ -66,7 +66,7 @@ class Agent:
         self._numbered = 0  # optimizers in made-up names
         self._heard = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
-        self._forwards = FirstForwards(self.registered, lambda: self._lock)
+        self._forwards = FirstForwards(self.registered, self._lock)
         self._unannounced = Unannounced(self.registered)
         optimizer_init.listen(self._making)
         backward_entry.listen(self._about_to_run)
@@ -125,7 +125,6 @@ class Agent:
 
     def _forked(self) -> None:
         """In a forked child nothing is watched until it trains; then it is an attempt of its own."""
-        self._lock = threading.RLock()  # the thread that held it in the parent is not here to unlock
         self._inherited += _watches
         _watches.clear()
         if self._baselines is not None:
@@ -155,7 +154,7 @@ class Agent:
         Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
         script nothing but a line, unless `--strict` lets it raise.
         """
-        with self._lock:
+        with self._lock.held:
             if self._attaching:  # by this thread: other threads wait above
                 return None
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import tree
 from gradwatch.taps.registered import Registered
 
@@ -33,11 +33,11 @@ MOST_FAULTS = 8  # kept, to be counted by the session
 class FirstForwards:
     """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
 
-    Its faults never reach the script: the session that takes over counts them. `lock` gives what is to be held while
+    Its faults never reach the script: the session that takes over counts them. `lock` is held while
     models are looked for: threads may make optimizers, and attach, at the same time.
     """
 
-    def __init__(self, registered: Registered, lock: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, registered: Registered, lock: ForkSafeLock) -> None:
         self._registered = registered
         self._lock = lock
         self._early: PreAttachRecorder | None = None
@@ -102,7 +102,7 @@ class FirstForwards:
 
     def _guarded(self, call: Callable[..., None], *args: Any) -> None:
         try:
-            with self._lock():
+            with self._lock.held:
                 call(*args)
         except Exception as error:
             self._failed("localise", error)

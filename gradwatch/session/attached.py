@@ -205,14 +205,12 @@ class Attached:
         )
         capture.cleared = self._cleared
         capture.losses.refused = self._no_loss
-        self.before_clip = BeforeClip(capture, self._waiting, self._bind, activity.resting, activity.failed)
+        self.before_clip = BeforeClip(capture, self._bind, activity.resting, activity.failed)
 
     def bind_early(self) -> None:
         """Bind the rules before the first backward, where some act inside it and the optimizer is known."""
         if asks_backward(self.rules.ruleset) or drops_micro(self.rules.ruleset):
-            for optimizer in self._waiting():
-                captured = self.capture.adopt(optimizer)
-                captured.attached_mid_window = False  # it gets its window from the first backward on
+            for captured in self.capture.adopt_waiting(from_first_backward=True):
                 self.binder.bind(captured)
 
     # -- what is asked of it -----------------------------------------------------------------------------

@@ -8,30 +8,18 @@ waiting would leave gradwatch in the way: so the replacement stays below the oth
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from gradwatch.runtime import guard
+from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps.dynamo import untraced
 
 L = TypeVar("L")
 _ABSENT = object()
 
 
-class _Lock:
-    """Held while a patch changes; made anew in a forked child, where the thread that held it is gone."""
-
-    def __init__(self) -> None:
-        self.renew()
-        os.register_at_fork(after_in_child=self.renew)
-
-    def renew(self) -> None:
-        self.held = threading.RLock()  # a signal handler may listen too
-
-
-_lock = _Lock()
+_lock = ForkSafeLock()  # held while a patch changes
 
 
 class Layer(Generic[L]):

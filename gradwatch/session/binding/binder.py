@@ -49,6 +49,10 @@ class Binder:
 
     def bind(self, captured: OptimizerCapture) -> OptimizerContext:
         """Bind the rules to a capture that was made or whose parameters changed; baselines go on by name."""
+        with self._capture.arranging.held:
+            return self._bind(captured)
+
+    def _bind(self, captured: OptimizerCapture) -> OptimizerContext:
         if captured.without_optimizer:
             self._notices.without_optimizer(captured.sites.names)
         self.flush()  # what waits was measured on the parameters as they were
@@ -79,7 +83,13 @@ class Binder:
 
     def bind_missing(self) -> None:
         """Bind the rules to every capture that has none yet."""
-        for captured in self._capture.captures:
-            ctx = self._contexts.find(captured)
-            if ctx is None or ctx.bound_rules is None:
-                self.bind(captured)
+        if all(map(self._is_bound, self._capture.captures)):
+            return
+        with self._capture.arranging.held:
+            for captured in self._capture.captures:
+                if not self._is_bound(captured):
+                    self._bind(captured)
+
+    def _is_bound(self, captured: OptimizerCapture) -> bool:
+        ctx = self._contexts.find(captured)
+        return ctx is not None and ctx.bound_rules is not None

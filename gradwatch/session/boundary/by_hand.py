@@ -27,7 +27,6 @@ from gradwatch.capture.columns.loss import Root
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import Number
-from gradwatch.runtime.process import here
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
@@ -60,8 +59,6 @@ class ByHand:
         # When it was last looked whether the loops' captures stand.
         self._unowned: frozenset[int] = frozenset()
         self._ending = False  # a step is being ended, for which everything is asked to be settled
-        self._lock = threading.RLock()  # any thread that begins a backward may end the step of any loop
-        self._pid = here[0]
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.unowned_unscaled = self._unscaled
         capture.before_drop = self.settle  # a model may be gone before another backward begins
@@ -88,10 +85,8 @@ class ByHand:
             self._ending = False
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        if self._pid != here[0]:  # a thread that the fork has left behind may hold it
-            self._lock, self._pid = threading.RLock(), here[0]
         try:
-            with self._lock, torch.no_grad():
+            with self._capture.arranging.held, torch.no_grad():
                 call()
         except Exception as error:
             self._failed(error)
