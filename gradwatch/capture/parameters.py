@@ -373,7 +373,7 @@ class Capture:
                 for identity in (*captured.param_ids, *captured.watched_ids)
             }
             self._unowned_slots = frozenset(
-                slot for identity, slot in self._slot_of.items() if identity not in owned
+                slot for identity, slot in list(self._slot_of.items()) if identity not in owned
             )
         return self._unowned_slots
 

@@ -28,7 +28,7 @@ class Distinct:
         self.count += 1
         self._seen[id(found)] = weakref.ref(found)
         if len(self._seen) > self._prune_at:
-            self._seen = {key: ref for key, ref in self._seen.items() if ref() is not None}
+            self._seen = {key: ref for key, ref in list(self._seen.items()) if ref() is not None}
             self._prune_at = max(_MANY, 2 * len(self._seen))
 
     def reset(self) -> None:

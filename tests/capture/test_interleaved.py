@@ -57,21 +57,21 @@ def switching() -> Iterator[None]:
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("seed", range(10))
 def test_backwards_of_threads_at_the_same_time_are_told_apart(seed: int) -> None:
-    """Two threads train models of their own under one watch, each clipping while the other one's backward runs."""
+    """Four threads train models of their own under one watch, each clipping while backwards of others run."""
     torch.manual_seed(seed)
-    models = [nn.Sequential(*[nn.Linear(32, 32) for _ in range(12)]) for _ in range(2)]
+    models = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)]) for _ in range(4)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.0) for model in models]
-    batches, norms, losses = [torch.randn(64, 32) for _ in models], [], []
+    batches, norms, losses = [torch.randn(8, 16) for _ in models], [], []
     for model, batch in zip(models, batches, strict=True):
         loss = model(batch).square().mean() * 1000
         loss.backward()
         norms.append(total(model))
         losses.append(loss.item())
         model.zero_grad()
-    kept, together = Kept(), threading.Barrier(2)
+    kept, together = Kept(), threading.Barrier(4, timeout=60)
 
     def train(k: int) -> None:
-        for _ in range(6):
+        for _ in range(3):
             optimizers[k].zero_grad()
             loss = models[k](batches[k]).square().mean() * 1000
             together.wait()
@@ -80,7 +80,7 @@ def test_backwards_of_threads_at_the_same_time_are_told_apart(seed: int) -> None
             optimizers[k].step()
 
     with gradwatch.watch(models, optimizers, sinks=[kept], strict=True):
-        threads = [threading.Thread(target=train, args=(k,)) for k in range(2)]
+        threads = [threading.Thread(target=train, args=(k,)) for k in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -180,7 +180,7 @@ class RecordedCalls:
         self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
         if self._met is not None:
             self._met = met
-        for call in self.calls:
+        for call in list(self.calls):
             call.step = steps[0]
         self._make_room()
 
@@ -197,11 +197,11 @@ class RecordedCalls:
         With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
         """
         now = backward.current()
-        gone = [call for call in self.calls if call.tasks and now not in call.tasks]
+        gone = [call for call in list(self.calls) if call.tasks and now not in call.tasks]
         if over is not None:
             gone = [call for call in gone if all(task in over for task in call.tasks)]
         for call in gone:
-            self.calls.remove(call)
+            self._forget(call)
         return {task for call in gone for task in call.tasks}
 
     def taken(self, optimizer: Optimizer, before: int) -> None:
@@ -216,9 +216,13 @@ class RecordedCalls:
         if self.moves(optimizer):
             self.drop()
             return
-        kept = [call for call in self.calls if not call.gradients and call.step > before]
-        self.calls.clear()
-        self.calls.extend(kept)
+        for call in list(self.calls):
+            if call.gradients or call.step <= before:
+                self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        with contextlib.suppress(ValueError):  # another thread, which took a step too, has done it
+            self.calls.remove(call)
 
     @property
     def heard(self) -> bool:
@@ -338,11 +342,13 @@ class RecordedCalls:
 
     def _make_room(self) -> None:
         """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
-        while len(self.calls) > 1:
-            earlier = sum(call.nbytes for call in self.calls) - self.calls[-1].nbytes
-            if earlier <= self._max_bytes and len(self.calls) <= MAX_CALLS:
+        earlier = list(self.calls)[:-1]
+        held, count = sum(call.nbytes for call in earlier), len(earlier) + 1
+        for call in earlier:
+            if held <= self._max_bytes and count <= MAX_CALLS:
                 return
-            self.calls.popleft()
+            self._forget(call)
+            held, count = held - call.nbytes, count - 1
             self.dropped += 1
 
 

@@ -51,8 +51,8 @@ class PreAttachCalls(RecordedCalls):
 
     def keep(self, tasks: set[int]) -> None:
         """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
-        for call in [call for call in self.calls if call.tasks and call.tasks.isdisjoint(tasks)]:
-            self.calls.remove(call)
+        for call in [one for one in list(self.calls) if one.tasks and one.tasks.isdisjoint(tasks)]:
+            self._forget(call)
 
 
 class PreAttachRecorder(CallRecorder):

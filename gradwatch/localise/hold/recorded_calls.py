@@ -214,7 +214,7 @@ class CallRecorder:
         for holding in self:
             module = holding.model()
             if module is not None:
-                held += [(module, call) for call in holding.calls if call.gradients or call.reason]
+                held += [(module, call) for call in list(holding.calls) if call.gradients or call.reason]
         return sorted(held, key=lambda pair: pair[1].order)
 
     @property
