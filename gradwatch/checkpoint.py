@@ -67,10 +67,10 @@ class CheckpointHealthTracker:
         "_step",
         "critical",
         "looked",
+        "nonfinite_statistics",
         "now",
         "poisoned_at",
         "ruin",
-        "spoilt",
         "suspected",
     )
 
@@ -79,7 +79,7 @@ class CheckpointHealthTracker:
         self.now = CheckpointHealth()
         self.poisoned_at: int | None = None
         # Running statistics that are not finite; whoever looks at them sets it.
-        self.spoilt: tuple[str, ...] = ()
+        self.nonfinite_statistics: tuple[str, ...] = ()
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         self.looked: int | None = None  # the last step after which a look found nothing
         self.suspected: int | None = None  # a step that jumped, and was taken, and nobody looked since
@@ -107,7 +107,7 @@ class CheckpointHealthTracker:
             judged
             and self.poisoned_at is None
             and self.suspected is None
-            and not (verdict.firing or decision.stop or self.spoilt or self.ruin)
+            and not (verdict.firing or decision.stop or self.nonfinite_statistics or self.ruin)
             and isfinite(snapshot.total_norm)
         ):
             self._found, self._last = (), snapshot.step
@@ -123,17 +123,17 @@ class CheckpointHealthTracker:
             reasons.append(f"a gradient was not finite at step {snapshot.step}")
         if decision.stop:
             reasons.append("training was stopped")
-        if self.spoilt:
-            reasons.append(f"running statistics are not finite: {', '.join(self.spoilt[:3])}")
+        if self.nonfinite_statistics:
+            reasons.append(f"running statistics are not finite: {', '.join(self.nonfinite_statistics[:3])}")
         if not judged:
             reasons.append(f"step {snapshot.step} could not be judged")
         self._found = tuple(reasons)
-        return self._settled()
+        return self._renew()
 
     def unjudged(self, step: int) -> None:
         """A fault of ours kept this step from being judged: nobody can say that it was a healthy one."""
         self._step, self._found = step, (f"step {step} could not be judged",)
-        self._settled()
+        self._renew()
 
     def seen(self, ruin: tuple[str, ...], step: int) -> None:
         """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found."""
@@ -146,7 +146,7 @@ class CheckpointHealthTracker:
             self.suspected = None
             if ruin:
                 self._confirmed = dict(zip((CONFIRMED_JUMP, CONFIRMED_NORM), self._jump, strict=True))
-        self._settled()
+        self._renew()
 
     def confirmed(self) -> Mapping[str, float]:
         """The jump that a look at the weights has confirmed since the last call, as scalars of a Snapshot."""
@@ -168,7 +168,7 @@ class CheckpointHealthTracker:
             self.suspected, total = snapshot.step, JUMP * self._largest
         self._largest = total
 
-    def _settled(self) -> CheckpointHealth:
+    def _renew(self) -> CheckpointHealth:
         reasons = [*self._found, *self.ruin]
         if self.suspected is not None and not self.ruin:
             jumped = f"the total norm jumped at step {self.suspected}"
@@ -197,7 +197,7 @@ class CheckpointHealthTracker:
         self.suspected, self.looked, self._found = None, None, ()
         self._largest = float(saved.get("largest", 0.0))
         self._last = self._step = None if last is None else int(last)
-        self._settled()
+        self._renew()
 
 
 def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:

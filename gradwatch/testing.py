@@ -307,10 +307,10 @@ def law_policy_resume(policy: Policy, seed: int) -> None:
     steps = draw_norms(seed)
     for cut in (0, 1, 19, 24, 25, 99, 100, 120):
         state = taught(policy, steps[:cut])
-        told = json.loads(json.dumps([array.tolist() for array in state], allow_nan=False))
+        loaded = json.loads(json.dumps([array.tolist() for array in state], allow_nan=False))
         restored = [
             np.array(values, array.dtype).reshape(array.shape)
-            for values, array in zip(told, state, strict=True)
+            for values, array in zip(loaded, state, strict=True)
         ]
         other = type(state)(*restored) if state else state
         for norms, present in steps[cut:]:

@@ -248,7 +248,7 @@ def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
     for step in range(1000):
         now[0] += 0.002
         health = CheckpointHealth(step != 500, 499 if step == 500 else step, ("bad",) if step == 500 else ())
-        tag.hear([replace(make_record(sites, step=step), checkpoint=health)])
+        tag.add([replace(make_record(sites, step=step), checkpoint=health)])
         tag.write(tmp_path)
     tag.write(tmp_path, last=True)
     assert {0, 500, 501, 999} <= set(written)
@@ -268,7 +268,7 @@ def test_a_streak_of_bad_steps_is_no_stream_of_files(tmp_path: Path, monkeypatch
     for step in range(1000):
         now[0] += 0.002
         health = CheckpointHealth(False, None, (f"a gradient was not finite at step {step}",))
-        tag.hear([replace(make_record(sites, step=step), checkpoint=health)])
+        tag.add([replace(make_record(sites, step=step), checkpoint=health)])
         tag.write(tmp_path)
     tag.write(tmp_path, last=True)
     assert written[0] == 0

@@ -138,7 +138,7 @@ class Account:
     after: Taken = NOTHING_TAKEN
 
     @property
-    def told(self) -> bool:
+    def trained_or_watched(self) -> bool:
         """Whether there is anything to tell: the process trained, or something was watched in it."""
         return self.counted or self.unended
 

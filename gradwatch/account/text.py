@@ -18,16 +18,16 @@ LONGEST_REASON = 90
 def lines(account: Account, folder: str = "") -> list[str]:
     """The account of a process that trained, a line or two; `folder` is how the run's folder is shown."""
     missed = gaps(account)
-    told = PREFIX + " · ".join(_parts(account, folder))
-    return [told, *([f"{PREFIX}not seen: {'; '.join(missed)}"] if missed else [])]
+    line = PREFIX + " · ".join(_parts(account, folder))
+    return [line, *([f"{PREFIX}not seen: {'; '.join(missed)}"] if missed else [])]
 
 
 def fields(account: Account) -> Iterator[tuple[str, object]]:
     """The account as the fields of a log line; empty ones are left out."""
     taken, seen = account.taken, account.watched
-    silent = never_evaluated(account)
+    unfed = never_evaluated(account)
     share = seen.own_share
-    told: dict[str, object] = {
+    line: dict[str, object] = {
         "steps_watched": seen.steps,
         "steps_taken": taken.steps,
         "rejected": taken.rejected or "",
@@ -37,14 +37,14 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
-        "no_data": _without_data(silent, account.rules) if silent else "",
+        "no_data": _without_data(unfed, account.rules) if unfed else "",
         "not_armed": _unarmed(account),
         "own_cost": "" if share is None else f"{share:.1%}",
         "ended": "" if account.ended == "finished" else account.ended,
         "directory": account.directory,
         "not_seen": "; ".join(gaps(account)),
     }
-    yield from ((key, value) for key, value in told.items() if value != "")
+    yield from ((key, value) for key, value in line.items() if value != "")
 
 
 def nothing_seen(account: Account) -> str:
@@ -62,14 +62,14 @@ def never_evaluated(account: Account) -> dict[str, str]:
     return {**account.no_data, **unmatched}
 
 
-def _without_data(silent: Mapping[str, str], rules: int) -> str:
+def _without_data(unfed: Mapping[str, str], rules: int) -> str:
     """How many rules and groups of parameters, and why, each reason once."""
-    groups = {name: why for name, why in silent.items() if name.startswith("group:")}
-    off = {name: why for name, why in silent.items() if name not in groups}
+    groups = {name: why for name, why in unfed.items() if name.startswith("group:")}
+    off = {name: why for name, why in unfed.items() if name not in groups}
     counts = [f"{len(off)} of {max(rules, len(off))} rules"] if off else []
     if groups:
         counts.append(f"{len(groups)} group{'s' * (len(groups) > 1)} of parameters")
-    return f"{' and '.join(counts)} ({_reasons(silent)})"
+    return f"{' and '.join(counts)} ({_reasons(unfed)})"
 
 
 def not_armed(account: Account) -> dict[str, str]:
@@ -100,9 +100,9 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.actions:
         yield f"done: {_counted(account.actions)}"
     if watched:
-        silent = never_evaluated(account)
-        if silent:
-            yield f"no data for {_without_data(silent, account.rules)}"
+        unfed = never_evaluated(account)
+        if unfed:
+            yield f"no data for {_without_data(unfed, account.rules)}"
         if not_armed(account):
             yield f"not armed: {_unarmed(account)}"
         if account.watched.own_share is not None:
@@ -117,14 +117,14 @@ def _steps(account: Account) -> str:
     if account.unended and not account.counted:
         return f"{recorded(account)} in {unended(account, 'that ')}"
     taken, seen = account.taken, account.watched
-    told = f"{seen.steps:,} of {taken.steps:,} steps watched"
+    line = f"{seen.steps:,} of {taken.steps:,} steps watched"
     if seen.rejected or taken.rejected:
-        told += f" and {seen.rejected:,} of {taken.rejected:,} rejected by a GradScaler"
+        line += f" and {seen.rejected:,} of {taken.rejected:,} rejected by a GradScaler"
     if seen.unowned:
-        told += f", {seen.unowned:,} windows without an optimizer"
+        line += f", {seen.unowned:,} windows without an optimizer"
     if account.processes > 1:
-        told += f" in {account.processes:,} processes"
-    return told
+        line += f" in {account.processes:,} processes"
+    return line
 
 
 def _what(account: Account) -> str:
@@ -148,10 +148,10 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-def _reasons(silent: Mapping[str, str]) -> str:
+def _reasons(unfed: Mapping[str, str]) -> str:
     """Each reason once, without what it adds in brackets or after a semicolon, the most frequent first."""
     counts: dict[str, int] = {}
-    for reason in silent.values():
+    for reason in unfed.values():
         short = shorten(re.split(r"; | \(", reason, maxsplit=1)[0], LONGEST_REASON, placeholder=" …")
         counts[short] = counts.get(short, 0) + 1
     ordered = sorted(counts, key=lambda reason: -counts[reason])

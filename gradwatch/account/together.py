@@ -48,11 +48,11 @@ def together(
     accounts = [merged(each, taken_by_one(each)) for each in watches]
     if own is not None:
         accounts.append(own)
-    counted = [account for account in accounts if account.told]
+    counted = [account for account in accounts if account.trained_or_watched]
     unended = {part.pid: part for part in found if not part.ended}
     fates = [runs(part) for part in unended.values()]
-    silent = [part.account for part in found if not part.ended]
-    everyone = [*accounts, *silent]
+    unfinished = [part.account for part in found if not part.ended]
+    everyone = [*accounts, *unfinished]
     return replace(
         merged(counted or accounts[-1:], total(one.taken for one in accounts)),
         fired=summed(one.fired for one in everyone),
@@ -65,7 +65,7 @@ def together(
         lost=fates.count(False),
         running=fates.count(True),
         unknown=fates.count(None),
-        recorded=sum(one.recorded for one in silent),
+        recorded=sum(one.recorded for one in unfinished),
     )
 
 

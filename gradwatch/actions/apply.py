@@ -30,7 +30,7 @@ from gradwatch.reading.device import arrived, clip_factor, kept
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
-from gradwatch.records.snapshot import PARTLY, STANDING_CLIP, Decision, Order
+from gradwatch.records.snapshot import CLIP_SECTION, PARTLY, Decision, Order
 from gradwatch.taps.grad_scaler import supports_scaling
 
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -54,19 +54,19 @@ class StepActions:
     `failed(component, error)` counts an internal error; `empty_lists` is what is known of types of optimizers.
     """
 
-    __slots__ = ("_empty_lists", "_failed", "_gates", "_withheld", "held")
+    __slots__ = ("_amp_overrides", "_empty_lists", "_failed", "_skipper", "held")
 
     def __init__(self, failed: Callable[[str, BaseException], None], empty_lists: EmptiedGroups) -> None:
         self._failed = failed
         self._empty_lists = empty_lists
-        self._withheld: StepSkipper | None = None
-        self._gates: list[AmpOverride] = []
+        self._skipper: StepSkipper | None = None
+        self._amp_overrides: list[AmpOverride] = []
         self.held = False  # something may be set aside for the step under way, or set on its optimizer
 
     def close(self) -> None:
         """Give back any gradient set aside, and `found_inf` as it was."""
-        if self._gates:
-            self.open_gate()
+        if self._amp_overrides:
+            self.restore_amp()
         if self.held:
             self.let_go(finished=True)
 
@@ -77,13 +77,13 @@ class StepActions:
         decision: Decision,
         evaluations: ClosureCalls | None,
         max_norm: float | None = None,
-        standing: ClipSection | None = None,
+        clip_section: ClipSection | None = None,
     ) -> Outcome:
         """Do what was decided of a step on the host, but for a stop; `evaluations` is its closure's, None without one.
 
-        `max_norm` is the file's own bound on the total, which holds where the action of a rule fails; `standing` what
-        the file clips beside the total. Where an action fails, the gradient passes unchanged, or what the rule's
-        `on_error` says is done instead.
+        `max_norm` is the file's own bound on the total, which holds where the action of a rule fails; `clip_section`
+        what the file clips beside the total. Where an action fails, the gradient passes unchanged, or what the
+        rule's `on_error` says is done instead.
 
         What fails is tried once more, if nothing was changed or all of it could be put back: a passing error on one
         rank must not make it diverge from the others, who have none and act.
@@ -95,10 +95,10 @@ class StepActions:
         passing: Exception | None = None
         for last in (False, True):
             try:
-                self._carry_out(optimizer, captured, decision, evaluations, standing)
+                self._carry_out(optimizer, captured, decision, evaluations, clip_section)
             except Exception as error:
                 self.give_back()  # the gradient passes unchanged
-                self.open_gate()
+                self.restore_amp()
                 changed = found is not None and versions_of(captured.grads()) != found
                 if changed and put_back(captured, aside):
                     changed, found = False, versions_of(captured.grads())
@@ -134,13 +134,13 @@ class StepActions:
         return instead
 
     def clip_again(
-        self, captured: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None
+        self, captured: OptimizerCapture, decision: Decision, total: float, clip_section: ClipSection | None
     ) -> None:
         """Clip a later gradient of a step that evaluates its closure several times; `total` is its norm."""
         if decision.max_norm is not None and only_total(decision):
             captured.multiply(clip_coefficient(total, decision.max_norm))
         elif decision.touches:
-            _reshape(captured, decision, total, standing)
+            _reshape(captured, decision, total, clip_section)
 
     def clip_ahead(self, optimizer: Optimizer, captured: OptimizerCapture, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
@@ -162,7 +162,7 @@ class StepActions:
         captured: OptimizerCapture,
         decision: Decision,
         evaluations: ClosureCalls | None,
-        standing: ClipSection | None,
+        clip_section: ClipSection | None,
     ) -> None:
         if evaluations is not None:
             evaluations.skipped, evaluations.max_norm = decision.skip, decision.max_norm
@@ -170,15 +170,15 @@ class StepActions:
             if evaluations is None or not evaluations.must_finish:
                 self.held = True
                 at_once, known = evaluations is not None, self._empty_lists
-                withheld = StepSkipper(optimizer, lambda: known.do_for(optimizer, at_once))
-                self._withheld = withheld
-                withheld.begin(at_once)
+                skipper = StepSkipper(optimizer, lambda: known.do_for(optimizer, at_once))
+                self._skipper = skipper
+                skipper.begin(at_once)
         elif decision.max_norm is not None and only_total(decision):
             coefficient = clip_coefficient(captured.total_applied(), decision.max_norm)
             self._multiply(optimizer if evaluations is None else None, captured, coefficient)
         elif decision.touches:
             total = captured.total_applied() if decision.max_norm is not None else 0.0
-            _reshape(captured, decision, total, standing)
+            _reshape(captured, decision, total, clip_section)
 
     def _multiply(
         self, optimizer: Optimizer | None, captured: OptimizerCapture, coefficient: np.float32
@@ -200,32 +200,32 @@ class StepActions:
         optimizer: Optimizer,
         captured: OptimizerCapture,
         max_norm: float | None,
-        standing: ClipSection | None,
+        clip_section: ClipSection | None,
         skips: bool,
     ) -> None:
         """What the host would do if it knew the numbers, with a verdict that never leaves the device.
 
-        `max_norm` bounds the total norm, `standing` is what is clipped beside it; `skips`: a step whose gradients are
-        not finite is skipped.
+        `max_norm` bounds the total norm, `clip_section` is what is clipped beside it; `skips`: a step whose
+        gradients are not finite is skipped.
         """
         reading = captured.on_device
-        if reading is None or not (skips or max_norm is not None or standing is not None):
+        if reading is None or not (skips or max_norm is not None or clip_section is not None):
             return
         total = reading.device_total()  # loss scale included
         if total is None:
             return
         scale = carried_scale(optimizer)
         carried = scale.to(total.device, non_blocking=True) if isinstance(scale, Tensor) else scale
-        if standing is not None:
-            standing.apply_on_device(reading, captured.grads(), captured.params, max_norm, carried)
+        if clip_section is not None:
+            clip_section.apply_on_device(reading, captured.grads(), captured.params, max_norm, carried)
         elif max_norm is not None and divides(optimizer, captured):
             self._divide(optimizer, captured, torch.reciprocal(clip_factor(total / carried, max_norm)))
         elif max_norm is not None:
             device.clip(captured.grads(), total / carried, max_norm)
         if skips:
-            self._gate(optimizer, captured, total)
+            self._override_amp(optimizer, captured, total)
 
-    def _gate(self, optimizer: Optimizer, captured: OptimizerCapture, total: Tensor) -> None:
+    def _override_amp(self, optimizer: Optimizer, captured: OptimizerCapture, total: Tensor) -> None:
         """Tell a fused optimizer on the device to skip if the total norm is not finite; no host sync.
 
         The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
@@ -244,16 +244,16 @@ class StepActions:
         self._set(optimizer, captured, "grad_scale", divisor)
 
     def _set(self, optimizer: Optimizer, captured: OptimizerCapture, name: str, value: Tensor) -> None:
-        gate = AmpOverride(optimizer, name, value, getattr(optimizer, name, None))
+        override = AmpOverride(optimizer, name, value, getattr(optimizer, name, None))
         self.held = True
-        self._gates.append(gate)
+        self._amp_overrides.append(override)
         setattr(optimizer, name, value)
 
-    def open_gate(self) -> None:
+    def restore_amp(self) -> None:
         """Restore `found_inf` and `grad_scale` as they were; not where somebody else has set them since."""
-        gates, self._gates = self._gates, []
-        for gate in gates:
-            gate.restore()
+        gates, self._amp_overrides = self._amp_overrides, []
+        for override in gates:
+            override.restore()
 
     def let_go(self, finished: bool) -> None:
         """Restore everything as it was before the step, which has `finished` or raised."""
@@ -261,25 +261,25 @@ class StepActions:
         try:
             self.give_back(finished)
         finally:
-            self.open_gate()
+            self.restore_amp()
 
     @property
     def emptied(self) -> bool:
         """Whether the optimizer's parameter lists are empty for the length of a step: it raised if it is over."""
-        return self._withheld is not None and self._withheld.emptied
+        return self._skipper is not None and self._skipper.emptied
 
     def give_back(self, finished: bool = True) -> None:
         """Put back what a skip set aside, but no gradient where a newer backward has already made one.
 
         `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
         """
-        withheld, self._withheld = self._withheld, None
-        if withheld is None:
+        skipper, self._skipper = self._skipper, None
+        if skipper is None:
             return
-        if not finished and withheld.emptied:  # it raised for another reason, or not: copies from now on
-            self._empty_lists.refuse(withheld.optimizer)
-        withheld.give_back(finished)
-        withheld.let_go()
+        if not finished and skipper.emptied:  # it raised for another reason, or not: copies from now on
+            self._empty_lists.refuse(skipper.optimizer)
+        skipper.give_back(finished)
+        skipper.let_go()
 
 
 class AmpOverride(NamedTuple):
@@ -319,7 +319,7 @@ def where(captured: OptimizerCapture) -> torch.device:
 
 
 def _reshape(
-    captured: OptimizerCapture, decision: Decision, total: float, standing: ClipSection | None
+    captured: OptimizerCapture, decision: Decision, total: float, clip_section: ClipSection | None
 ) -> None:
     """Zero and multiply gradients in place, as decided: each parameter once; `total` is the norm of all of them."""
     grads = captured.grads()
@@ -331,10 +331,10 @@ def _reshape(
         if (grad := grads[k]) is not None:
             _zero_nonfinite(grad)
     ahead: dict[int, Tensor] = {}
-    if decision.elementwise and standing is not None:
+    if decision.elementwise and clip_section is not None:
         optimizer = None if captured.optimizer is None else captured.optimizer()
         scale = arrived(kept(carried_scale(optimizer)))
-        ahead = standing.take(Found(grads, captured.params, scale), coef)
+        ahead = clip_section.take(Found(grads, captured.params, scale), coef)
         put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()
     clipped = [
@@ -369,7 +369,7 @@ def left_by_zeroing(grads: Sequence[Tensor | None], zero: NDArray[np.bool_]) -> 
 
 def by_rule(decision: Decision) -> bool:
     """Whether a rule has a part in this, and not only the file's own clip."""
-    return any(not order.shadow and order.rule != STANDING_CLIP for order in decision.orders)
+    return any(not order.shadow and order.rule != CLIP_SECTION for order in decision.orders)
 
 
 def put_aside(captured: OptimizerCapture) -> dict[int, Tensor]:

@@ -31,7 +31,7 @@ class ClosureCalls:
         self.depth = depth
         self.count = 0
         self.skipped = False
-        self.spoilt = False  # a later evaluation was not finite: what follows it says nothing new
+        self.later_nonfinite = False  # a later evaluation was not finite: what follows it says nothing new
         # A bound on the first gradient's total, for every evaluation of the step.
         self.max_norm: float | None = None
         self.memory = memory

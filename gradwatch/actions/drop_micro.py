@@ -114,7 +114,7 @@ class MicroDrop:
         if captured.begins():
             self._forget()
             self._cleared(captured)
-        captured.apart()
+        captured.stash()
         if self._factor != 1.0:  # corrected too early: another micro-batch comes
             _multiply(captured.grads(), 1.0 / self._factor)
             self._factor = 1.0
@@ -179,7 +179,7 @@ class MicroDrop:
         """The step is about to be judged."""
         self._guard(self.correct)()
 
-    def settle(self, window: Window) -> None:
+    def collect_into(self, window: Window) -> None:
         """Tell of what was dropped, and whether anything is left.
 
         `norm` is not finite where that of a micro-batch was not; `norm_applied` is of what is left.
@@ -190,7 +190,7 @@ class MicroDrop:
             window.loss = None  # that of the backwards which are left is not known
         self._forget()
         if poison and isinstance(window.raw, CpuNorms):
-            window.calm = False
+            window.deferrable = False
             raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})
             raw.details = {**window.raw.details, **poison}
             window.raw = raw

@@ -29,14 +29,14 @@ class ArrivalCounts:
         self.cleared = 0
         self._params = params
         self._bulk: NDArray[np.int32] | None = None  # marks heard in bulk
-        self._heard = [0] * len(params)  # marks heard one by one
-        self._witness: tuple[int, int, int] | None = None  # position, identity, version
-        # What `hear` was given last, and the positions that it stands for.
+        self._per_param = [0] * len(params)  # marks heard one by one
+        self._zero_grad_probe: tuple[int, int, int] | None = None  # position, identity, version
+        # What `add_slots` was given last, and the positions that it stands for.
         self._usual: tuple[list[int], dict[int, int], list[int]] | None = None
         self._counted: tuple[list[int], NDArray[np.int32]] | None = None
         self._by_versions: tuple[list[int], int, NDArray[np.int32]] | None = None
         # FSDP1 takes gradients away and puts them back in the midst of a backward.
-        self._tells = not any(type(param).__name__ == "FlatParameter" for param in params)
+        self._has_gradient = not any(type(param).__name__ == "FlatParameter" for param in params)
 
     @property
     def current(self) -> int:
@@ -49,40 +49,40 @@ class ArrivalCounts:
         self._bulk = counts if self._bulk is None else self._bulk + counts
         self._note(last)
 
-    def hear(self, touched: Sequence[int], positions: dict[int, int]) -> bool:
+    def add_slots(self, touched: Sequence[int], positions: dict[int, int]) -> bool:
         """As `add`, from the slots of a handful of marks; numpy would cost more than it saves. True if any is here."""
         usual = self._usual
         if usual is None or usual[0] != touched or usual[1] is not positions:
             here = [positions[slot] for slot in touched if slot in positions]
             self._usual = usual = list(touched), positions, here
-        here, heard = usual[2], self._heard
+        here, per_param = usual[2], self._per_param
         if not here:
             return False
         for k in here:
-            heard[k] += 1
+            per_param[k] += 1
         self.count += 1
         self._note(here[-1])
         return True
 
-    def heard(self) -> list[int]:
+    def per_param(self) -> list[int]:
         """How often each of K gradients arrived; the list itself, which the caller may correct."""
         if self._bulk is not None:
-            self._heard = (self._bulk + self._heard).tolist()  # sync: numpy
+            self._per_param = (self._bulk + self._per_param).tolist()  # sync: numpy
             self._bulk = None
-        return self._heard
+        return self._per_param
 
     def counted(self) -> NDArray[np.int32]:
-        """`heard`, as an array; the same one while nothing changes."""
-        heard = self.heard()
-        if self._counted is None or self._counted[0] != heard:
-            self._counted = heard.copy(), np.array(heard, np.int32)
+        """`per_param`, as an array; the same one while nothing changes."""
+        per_param = self.per_param()
+        if self._counted is None or self._counted[0] != per_param:
+            self._counted = per_param.copy(), np.array(per_param, np.int32)
         return self._counted[1]
 
     def by_versions(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that versions of gradients stand for (-1 = none); the same array while nothing changes."""
-        told, backwards = self._by_versions, self.count - self.cleared
-        if told is not None and told[0] is versions and told[1] == backwards:
-            return told[2]
+        known, backwards = self._by_versions, self.count - self.cleared
+        if known is not None and known[0] is versions and known[1] == backwards:
+            return known[2]
         here = np.array(versions) >= 0
         calls: NDArray[np.int32] = np.where(here, max(1, backwards), 0).astype(np.int32)
         self._by_versions = (versions, backwards, calls)
@@ -90,14 +90,14 @@ class ArrivalCounts:
 
     def begins(self) -> bool:
         """A backward begins: forget the ones before it if their gradients have been cleared. True if they were."""
-        if self._witness is None or not self._gone(*self._witness):
+        if self._zero_grad_probe is None or not self._gone(*self._zero_grad_probe):
             return False
         self.drop()
         return True
 
-    def apart(self) -> None:
+    def stash(self) -> None:
         """Gradients are gone because we move them aside for the length of a backward: nobody cleared them."""
-        self._witness = None
+        self._zero_grad_probe = None
 
     def drop(self) -> None:
         """What was heard so far no longer counts."""
@@ -108,8 +108,8 @@ class ArrivalCounts:
     def restart(self) -> None:
         """A new step."""
         self.count = self.cleared = 0
-        self._bulk = self._witness = None
-        self._heard = [0] * len(self._params)
+        self._bulk = self._zero_grad_probe = None
+        self._per_param = [0] * len(self._params)
 
     def shift(self, backwards: int) -> None:
         """The first `backwards` of them, all cleared, belong to a step that is over."""
@@ -118,13 +118,13 @@ class ArrivalCounts:
 
     def _note(self, k: int | None) -> None:
         """Remember one gradient that is there now; the last to arrive, which the next backward makes last."""
-        grad = self._params[k].grad if k is not None and self._tells else None
+        grad = self._params[k].grad if k is not None and self._has_gradient else None
         if grad is None or k is None:
-            self._witness = None
+            self._zero_grad_probe = None
             return
         if type(grad) is not Tensor:
             grad = local(grad)
-        self._witness = k, id(grad), grad._version
+        self._zero_grad_probe = k, id(grad), grad._version
 
     def _gone(self, k: int, identity: int, version: int) -> bool:
         grad = self._params[k].grad

@@ -174,7 +174,7 @@ class Coverage:
         """What is measured has changed: count at the next step."""
         self._left = 0
 
-    def silenced(self, share: float) -> None:
+    def hooks_lost(self, share: float) -> None:
         """A share of a capture was measured at this boundary, but nothing was heard during its backward."""
         self.ratio *= 1 - share
         self._left = 0

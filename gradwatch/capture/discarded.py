@@ -22,7 +22,7 @@ class Discarded:
 
     def unused(self, captured: OptimizerCapture, captures: Sequence[OptimizerCapture]) -> bool:
         """Whether the gradients of a capture, one of `captures`, were cleared before any step has used them."""
-        if captured.settled >= 0:  # a step is under way, whose closure is evaluated once more
+        if captured.closed_at >= 0:  # a step is under way, whose closure is evaluated once more
             return False
         sharing = self._shared(captured, captures)
         if not sharing:

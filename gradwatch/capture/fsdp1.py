@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from gradwatch.capture.shards import offloaded
 from gradwatch.taps import containers, modes, module_calls
-from gradwatch.taps.mute import is_silent
+from gradwatch.taps.mute import is_muted
 
 
 class FlatTaps:
-    """Notices the calls of the outermost modules of those; `heard` is called as their backward begins."""
+    """Notices the calls of the outermost modules of those; `expect` is called as their backward begins."""
 
     def __init__(
         self,
         models: Iterable[nn.Module],
-        heard: Callable[[list[nn.Parameter]], None],
+        expect: Callable[[list[nn.Parameter]], None],
         failed: Callable[[str, BaseException], None],
     ) -> None:
         self._failed = failed
-        self._heard = heard
+        self._expect = expect
         self._ignore = [
             module_calls.listen(module, after=self._observe)
             for model in models
@@ -40,7 +40,7 @@ class FlatTaps:
 
     def _observe(self, module: nn.Module, args: Any, output: Any) -> None:
         try:
-            if is_silent() or not torch.is_grad_enabled():
+            if is_muted() or not torch.is_grad_enabled():
                 return
             for leaf in containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -50,7 +50,7 @@ class FlatTaps:
 
     def _begin(self, module: nn.Module, _: Tensor) -> None:
         try:
-            modes.unseen(self._heard, [*flattened(module), *offloaded([module]).values()])
+            modes.unseen(self._expect, [*flattened(module), *offloaded([module]).values()])
         except Exception as error:
             self._failed("capture", error)
 

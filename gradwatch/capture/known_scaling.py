@@ -33,7 +33,7 @@ class KnownScaling(NamedTuple):
     exact: bool
 
 
-def announced(grads: Sequence[Tensor], factor: float) -> KnownScaling:
+def known_scaling(grads: Sequence[Tensor], factor: float) -> KnownScaling:
     """What is known when gradients are about to be multiplied by `factor`."""
     ids = frozenset(map(id, grads))
     exact = factor == 1.0 or (SMALLEST <= factor < math.inf and all(grad.dtype in WIDE for grad in grads))
@@ -41,7 +41,7 @@ def announced(grads: Sequence[Tensor], factor: float) -> KnownScaling:
 
 
 def factor_since(
-    told: Sequence[KnownScaling],
+    scalings: Sequence[KnownScaling],
     now: tuple[list[int], list[int]],
     read: tuple[list[int], list[int]],
 ) -> float | None:
@@ -50,10 +50,10 @@ def factor_since(
     `now` and `read` are signatures (ids[K], versions[K], -1 without a gradient), now and as they were read.
     """
     ids, versions = now
-    if not told or len(told) > MOST or ids != read[0]:
+    if not scalings or len(scalings) > MOST or ids != read[0]:
         return None
     mine = frozenset(k for k, version in zip(ids, versions, strict=True) if version >= 0)
-    clips = [clip for clip in told if not mine.isdisjoint(clip.ids)]
+    clips = [clip for clip in scalings if not mine.isdisjoint(clip.ids)]
     if not all(clip.exact and clip.ids >= mine for clip in clips):
         return None
     if versions != [version + len(clips) if version >= 0 else version for version in read[1]]:

@@ -25,7 +25,7 @@ from gradwatch.capture.known_scaling import KnownScaling, factor_since
 from gradwatch.capture.probes import WriteProbes
 from gradwatch.capture.unmarked import Unmarked
 from gradwatch.capture.versions import grown_alike, replaced, versions_of
-from gradwatch.capture.window import Reading, Repeats, State, Window, as_usual, repeated, without
+from gradwatch.capture.window import Reading, Repeats, State, Window, is_ordinary, repeated, without
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.device import DeviceNorms, Number, arrived
@@ -65,17 +65,17 @@ class OptimizerCapture:
         self.distributed = any(hasattr(param, "to_local") for param in params)
         self.by_hand = False  # other code than torch's may average over ranks: read again at the step
         self.on_cpu = all(param.device.type == "cpu" for param in params)
-        self.thinned = False
+        self.pruned = False
         self.spans_two_steps = False  # this window cannot be one step's alone
-        self.silent = False  # a gradient arrived that no mark announced, though there should be one
+        self.hook_missed = False  # a gradient arrived that no mark announced, though there should be one
         self.late = False  # the end of its last backward was not heard: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
-        self.settled = -1  # backwards when the window was closed; -1 while it is open
+        self.closed_at = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
-        self.announced: list[KnownScaling] = []  # clips since the read, by the one who clips
+        self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
         self._reader = CpuReader()
-        self._sentinels = WriteProbes(sites.numels)
+        self._write_probes = WriteProbes(sites.numels)
         self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
         self._norms: Reading | None = None
         self._after: Reading | None = None
@@ -85,8 +85,10 @@ class OptimizerCapture:
         self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
         # Norms that hooks of ours have taken on the way, and that need not be read again.
-        self.heard: Callable[[Grads], Mapping[int, float]] | None = None
-        self.usual: float | None = None  # total norm of a loop so calm that a closer look may wait
+        self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
+        self.recent_total_norm: float | None = (
+            None  # total norm of a loop so calm that a closer look may wait
+        )
         self._read_at = 0
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
         self._reading = threading.RLock()
@@ -125,7 +127,9 @@ class OptimizerCapture:
         if self.unread or self._norms is None:
             by_hand = self._schedule.expected == 0 and bool(self.params)  # set by hand, without a backward
             return self.backwards > 0 or by_hand
-        return not (self.announced or self.distributed) and replaced(self._kept or self._held, self.params)
+        return not (self.known_scalings or self.distributed) and replaced(
+            self._kept or self._held, self.params
+        )
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
@@ -142,9 +146,9 @@ class OptimizerCapture:
         self._arrivals.add(counts, last)
         self.losses.add(root)
 
-    def hear(self, touched: list[int], root: Root | None = None) -> bool:
+    def add_arrivals(self, touched: list[int], root: Root | None = None) -> bool:
         """As `arrived`, from the slots of a handful of marks; whether any of them is here."""
-        if not self._arrivals.hear(touched, self.position):
+        if not self._arrivals.add_slots(touched, self.position):
             return False
         self.losses.add(root)
         return True
@@ -152,15 +156,15 @@ class OptimizerCapture:
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self._kept = None
-        self._sentinels.let_go()
+        self._write_probes.let_go()
         cleared = self._arrivals.begins()
         if cleared:
             self.losses.clear()
         return cleared
 
-    def apart(self) -> None:
+    def stash(self) -> None:
         """Our own doing moves the gradients aside for the length of a backward."""
-        self._arrivals.apart()
+        self._arrivals.stash()
 
     def due(self) -> bool:
         """Whether the backward that just ended may have been the last of this step."""
@@ -180,18 +184,20 @@ class OptimizerCapture:
 
     def _read(self) -> None:
         grads = self.grads()
-        # A loop that is learned and lets gradients be: `settle` finds out soon enough if it changed.
-        self._assumed = self.thinned and self._left_alone
+        # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
+        self._assumed = self.pruned and self._left_alone
         self._ids = list(map(id, grads))
         current = self._arrivals.count - self._arrivals.cleared
         self._versions = self._schedule.versions(current) if self._assumed else versions_of(grads)
         self._kept = grads if self._keeps else None
         self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
         if self.on_cpu and not self.distributed:
-            self._sentinels.hold(grads)
-        self._norms = self._take(grads, 1.0, {} if self.heard is None else self.heard(grads))
+            self._write_probes.hold(grads)
+        self._norms = self._take(
+            grads, 1.0, {} if self.norms_from_hooks is None else self.norms_from_hooks(grads)
+        )
         self._read_at = self._arrivals.count
-        self.announced.clear()
+        self.known_scalings.clear()
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
@@ -200,15 +206,15 @@ class OptimizerCapture:
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
-    def settle(self, scale: Number = 1.0) -> Window:
+    def close_window(self, scale: Number = 1.0) -> Window:
         """Close the window just before `optimizer.step()`: read what is unread, notice what changed.
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
         """
         with self._reading:
-            return self._settle(scale)
+            return self._close_window(scale)
 
-    def _settle(self, scale: Number) -> Window:
+    def _close_window(self, scale: Number) -> Window:
         grads = self.grads()
         ids, versions = list(map(id, grads)), versions_of(grads)
         for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)) if self._held else ():
@@ -229,15 +235,15 @@ class OptimizerCapture:
         if moved or not (unread or self._untouched(grads, raw, scale)):
             clipped = self._clipped(grads, versions, raw, scale)
             after = clipped or self._changed(grads, ids, versions, raw, scale)
-        calm = not (unread or self.spans_two_steps) and as_usual(raw, after)
+        ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
         repeats, last = None, self._last
         # What tells whether some gradient is the last step's: its mark could, had it one.
-        if self.thinned and last is not None and isinstance(last[2], CpuNorms):
+        if self.pruned and last is not None and isinstance(last[2], CpuNorms):
             repeats = ids, last[0], last[2]
         state = ids, versions, raw
         self._unmarked.step()
-        calls, trusted = self._presence(grads, state, current, None if calm else repeats)
-        doubtful = unread or self.late or self.spans_two_steps or self.distributed or not trusted
+        calls, trusted = self._presence(grads, state, current, None if ordinary else repeats)
+        uncertain = unread or self.late or self.spans_two_steps or self.distributed or not trusted
         window = Window(
             self.sites,
             self.step,
@@ -245,33 +251,33 @@ class OptimizerCapture:
             after,
             calls,
             current,
-            doubtful and self._provisional(unread, trusted, versions),
+            uncertain and self._provisional(unread, trusted, versions),
             trusted,
             scale,
-            calm and trusted,
-            repeats if calm else None,
+            ordinary and trusted,
+            repeats if ordinary else None,
             loss=self.losses.total(),
         )
         self._learn(calls, backwards)
         self._last = state
         self._after = after
         self._kept = None
-        self._left_alone = after is raw and not self.announced
-        self.settled = backwards
+        self._left_alone = after is raw and not self.known_scalings
+        self.closed_at = backwards
         return window
 
     def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
         """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
         # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
-        early = unread and not (self._schedule.expected == 0 and self.backwards == 0)
+        unread_early = unread and not (self._schedule.expected == 0 and self.backwards == 0)
         late = self.late and max(versions, default=0) > UNTOUCHED
         partial = self.distributed and bool(self.partial())
-        return early or late or self.spans_two_steps or not trusted or partial
+        return unread_early or late or self.spans_two_steps or not trusted or partial
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
-        self.settled = -1
+        self.closed_at = -1
         self.spans_two_steps = self.late = False
         self.reduced_total = None
         self._arrivals.restart()
@@ -279,7 +285,7 @@ class OptimizerCapture:
         self._read_at = 0
         self._norms = self._kept = None
         self._held = []
-        self.announced.clear()
+        self.known_scalings.clear()
 
     def resume(self) -> None:
         """The step whose window was closed last has raised: what came after it is another step.
@@ -287,7 +293,7 @@ class OptimizerCapture:
         Where its gradients were not cleared the next window holds those of both, and nothing is learned from it.
         """
         self.step += 1
-        over, self.settled = max(self.settled, 0), -1
+        over, self.closed_at = max(self.closed_at, 0), -1
         if self._arrivals.cleared < over:
             self.spans_two_steps = True
         else:
@@ -341,7 +347,7 @@ class OptimizerCapture:
 
     def divide_applied(self, window: Window, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
-        window.calm = False
+        window.deferrable = False
         window.after = self._after = without(window.after, divisor)
 
     def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
@@ -384,17 +390,17 @@ class OptimizerCapture:
 
     # -- thinning the marks ------------------------------------------------------------------------------
 
-    def thinnable(self) -> bool:
+    def prunable(self) -> bool:
         """Whether a few sentinels would tell the same as a mark on every parameter."""
-        return not self.thinned and self._schedule.steady(self.step)
+        return not self.pruned and self._schedule.steady(self.step)
 
-    def sentinels(self, count: int = 4) -> list[int]:
+    def kept_hooks(self, count: int = 4) -> list[int]:
         """Positions of a few parameters, spread over the capture, that received a gradient in the last step."""
         return self._schedule.spread(count)
 
     def block(self) -> None:
         """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
-        self.thinned = False
+        self.pruned = False
         self._schedule.block(self.step, self.ambiguous)
 
     def release(self) -> None:
@@ -402,7 +408,7 @@ class OptimizerCapture:
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
         self.frozen, self._held, self._arrivals = [], [], ArrivalCounts([])
-        self._sentinels.let_go()
+        self._write_probes.let_go()
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -413,7 +419,7 @@ class OptimizerCapture:
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
         left = scale if type(scale) is float else arrived(scale)
         reading = CpuNorms(self._reader.read(rest), self._floor, left)
-        if known or self.usual is None or not reading.as_usual(self.usual, rest):
+        if known or self.recent_total_norm is None or not reading.is_ordinary(self.recent_total_norm, rest):
             reading.look(rest)
         return reading.completed(known) if known else reading
 
@@ -426,14 +432,14 @@ class OptimizerCapture:
         if not isinstance(raw, CpuNorms):
             return True
         left = scale if type(scale) is float else arrived(scale)
-        return self._sentinels.agree(grads, raw, factor * left, but)
+        return self._write_probes.agree(grads, raw, factor * left, but)
 
     def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
         """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
-        if not self.announced or not isinstance(raw, CpuNorms) or raw.details:
+        if not self.known_scalings or not isinstance(raw, CpuNorms) or raw.details:
             return None
         now = list(map(id, grads)), versions
-        factor = factor_since(self.announced, now, (self._ids, self._versions))
+        factor = factor_since(self.known_scalings, now, (self._ids, self._versions))
         if factor is None or not self._untouched(grads, raw, scale, factor):
             return None
         return raw if factor == 1.0 else raw.divided(1.0 / factor)
@@ -459,25 +465,25 @@ class OptimizerCapture:
     ) -> tuple[NDArray[np.int32], bool]:
         """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
         _, versions, raw = state
-        if self.thinned:
-            usual = self._versions if self._assumed else self._schedule.versions(current)
-            told = versions if self._assumed else self._versions
-            trusted = current > 0 and (told == usual or grown_alike(usual, told, self._assumed))
+        if self.pruned:
+            expected = self._versions if self._assumed else self._schedule.versions(current)
+            found = versions if self._assumed else self._versions
+            trusted = current > 0 and (found == expected or grown_alike(expected, found, self._assumed))
             if trusted and repeats is not None:
                 self.ambiguous = repeated(repeats, raw.norms())
                 trusted = not self.ambiguous
-            return self._arrivals.by_versions(self._schedule.pattern if trusted else told), trusted
-        heard = self._arrivals.heard()
+            return self._arrivals.by_versions(self._schedule.pattern if trusted else found), trusted
+        counts = self._arrivals.per_param()
         if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
-            heard[:] = [0 if version == -1 else n for n, version in zip(heard, versions, strict=True)]
-        if 0 in heard:
-            for k, (count, grad) in enumerate(zip(heard, grads, strict=True)):
+            counts[:] = [0 if version == -1 else n for n, version in zip(counts, versions, strict=True)]
+        if 0 in counts:
+            for k, (count, grad) in enumerate(zip(counts, grads, strict=True)):
                 if (
                     not count
                     and grad is not None
                     and self._unmarked.is_new(k, grad, state, self._last, current)
                 ):
-                    heard[k], self.silent = 1, True
+                    counts[k], self.hook_missed = 1, True
         return self._arrivals.counted(), True
 
     def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
@@ -486,5 +492,5 @@ class OptimizerCapture:
             self.attached_mid_window = False
             return
         self._schedule.count(self.step, backwards)
-        if not self.thinned:
+        if not self.pruned:
             self._schedule.note(self._versions, calls, self._arrivals.current)

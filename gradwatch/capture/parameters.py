@@ -34,7 +34,7 @@ from gradwatch.taps.grad_ready import GradReadyHooks
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
-THIN_FROM = 32  # parameters; below this the marks cost nothing worth saving
+PRUNE_FROM = 32  # parameters; below this the marks cost nothing worth saving
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
 
 
@@ -65,12 +65,12 @@ class Capture:
         self._came = 0
         self._free: list[int] = []
         self._slot_of: dict[int, int] = {}
-        self._silent: set[int] = set()
+        self._unhooked: set[int] = set()
         self._ends = backward.Ends(self._backward_end, self._abandon)
         # A strong reference would tie parameter -> mark -> Capture -> parameter.
         self._itself = weakref.ref(self)
         self.ready = self._ends.ready  # by graph task of the backwards that have not ended
-        self._marks = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
+        self._grad_ready = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
         self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
         self.spent = Spent()
@@ -129,7 +129,7 @@ class Capture:
     def scan(self) -> None:
         """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
         models = self.models()
-        self._marks.spared = set(offloaded(models))
+        self._grad_ready.spared = set(offloaded(models))
         for name, param in named_parameters(models):
             if not is_lazy(param):
                 slot = self.slot(param, name)
@@ -144,7 +144,7 @@ class Capture:
         slot = self._slot_of.get(id(param))
         if slot is None:
             slot = self._take_slot(param, name)
-        self._marks.put(slot, param)
+        self._grad_ready.put(slot, param)
         return slot
 
     def _take_slot(self, param: nn.Parameter, name: str) -> int:
@@ -202,9 +202,9 @@ class Capture:
 
     def reinstall(self, captured: OptimizerCapture) -> None:
         """Mark the parameters of an unthinned capture that have come to want a gradient again."""
-        if not captured.thinned:
+        if not captured.pruned:
             for slot in map(int, captured.slots):
-                self._marks.put(slot, self.params[slot])
+                self._grad_ready.put(slot, self.params[slot])
 
     # -- coverage ----------------------------------------------------------------------------------------
 
@@ -220,17 +220,17 @@ class Capture:
         self.let_go_of_dead()
         if captured.step % REINSTALL_EVERY == 0:
             self.reinstall(captured)
-        silenced = self._heal(captured) if captured.silent or not window.trusted else 0
-        captured.silent = False
+        swapped_hooks = self._rehook(captured) if captured.hook_missed or not window.trusted else 0
+        captured.hook_missed = False
         if self.coverage.due(captured, window.calls):
             self.count_coverage()
-        if silenced:
-            self.coverage.silenced(silenced / len(captured))
-        return silenced > 0
+        if swapped_hooks:
+            self.coverage.hooks_lost(swapped_hooks / len(captured))
+        return swapped_hooks > 0
 
-    def _heal(self, captured: OptimizerCapture) -> int:
+    def _rehook(self, captured: OptimizerCapture) -> int:
         """Mark those parameters again whose contents were swapped; how many there were."""
-        return sum(self._marks.heal(slot, self.params[slot]) for slot in map(int, captured.slots))
+        return sum(self._grad_ready.rehook(slot, self.params[slot]) for slot in map(int, captured.slots))
 
     @property
     def backwards(self) -> int:
@@ -238,18 +238,18 @@ class Capture:
         return self._ends.begun + self.unmarked_backwards
 
     @property
-    def marked(self) -> int:
+    def hooked(self) -> int:
         """How many parameters carry a mark at present."""
-        return len(self._marks)
+        return len(self._grad_ready)
 
     @property
-    def hears(self) -> bool:
+    def can_be_reached(self) -> bool:
         """Whether any backward can be heard."""
-        return len(self._marks) > 0 or bool(self._marks.spared)
+        return len(self._grad_ready) > 0 or bool(self._grad_ready.spared)
 
     def close(self) -> None:
         """Remove every mark and let go of every parameter."""
-        self._marks.close()
+        self._grad_ready.close()
         self.losses.close()
         self._slot_of.clear()
         self.params.clear()
@@ -442,11 +442,11 @@ class Capture:
 
     def _release(self, slot: int) -> None:
         """Let go of a parameter; its slot stays for another, so that the others keep theirs."""
-        self._marks.forget(slot)
+        self._grad_ready.forget(slot)
         self._unowned_slots = None
         self._slot_of.pop(id(self.params[slot]), None)
         self.coverage.forget(slot)
-        self._silent.discard(slot)
+        self._unhooked.discard(slot)
         for slots in self.ready.values():  # of a backward that raised
             if slot in slots:
                 slots[:] = [each for each in slots if each != slot]
@@ -496,12 +496,12 @@ class Capture:
             _set_grad_enabled(graded)  # once more, as in Boundary
 
     def _end(self, touched: list[int]) -> None:
-        if self._silent:
+        if self._unhooked:
             touched += self._unmarked_arrivals(touched)
         if not self._arrival:
             self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         self.adopt_waiting(from_first_backward=True)
-        told = self._tell_captures(touched)
+        touched_captures = self._record_arrivals(touched)
         unowned = self._unowned_slots
         if unowned is None:
             unowned = self.unowned_slots()
@@ -509,36 +509,36 @@ class Capture:
             reached = [slot for slot in touched if slot in unowned]
             if reached:
                 self.unowned(reached, self.losses.latest())
-        self._ended(told)
+        self._ended(touched_captures)
         if self.after_backward is not _nothing and not backward.nested():
             self.after_backward()
 
-    def hear(self, params: list[nn.Parameter]) -> None:
+    def expect(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
         if backward.current() not in self.ready:
             _arm(self._itself)
-        self._silent.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
+        self._unhooked.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
     def _unmarked_arrivals(self, touched: list[int]) -> list[int]:
-        """The slots that `hear` told of, and that have a gradient now; without those whose mark spoke."""
-        silent = self._silent.difference(touched)
-        self._silent.clear()
-        return sorted(slot for slot in silent if self.params[slot].grad is not None)
+        """The slots that `expect` told of, and that have a gradient now; without those whose mark spoke."""
+        hook_missed = self._unhooked.difference(touched)
+        self._unhooked.clear()
+        return sorted(slot for slot in hook_missed if self.params[slot].grad is not None)
 
-    def _tell_captures(self, touched: list[int]) -> list[OptimizerCapture]:
+    def _record_arrivals(self, touched: list[int]) -> list[OptimizerCapture]:
         """Tell each capture what reached it; those that anything did."""
         root = self.losses.latest()
-        if len(touched) < THIN_FROM:
-            return [captured for captured in self.captures if captured.hear(touched, root)]
-        told = []
+        if len(touched) < PRUNE_FROM:
+            return [captured for captured in self.captures if captured.add_arrivals(touched, root)]
+        touched_captures = []
         counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
         for captured in self.captures:
             mine = counts[captured.slots]
             if mine.any():
                 known = (captured.position[slot] for slot in reversed(touched) if slot in captured.position)
                 captured.arrived(mine, next(known, None), root)
-                told.append(captured)
-        return told
+                touched_captures.append(captured)
+        return touched_captures
 
     def drain(self) -> None:
         """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
@@ -550,22 +550,22 @@ class Capture:
 
     # -- thinning ----------------------------------------------------------------------------------------
 
-    def thin(self, captured: OptimizerCapture) -> None:
+    def prune(self, captured: OptimizerCapture) -> None:
         """Keep a few sentinels of a capture whose loop is learned; the rest of its marks are removed."""
-        if len(captured) < THIN_FROM:
+        if len(captured) < PRUNE_FROM:
             return
-        keep = {int(captured.slots[k]) for k in captured.sentinels()}
+        keep = {int(captured.slots[k]) for k in captured.kept_hooks()}
         shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
         for slot in map(int, captured.slots):
             if slot not in keep and slot not in shared:
-                self._marks.remove(slot)
-        captured.thinned = True
+                self._grad_ready.remove(slot)
+        captured.pruned = True
 
     def mute(self, captured: OptimizerCapture, keep: int) -> None:
         """Keep one mark, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
         for slot in map(int, captured.slots):
             if slot != keep:
-                self._marks.remove(slot)
+                self._grad_ready.remove(slot)
 
     def restore(self, captured: OptimizerCapture) -> None:
         """Put every mark of a capture back."""

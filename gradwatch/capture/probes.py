@@ -77,14 +77,14 @@ class WriteProbes:
                 if grad is None or grad.data_ptr() != begin or row.tobytes() != content:
                     return False
             return True
-        told = False
+        compared = False
         chosen = self._chosen or self._choose(read.norms())
         now = silently(norms_of_rows, [grads[k] for k in chosen])
         for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
             grad, expected = grads[k], norm * factor
             if grad is None or expected < floor:
                 continue  # says nothing: zero stays zero whatever it is multiplied by
-            told = True
+            compared = True
             if k in but:
                 continue
             if found is None:
@@ -93,15 +93,15 @@ class WriteProbes:
             close = abs(found - expected) <= RELATIVE * expected < math.inf
             if not close and (math.isfinite(expected) or math.isfinite(found)):
                 return False
-        if not told:
+        if not compared:
             self._chosen = []
         return True
 
     def _choose(self, norms: NDArray[np.float64]) -> list[int]:
-        telling = np.flatnonzero(norms > self._floor)
-        small = telling[self._numels[telling] <= SMALL]
+        large_enough = np.flatnonzero(norms > self._floor)
+        small = large_enough[self._numels[large_enough] <= SMALL]
         if not len(small):
-            small = telling[np.argsort(self._numels[telling], kind="stable")[:1]]
+            small = large_enough[np.argsort(self._numels[large_enough], kind="stable")[:1]]
         parts = small[:, None] if len(small) <= MOST else np.array_split(small, MOST)
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]

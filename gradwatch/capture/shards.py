@@ -46,17 +46,19 @@ def is_shard(param: Tensor) -> bool:
     return bool(flat) or hasattr(param, "to_local")
 
 
-def holdings(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[ShardPlacement]:
+def placements(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[ShardPlacement]:
     """What this rank holds of each of K parameters."""
-    flats = dict(_flat_holdings(models)) if any(getattr(p, "_fsdp_flattened", False) for p in params) else {}
-    return [flats.get(id(param)) or _holding(param) for param in params]
+    flats = (
+        dict(_flat_placements(models)) if any(getattr(p, "_fsdp_flattened", False) for p in params) else {}
+    )
+    return [flats.get(id(param)) or _placement(param) for param in params]
 
 
-def torn(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[int]:
+def sharded_positions(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[int]:
     """The positions of the parameters of which this rank holds only a part."""
     if not any(map(is_shard, params)):
         return []
-    return [k for k, held in enumerate(holdings(params, models)) if held.sharded]
+    return [k for k, held in enumerate(placements(params, models)) if held.sharded]
 
 
 def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Tensor | None]:
@@ -65,10 +67,10 @@ def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> l
     Autograd accumulates into the parameter itself, under FSDP2 into its unsharded twin, which exists from the
     first forward on. A slice of FSDP1 (`use_orig_params`) never hears of its gradient.
     """
-    twins: dict[int, Tensor] = {}
+    unsharded: dict[int, Tensor] = {}
     if any(hasattr(param, "to_local") for param in params):
-        twins.update(_unsharded(models))
-    return [twins.get(id(param)) if _unheard(param) else param for param in params]
+        unsharded.update(_unsharded(models))
+    return [unsharded.get(id(param)) if _has_no_gradient(param) else param for param in params]
 
 
 def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
@@ -89,7 +91,7 @@ def _fsdp_params(module: Any) -> Iterable[Any]:
     return getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ())
 
 
-def _unheard(param: Tensor) -> bool:
+def _has_no_gradient(param: Tensor) -> bool:
     slice_of_flat = getattr(param, "_fsdp_flattened", False) and not hasattr(param, "_fqns")
     return hasattr(param, "to_local") or slice_of_flat
 
@@ -98,9 +100,9 @@ def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
     """(id of a DTensor parameter, its unsharded twin) for all of FSDP2's that have one already."""
     for module in (module for model in models for module in tree.modules(model)):
         for one in _fsdp_params(module):
-            twin = getattr(one, "_unsharded_param", None)
-            if twin is not None:
-                yield id(one.sharded_param), twin
+            unsharded = getattr(one, "_unsharded_param", None)
+            if unsharded is not None:
+                yield id(one.sharded_param), unsharded
 
 
 def whole(sites: Sites, held: Sequence[ShardPlacement]) -> Sites:
@@ -112,7 +114,7 @@ def whole(sites: Sites, held: Sequence[ShardPlacement]) -> Sites:
     )
 
 
-def _holding(param: Any) -> ShardPlacement:
+def _placement(param: Any) -> ShardPlacement:
     if not hasattr(param, "to_local"):
         return ShardPlacement(param.numel(), param.dim())
     mesh = param.device_mesh
@@ -123,7 +125,7 @@ def _holding(param: Any) -> ShardPlacement:
     return ShardPlacement(param.numel(), param.dim(), sharded, ranks, first)
 
 
-def _flat_holdings(models: Iterable[nn.Module]) -> Iterator[tuple[int, ShardPlacement]]:
+def _flat_placements(models: Iterable[nn.Module]) -> Iterator[tuple[int, ShardPlacement]]:
     """(id of a parameter, holding) for all that FSDP1 has flattened."""
     for module in (module for model in models for module in tree.modules(model)):
         handle: Any = getattr(module, "_handle", None)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradwatch.capture.known_scaling import announced
+from gradwatch.capture.known_scaling import known_scaling
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import capturing
@@ -45,9 +45,9 @@ class BeforeClip:
             if not self._resting() and not capturing():
                 self._read()
                 if clip is not None:
-                    known = announced(*clip)
+                    known = known_scaling(*clip)
                     for captured in self._capture.captures:
-                        captured.announced.append(known)
+                        captured.known_scalings.append(known)
         except Exception as error:
             self._failed("capture", error)
 

@@ -28,7 +28,7 @@ class Window:
 
     `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
     `micro` backwards; `trusted` that thinned marks told the truth; `left` the loss scale still in the
-    gradients at the boundary (fused optimizers). `calm`: nothing looked unusual, so `resolve` may wait a few
+    gradients at the boundary (fused optimizers). `deferrable`: nothing looked unusual, so `resolve` may wait a few
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
     0, None without a scaler.
@@ -46,7 +46,7 @@ class Window:
     provisional: bool
     trusted: bool
     left: Number = 1.0
-    calm: bool = False
+    deferrable: bool = False
     repeats: Repeats | None = None
     loss_scale: Number | None = None
     skipped: Number | None = None
@@ -95,7 +95,7 @@ def repeated(repeats: Repeats, raw: Norms) -> bool:
     return any(ids[k] == last_ids[k] for k in equal)
 
 
-def as_usual(raw: Reading, after: Reading) -> bool:
+def is_ordinary(raw: Reading, after: Reading) -> bool:
     """Whether a glance was enough for these gradients, and says that they are finite."""
     if not isinstance(raw, CpuNorms) or raw.looked:
         return False

@@ -68,8 +68,8 @@ def follow(journal: JournalReader, audit: Audit) -> None:
 
 def report(audit: Audit, where: Path) -> str:
     """The audit for a person."""
-    bound = " (thinned to stay within its cap: counts are lower bounds)" if audit.thinned else ""
-    parts = [f"{where}: {audit.steps:,} steps recorded{bound}", *told(audit), *fired(audit)]
+    bound = " (thinned to stay within its cap: counts are lower bounds)" if audit.pruned else ""
+    parts = [f"{where}: {audit.steps:,} steps recorded{bound}", *counts(audit), *fired(audit)]
     lines = audit.sorted()
     if lines:
         header = (
@@ -107,7 +107,7 @@ def report(audit: Audit, where: Path) -> str:
     return "\n".join(parts)
 
 
-def told(audit: Audit) -> Iterable[str]:
+def counts(audit: Audit) -> Iterable[str]:
     """The accounts of the last few launches, and the rules that never had data in the last."""
     from gradwatch.account.text import PREFIX, lines, never_evaluated, not_armed
 

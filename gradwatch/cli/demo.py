@@ -74,7 +74,7 @@ def handle(arguments: argparse.Namespace) -> int:
         follow(run, screen)
         if not arguments.hold:
             return conclude(run, screen, run.wait())
-        run.settle()
+        run.wait_for_journal()
         missed = conclude(run, screen, 0)
         hold(run)
         return missed
@@ -105,9 +105,9 @@ def conclude(run: Run, screen: Screen | None, status: int) -> int:
         alarms = faults.false_alarms(run.plan, seen.events)
     url = run.url()
     if screen is None:
-        told = drawn.report(run.plan, findings, alarms, seen)
-        told |= {"directory": str(run.directory), "url": url, "script_status": status}
-        print(json.dumps(told, indent=2), flush=True)
+        document = drawn.report(run.plan, findings, alarms, seen)
+        document |= {"directory": str(run.directory), "url": url, "script_status": status}
+        print(json.dumps(document, indent=2), flush=True)
     else:
         screen.finish()
         print(f"\n{drawn.verdict(findings)}\n\n{_sum_up(findings, len(alarms), seen)}")

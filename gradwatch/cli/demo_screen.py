@@ -172,5 +172,5 @@ def next_commands(directory: Path, url: str | None) -> str:
         ("gradwatch rules list", "the rules that found them"),
         ("gradwatch run -- python train.py", "your own script, unmodified"),
     ]
-    told = table((), [(command, paint(f"# {why}", "dim")) for command, why in lines], indent="  ")
-    return f"journal: {directory}\n\n{paint('next', 'bold')}\n{told}"
+    commands = table((), [(command, paint(f"# {why}", "dim")) for command, why in lines], indent="  ")
+    return f"journal: {directory}\n\n{paint('next', 'bold')}\n{commands}"

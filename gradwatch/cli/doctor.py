@@ -180,8 +180,8 @@ def check_newest_run(path: str) -> Iterator[Check]:
 
     found = newest_account(Path(path))
     if found is not None:
-        name, told, whole = found
-        for line in told:
+        name, lines, whole = found
+        for line in lines:
             yield Check("newest run", name, "ok" if whole else "note", line)
 
 

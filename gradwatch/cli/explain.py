@@ -70,8 +70,8 @@ def handle(arguments: argparse.Namespace) -> int:
     audit = None if arguments.incident else audited(where)
     if arguments.json:
         documents = [document(one) for one in best]
-        told = {} if audit is None else {"fired": [asdict(one) for one in audit.fired()]}
-        print(json.dumps({"run": str(where), "findings": documents, **told}, indent=2, allow_nan=False))
+        fired = {} if audit is None else {"fired": [asdict(one) for one in audit.fired()]}
+        print(json.dumps({"run": str(where), "findings": documents, **fired}, indent=2, allow_nan=False))
     elif arguments.markdown:
         from gradwatch.incidents.page import markdown
 
@@ -141,22 +141,22 @@ def explained(where: Path, incident: Incident) -> Explained:
     if not kept:
         return Explained(incident)
     try:
-        told = read_document(kept[0])
+        shown = read_document(kept[0])
     except BundleError as error:
         return Explained(incident, kept[0], f"it cannot be read: {error}")
-    return Explained(incident, kept[0], told.obstacle, tuple(map(str, told.left_out)))
+    return Explained(incident, kept[0], shown.obstacle, tuple(map(str, shown.left_out)))
 
 
 def document(one: Explained) -> dict[str, Any]:
     """The cause with its remedy, and everything else that is known, JSON-safe."""
     from gradwatch.incidents.page import reproduce
 
-    told = one.incident.to_dict()
-    finding = told.pop("finding") or {}
+    shown = one.incident.to_dict()
+    finding = shown.pop("finding") or {}
     runs = one.bundle is not None and not one.obstacle
     return {
         **finding,
-        **told,
+        **shown,
         "incident": one.incident.name,
         "bundle": None if one.bundle is None else str(one.bundle),
         "obstacle": one.obstacle,
@@ -177,8 +177,8 @@ def shown(lines: Iterable[str]) -> str:
     """Lines painted for a terminal; any name in them is harmless there."""
     from gradwatch.runtime.printable import one_line
 
-    told = ((line, one_line(line, LONGEST_LINE)) for line in lines)
-    return "\n".join(paint(text, "bold") if line.startswith("#") else text for line, text in told).rstrip()
+    shown = ((line, one_line(line, LONGEST_LINE)) for line in lines)
+    return "\n".join(paint(text, "bold") if line.startswith("#") else text for line, text in shown).rstrip()
 
 
 def _known(where: Path) -> str:

@@ -71,17 +71,17 @@ def account_of_metrics(text: str) -> Account:
     coverage, fired, actions, inactive = 1.0, dict[str, int](), dict[str, int](), dict[str, str]()
     rules: set[str] = set()
     for name, labels, value in _SERIES.findall(text):
-        told = dict(_LABEL.findall(labels))
+        label_values = dict(_LABEL.findall(labels))
         totals[name] = totals.get(name, 0.0) + float(value)
         if name == "gradwatch_coverage_ratio":
             coverage = min(coverage, float(value))
         elif name == "gradwatch_rule_firings_total":
-            rules.add(told["rule"])
-            _add(fired, told["rule"], float(value))
+            rules.add(label_values["rule"])
+            _add(fired, label_values["rule"], float(value))
         elif name == "gradwatch_actions_total":
-            _add(actions, told["action"], float(value))
+            _add(actions, label_values["action"], float(value))
         elif name == "gradwatch_rule_inactive":
-            inactive[told["rule"]] = told["reason"]
+            inactive[label_values["rule"]] = label_values["reason"]
 
     def number(name: str) -> int:
         return int(totals.get(f"gradwatch_{name}", 0))
@@ -113,5 +113,5 @@ def _add(counts: dict[str, int], key: str, value: float) -> None:
         counts[key] = counts.get(key, 0) + int(value)
 
 
-def _plain(told: list[str]) -> list[str]:
-    return [line.removeprefix(PREFIX) for line in told]
+def _plain(label_values: list[str]) -> list[str]:
+    return [line.removeprefix(PREFIX) for line in label_values]

@@ -223,8 +223,8 @@ def placed(origin: str) -> str:
 def document(ruleset: RuleSet, origin: bool) -> dict[str, Any]:
     """The rule set for a machine."""
     rules = {rule.id: settings(rule) for rule in ruleset.rules}
-    told = {"digest": ruleset.digest, "rules": rules, "inactive": dict(ruleset.inactive)}
-    return told | ({"origins": dict(ruleset.origins)} if origin else {})
+    report = {"digest": ruleset.digest, "rules": rules, "inactive": dict(ruleset.inactive)}
+    return report | ({"origins": dict(ruleset.origins)} if origin else {})
 
 
 def print_inactive(ruleset: RuleSet) -> None:

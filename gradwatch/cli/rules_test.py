@@ -57,7 +57,7 @@ def test_one(path: str, wanted: str) -> dict[str, Any]:
     try:
         tests = load_tests(path)
         chosen = [case for case in tests.cases if wanted in case.name]
-        report["tests"] = [told(outcome_of(tests, case)) for case in chosen]
+        report["tests"] = [document(outcome_of(tests, case)) for case in chosen]
     except RuleFileError as error:
         report["problems"] = list(error.problems)
     return report
@@ -76,7 +76,7 @@ def outcome_of(tests: RuleTests, case: Case) -> Outcome:
         raise RuleFileError((problem,)) from None
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def document(outcome: Outcome) -> dict[str, Any]:
     """An outcome as plain values: what is missing, with its line, and what came beside it."""
     case = outcome.case
     return {

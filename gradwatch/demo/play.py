@@ -98,7 +98,7 @@ class Run:
         """Whether training is over: the script said so, or is gone."""
         return self.seen.done or not self.alive
 
-    def settle(self, timeout: float = 10.0) -> None:
+    def wait_for_journal(self, timeout: float = 10.0) -> None:
         """Wait until the journal has told of the last step (at once if the process is gone)."""
         deadline = time.monotonic() + timeout
         while self.alive and self.seen.judged < self.seen.step and time.monotonic() < deadline:

@@ -194,7 +194,7 @@ class Detector:
         """The values that cannot breach, whatever was learned, both ends included; None = not an interval."""
         return None
 
-    def calm(self, low: float, high: float) -> bool:
+    def cannot_breach(self, low: float, high: float) -> bool:
         """Whether no value in [low, high] can breach, whatever was learned; False when either is NaN."""
         safe = self.safe
         return safe is not None and safe[0] <= low and high <= safe[1]
@@ -270,7 +270,7 @@ def clears(detector: Detector, score: FloatArray) -> BoolArray:
     return score >= detector.clears_at
 
 
-def easiest(detectors: Sequence[Detector]) -> Detector:
+def first_crossed(detectors: Sequence[Detector]) -> Detector:
     """Of detectors that compare alike, the one whose threshold is the first to be crossed."""
     choose = max if detectors[0].comparison == "below" else min
     return choose(detectors, key=lambda one: float(one.fires_at))

@@ -106,11 +106,11 @@ class Jump(Detector):
         with np.errstate(invalid="ignore", over="ignore"):
             value = np.where(bounded, np.minimum(value, jump.largest * self.confirmed), value)
             loss = np.where(bounded, np.minimum(loss, jump.loss * self.confirmed), loss)
-            told = known & np.isfinite(loss)
+            is_known = known & np.isfinite(loss)
             return JumpState(
                 np.minimum(jump.n + known, LEAST).astype(np.int32),
                 np.where(known, np.maximum(jump.largest, value), jump.largest),
-                np.where(told, np.maximum(jump.loss, loss), jump.loss),
+                np.where(is_known, np.maximum(jump.loss, loss), jump.loss),
             )
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
@@ -122,11 +122,11 @@ class Jump(Detector):
         late = not math.isnan(sample.aux[CONFIRMED_JUMP][0])
         if late or not 0 < value < self.confirmed * largest < math.inf:
             return Detector.advance(self, state, sample)
-        told = abs(loss) if math.isfinite(loss) else 0.0
+        is_known = abs(loss) if math.isfinite(loss) else 0.0
         return None, JumpState(
             jump.n,
             jump.largest if value <= largest else np.array([value]),
-            jump.loss if told <= jump.loss[0] else np.array([told]),
+            jump.loss if is_known <= jump.loss[0] else np.array([is_known]),
         )
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:

@@ -19,7 +19,7 @@ from gradwatch.detectors.constant import Finite, Positive
 from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
-SETTLED = 20
+RING = 20
 """Samples after which m and s restart from median and MAD, and from which on outliers are winsorised."""
 FLOOR = 0.10
 """Smallest σ̂ in nats: a series that hardly moves would otherwise alarm at a change of a per cent."""
@@ -68,7 +68,7 @@ def empty_level(size: int) -> LevelState:
         np.zeros(size, np.float32),
         np.zeros(size, np.float32),
         np.zeros(size, np.bool_),
-        np.zeros((SETTLED, size), np.float32),
+        np.zeros((RING, size), np.float32),
     )
 
 
@@ -103,22 +103,22 @@ def log_of_scalar(value: float) -> Array32:
 def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:
     """Learn x[K] (nats; not finite = nothing) as `Spike` says; samples are counted up to `enough`."""
     known = np.isfinite(x)
-    settled = state.n >= SETTLED
+    filled = state.n >= RING
     d = np.where(known, x, state.m) - state.m
-    d = np.where(settled, np.clip(d, -WINSOR * sigma, WINSOR * sigma), d)
-    moving = known & (settled | ~state.held)
+    d = np.where(filled, np.clip(d, -WINSOR * sigma, WINSOR * sigma), d)
+    moving = known & (filled | ~state.held)
     a: Array32 = np.maximum(gain(half_life), 1.0 / (state.n + 1.0)).astype(np.float32)
     m = np.where(moving, state.m + a * d, state.m)
     # The first sample says nothing about spread: s starts with the second.
     s = np.where(moving & (state.n > 0), state.s + a * (np.abs(d) - state.s), state.s)
     n = np.minimum(state.n + known, enough).astype(np.int32)
-    return _settle(LevelState(n, m, s, state.held, state.ring), state.n, x, known & ~settled)
+    return _fill(LevelState(n, m, s, state.held, state.ring), state.n, x, known & ~filled)
 
 
 @cache
 def mature(half_life: float, warmup: int) -> int:
     """From this many samples on, 1/(n + 1) is below the gain and n need not be counted."""
-    return max(SETTLED, warmup, math.ceil(1.0 / gain(half_life)))
+    return max(RING, warmup, math.ceil(1.0 / gain(half_life)))
 
 
 def common_pace(
@@ -141,19 +141,19 @@ def _steady_weight(half_life: float) -> np.float32:
     return np.float32(gain(half_life))
 
 
-def _settle(state: LevelState, before: NDArray[np.int32], x: Array32, filling: BoolArray) -> LevelState:
+def _fill(state: LevelState, before: NDArray[np.int32], x: Array32, filling: BoolArray) -> LevelState:
     """Keep the warm-up samples of the series still `filling`; restart those that just completed theirs."""
     if not filling.any():
         return state
     ring, m, s = state.ring.copy(), state.m, state.s
     columns = np.flatnonzero(filling)
     ring[before[columns], columns] = x[columns]
-    done = columns[before[columns] == SETTLED - 1]
+    done = columns[before[columns] == RING - 1]
     if len(done):
         m, s = m.copy(), s.copy()
         m[done] = np.median(ring[:, done], axis=0)
         s[done] = np.median(np.abs(ring[:, done] - m[done]), axis=0) * np.float32(MEAN_PER_MEDIAN_DEVIATION)
-    finished = bool((state.n >= SETTLED).all())
+    finished = bool((state.n >= RING).all())
     return LevelState(state.n, m, s, state.held, ring[:0] if finished else ring)
 
 
@@ -162,7 +162,7 @@ def restart_level(state: LevelState, mask: BoolArray, warmup: int, keep_judging:
     zero = np.float32(0)
     held = np.where(mask, judged(state, warmup) if keep_judging else False, state.held)
     keep = ~mask | held
-    ring = state.ring if len(state.ring) else np.zeros((SETTLED, len(mask)), np.float32)
+    ring = state.ring if len(state.ring) else np.zeros((RING, len(mask)), np.float32)
     n = np.where(mask, 0, state.n).astype(np.int32)
     m, s = np.where(keep, state.m, zero), np.where(keep, state.s, zero)
     return LevelState(n, m, s, held, ring)
@@ -233,7 +233,7 @@ class _Level(Robust):
         d = x - level.m
         z = d / sigma
         worst = float(np.maximum.reduce(z))  # NaN if any is, and then not steady
-        pace = common_pace(level.n, max(SETTLED, self.warmup), self.half_life, enough)
+        pace = common_pace(level.n, max(RING, self.warmup), self.half_life, enough)
         if pace is None or not worst < math.inf:
             after = absorb(level, x, sigma, self.half_life, enough)
             return _z(level, x, sigma, self.warmup), after

@@ -173,7 +173,7 @@ class AllZero(Detector):
         """Not zero."""
         return math.ulp(0.0), math.inf
 
-    def calm(self, low: float, high: float) -> bool:
+    def cannot_breach(self, low: float, high: float) -> bool:
         """Whether no value is zero, or all are."""
         return low > 0 or high == 0
 

@@ -199,7 +199,7 @@ class DepthRatio(Detector):
         """The bound given, else 1e-3."""
         return self.above if self.above is not None else (1e-3 if self.below is None else self.below)
 
-    def calm(self, low: float, high: float) -> bool:
+    def cannot_breach(self, low: float, high: float) -> bool:
         """Whether no ratio of two values in [low, high] is beyond the bound (with a margin for rounding)."""
         if not (low > 0 and high < math.inf):
             return False

@@ -8,23 +8,23 @@ from gradwatch.distributed.rank_facts import ReducedFacts
 from gradwatch.errors import GradwatchError
 
 
-class PartedError(GradwatchError):
+class DivergedError(GradwatchError):
     """Ranks that should hold the same parameters no longer do; the message says which, since when, and what helps."""
 
 
-def by(told: ReducedFacts) -> PartedError:
+def by(reduced: ReducedFacts) -> DivergedError:
     """Said by every rank one step later, when it has heard of it."""
-    ranks = ", ".join(map(str, np.flatnonzero(told.parted)))
-    step = int(told.by_rank("step").max()) - 2  # sent as 1 + the step that follows
-    return PartedError(
+    ranks = ", ".join(map(str, np.flatnonzero(reduced.diverged)))
+    step = int(reduced.by_rank("step").max()) - 2  # sent as 1 + the step that follows
+    return DivergedError(
         f"rank {ranks} could not do what was decided of step {step}, and the others did: from there on ranks that"
         " should hold the same parameters do not; go back to a checkpoint, or broadcast those of another rank"
     )
 
 
-def untold(rank: int, step: int) -> PartedError:
+def unsent(rank: int, step: int) -> DivergedError:
     """Said by the rank itself, where the ranks exchange nothing."""
-    return PartedError(
+    return DivergedError(
         f"rank {rank} could not do what was decided of step {step}, and the others, who did, cannot be told: no rule"
         " makes the ranks talk (rank_mismatch would); it may hold other parameters than they from there on: go back to"
         " a checkpoint"

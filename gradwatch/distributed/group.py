@@ -70,7 +70,7 @@ def meet(name: str, card: Mapping[str, Any], published: Mapping[str, Any]) -> Me
     for key, value in published.items():
         store.set(key, json.dumps(value))
     store.set(f"card/{rank}", json.dumps(card))
-    verdict = _settle(store, _collect(store, world)) if rank == 0 else _await(store)
+    verdict = _agree(store, _collect(store, world)) if rank == 0 else _await(store)
     if "alone" in verdict:
         raise AloneError(str(verdict["alone"]))
     return Meeting(rank, world, tuple(verdict["cards"]), store)
@@ -82,7 +82,7 @@ def announce(name: str) -> None:
     store = _store(name)
     store.set(f"card/{rank}", json.dumps(None))
     if rank == 0:
-        _settle(store, {"alone": "rank 0 has no rule that needs the other ranks"})
+        _agree(store, {"alone": "rank 0 has no rule that needs the other ranks"})
 
 
 def default_store() -> Any:
@@ -116,15 +116,15 @@ def _await(store: Any) -> dict[str, Any]:
     try:
         store.wait(["verdict"], timedelta(seconds=MEET_SECONDS * 1.2))
     except RuntimeError:
-        return _settle(store, {"alone": "rank 0 does not watch this training"})
+        return _agree(store, {"alone": "rank 0 does not watch this training"})
     found: dict[str, Any] = json.loads(store.get("verdict"))
     return found
 
 
-def _settle(store: Any, proposal: Mapping[str, Any]) -> dict[str, Any]:
+def _agree(store: Any, proposal: Mapping[str, Any]) -> dict[str, Any]:
     """The first proposal written is the verdict; everybody gets that one."""
-    settled: dict[str, Any] = json.loads(store.compare_set("verdict", "", json.dumps(proposal)))
-    return settled
+    agreed: dict[str, Any] = json.loads(store.compare_set("verdict", "", json.dumps(proposal)))
+    return agreed
 
 
 class Group:

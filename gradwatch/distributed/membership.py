@@ -28,9 +28,11 @@ class RankMembership:
     ddp: bool = False
     usual: Usual = field(default_factory=lambda: Usual(np.zeros(0)))
     lost: bool = False
-    told: ReducedFacts | None = None
+    reduced: ReducedFacts | None = None
     owes: bool = False  # at a step boundary, and the others have not been sent its facts yet
-    parted: bool = False  # it could not do what was decided of its last step, and the others do not know yet
+    diverged: bool = (
+        False  # it could not do what was decided of its last step, and the others do not know yet
+    )
     reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()
 
     @property

@@ -31,8 +31,8 @@ def identity(sites: Sites, held: Sequence[ShardPlacement], stages: tuple[int, ..
     where DDP averages over ranks what each of them may have cut up further.
     """
     places = [None if one.ranks is None else sorted(one.ranks) for one in held]
-    told = [*table(sites)[:3], places, stages]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    manifest = [*table(sites)[:3], places, stages]
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()[:32]
 
 
 def joined(tables: Sequence[Sequence[Sequence[Any]]]) -> Sites:

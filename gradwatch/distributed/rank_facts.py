@@ -141,7 +141,7 @@ class ReducedFacts:
         return [int(rank) for rank in np.flatnonzero(self.by_rank("step") == 0)]
 
     @property
-    def parted(self) -> NDArray[np.bool_]:
+    def diverged(self) -> NDArray[np.bool_]:
         """bool[W]: the ranks that could not do what was decided of their last step, unless none of them could."""
         alone = self.by_rank("parted") > 0
         return alone & ~alone.all()
@@ -268,14 +268,14 @@ def hashes(norms: Norms) -> tuple[float, Vector]:
 # -- what the others said ----------------------------------------------------------------------------------
 
 
-def pooled_window(told: ReducedFacts, window: Window) -> Window:
+def pooled_window(reduced: ReducedFacts, window: Window) -> Window:
     """The window of the whole parameters, as every rank sees it."""
-    raw = np.sqrt(told.column("squares"))
-    applied = np.sqrt(told.column("applied"))
-    packed = told.column("calls")
+    raw = np.sqrt(reduced.column("squares"))
+    applied = np.sqrt(reduced.column("applied"))
+    packed = reduced.column("calls")
     holders = np.floor(packed / HOLDER)
     calls = np.rint((packed - holders * HOLDER) / np.maximum(holders, 1)).astype(np.int32)
-    nan, inf = told.column("nan"), told.column("inf")
+    nan, inf = reduced.column("nan"), reduced.column("inf")
     details = {
         int(k): Detail(float(raw[k]), int(nan[k]), int(inf[k]))
         for k in np.flatnonzero(~(raw <= FLOAT32_MAX) | (nan + inf > 0))
@@ -284,44 +284,44 @@ def pooled_window(told: ReducedFacts, window: Window) -> Window:
     unchanged = np.array_equal(raw, applied, equal_nan=True)
     return replace(
         window,
-        sites=told.layout.sites,
+        sites=reduced.layout.sites,
         raw=reading,
         after=reading if unchanged else CpuNorms.of(applied, {}),
         calls=calls,
         repeats=None,
-        provisional=told.head("provisional") > 0,
+        provisional=reduced.head("provisional") > 0,
     )
 
 
-def pooled_columns(told: ReducedFacts) -> dict[str, Column]:
+def pooled_columns(reduced: ReducedFacts) -> dict[str, Column]:
     """The sampled columns of the whole parameters."""
     found = {}
-    for name in told.layout.sampled:
-        present = told.column(f"{name}/present") > 0
+    for name in reduced.layout.sampled:
+        present = reduced.column(f"{name}/present") > 0
         if present.any():
-            found[name] = Column(_added_up(told, name).astype(np.float32), present)
+            found[name] = Column(_added_up(reduced, name).astype(np.float32), present)
     return found
 
 
-def _added_up(told: ReducedFacts, name: str) -> Vector:
-    total = told.column(name)
+def _added_up(reduced: ReducedFacts, name: str) -> Vector:
+    total = reduced.column(name)
     if plain(name) == "zero_fraction":
         return total
     if plain(name) == "update_ratio":
-        return np.sqrt(total) / np.maximum(np.sqrt(told.column(size_of(name))), WEIGHT_NORM_FLOOR)
+        return np.sqrt(total) / np.maximum(np.sqrt(reduced.column(size_of(name))), WEIGHT_NORM_FLOOR)
     return np.sqrt(total)
 
 
-def rank_columns(told: ReducedFacts, replicas: bool) -> dict[str, Column]:
+def rank_columns(reduced: ReducedFacts, replicas: bool) -> dict[str, Column]:
     """What is known of each rank, float[W]; `replicas`: their reduced norms are meant to be the same bits."""
-    norm, place = told.by_rank("norm_local"), told.by_rank("site")
+    norm, place = reduced.by_rank("norm_local"), reduced.by_rank("site")
     columns = {}
     if (place > 0).any():
         columns[RANK_NORM] = Column(norm, place > 0)
         columns[RANK_SITE] = Column(place - 1, place > 0)
-    if replicas and not told.layout.pooled:
+    if replicas and not reduced.layout.pooled:
         # A rank that did not clip or skip with the others holds other weights, whatever its reduced gradients say.
-        odd, differing = deviating(told) | told.parted, differing_sites(told)
+        odd, differing = deviating(reduced) | reduced.diverged, differing_sites(reduced)
         counted = max(1, len(differing)) if odd.any() else 0
         columns[RANK_MISMATCH] = Column(np.where(odd, float(counted), 0.0), np.ones(len(odd), bool))
         if len(differing):
@@ -330,14 +330,14 @@ def rank_columns(told: ReducedFacts, replicas: bool) -> dict[str, Column]:
     return columns
 
 
-def agreeing(told: ReducedFacts) -> bool:
+def agreeing(reduced: ReducedFacts) -> bool:
     """Whether all ranks have the same norms, and some: then they are replicas."""
-    return not told.layout.pooled and not deviating(told).any()
+    return not reduced.layout.pooled and not deviating(reduced).any()
 
 
-def deviating(told: ReducedFacts) -> NDArray[np.bool_]:
+def deviating(reduced: ReducedFacts) -> NDArray[np.bool_]:
     """bool[W]: the ranks whose norms are not those of the majority; all of them where there is none."""
-    checksums = told.by_rank("checksum")
+    checksums = reduced.by_rank("checksum")
     kinds, counts = np.unique(checksums, return_counts=True)
     if len(kinds) == 1:
         return np.zeros(len(checksums), bool)
@@ -347,7 +347,9 @@ def deviating(told: ReducedFacts) -> NDArray[np.bool_]:
     return odd
 
 
-def differing_sites(told: ReducedFacts) -> NDArray[np.intp]:
+def differing_sites(reduced: ReducedFacts) -> NDArray[np.intp]:
     """The sites whose hashes are not equal on all ranks: by Cauchy-Schwarz, W·Σh² = (Σh)² only if they are."""
-    total = told.column("hash").astype(np.int64)
-    return np.flatnonzero(told.layout.world * told.column("hash_squared").astype(np.int64) != total * total)
+    total = reduced.column("hash").astype(np.int64)
+    return np.flatnonzero(
+        reduced.layout.world * reduced.column("hash_squared").astype(np.int64) != total * total
+    )

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwatch.capture.assemble import Extras, appended
 from gradwatch.capture.columns.sampled import Ratio, Sampled
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.shards import ShardPlacement, holdings, local_taps, whole
+from gradwatch.capture.shards import ShardPlacement, local_taps, placements, whole
 from gradwatch.capture.window import Window
 from gradwatch.distributed import divergence, parameter_manifest, rank_facts
 from gradwatch.distributed.group import AloneError, Group, Meeting, announce, meet, place
@@ -130,7 +130,7 @@ class Ranks:
     def arrive(self, membership: RankMembership | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
         if membership is not None:
-            membership.told = None
+            membership.reduced = None
             if not membership.uneven:
                 membership.owes = True
 
@@ -146,7 +146,7 @@ class Ranks:
             return membership, lost
         if membership is not None:
             membership.close()
-        held = holdings(captured.params, self._models())
+        held = placements(captured.params, self._models())
         sites, sharded = whole(captured.sites, held), any(one.sharded for one in held)
         captured.by_hand = self.several and not sharded and not _reduced(self._models())
         membership = RankMembership(captured.sites, sites, sharded, owes=True)
@@ -188,8 +188,8 @@ class Ranks:
             raise AloneError("the ranks run different rules; give all of them the same rule file")
         apart = len({one["table"] for one in met.cards}) > 1
         pooled = apart or any(one["sharded"] for one in met.cards)
-        heard = all(card["heard"] for card in met.cards)
-        membership.ranked = wants.ranked and not apart and (heard or not pooled)
+        tapped = all(card["heard"] for card in met.cards)
+        membership.ranked = wants.ranked and not apart and (tapped or not pooled)
         membership.ddp = membership.replicas = all(one["ddp"] for one in met.cards)
         if partial := captured.partial():
             names = [captured.sites.names[k] for k in partial]
@@ -261,11 +261,13 @@ class Ranks:
         pooled = membership.layout.pooled
         if membership.uneven and membership.ddp and not membership.owes:
             return Shared(window, extras, values, mine, may_act=True)  # those who step have the same average
-        told = self._exchange(membership, window, extras, values)
-        if told is not None and told.complete:
-            return _seen_by_all(told, membership, window, extras, values)
-        self._catch_up(captured, window, told)
-        return None if pooled else Shared(window, extras, values, mine, may_act=False, blind=told is not None)
+        reduced = self._exchange(membership, window, extras, values)
+        if reduced is not None and reduced.complete:
+            return _seen_by_all(reduced, membership, window, extras, values)
+        self._catch_up(captured, window, reduced)
+        return (
+            None if pooled else Shared(window, extras, values, mine, may_act=False, blind=reduced is not None)
+        )
 
     def _exchange(
         self, membership: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
@@ -282,27 +284,27 @@ class Ranks:
     def _send(
         self, membership: RankMembership, layout: Layout, group: Group, vector: rank_facts.Vector
     ) -> ReducedFacts | None:
-        membership.owes, membership.told = False, None
-        layout.part(vector, "parted")[layout.rank], membership.parted = float(membership.parted), False
+        membership.owes, membership.reduced = False, None
+        layout.part(vector, "parted")[layout.rank], membership.diverged = float(membership.diverged), False
         try:
-            told = membership.told = ReducedFacts(layout, group.total(vector))
+            reduced = membership.reduced = ReducedFacts(layout, group.total(vector))
         except AloneError as error:
             membership.lose(str(error), membership.captured_sites)
             self._report("ranks", error)
             return None
-        if told.head("blind"):
-            ranks = ", ".join(map(str, told.blind))
+        if reduced.head("blind"):
+            ranks = ", ".join(map(str, reduced.blind))
             self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; nobody acts on it"))
-        if told.parted.any():
-            self._report("ranks", divergence.by(told))
-        return told
+        if reduced.diverged.any():
+            self._report("ranks", divergence.by(reduced))
+        return reduced
 
     def did_otherwise(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
         if membership is not None and membership.layout is not None and membership.group is not None:
-            membership.parted = True
+            membership.diverged = True
         elif self.several:
-            self._report("ranks", divergence.untold(place()[0], captured.step))
+            self._report("ranks", divergence.unsent(place()[0], captured.step))
 
     def norms_alone(
         self, membership: RankMembership | None, window: Window, values: Mapping[str, float]
@@ -315,15 +317,15 @@ class Ranks:
             return None
         if membership.layout is None:
             return Shared(window, Extras(), values, slice(0, len(window.sites)), may_act=True)
-        told = membership.told
-        if told is None or not told.complete or membership.owes:
+        reduced = membership.reduced
+        if reduced is None or not reduced.complete or membership.owes:
             return None
-        return _norms_seen_by_all(told, window, values)
+        return _norms_seen_by_all(reduced, window, values)
 
-    def _catch_up(self, captured: OptimizerCapture, window: Window, told: ReducedFacts | None) -> None:
+    def _catch_up(self, captured: OptimizerCapture, window: Window, reduced: ReducedFacts | None) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
-        if told is not None and told.head("facts"):
-            captured.step += max(0, int(told.by_rank("step").max()) - 1 - window.step)
+        if reduced is not None and reduced.head("facts"):
+            captured.step += max(0, int(reduced.by_rank("step").max()) - 1 - window.step)
 
     def depart(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """Leave a step boundary. Where nothing was sent, because of an internal error, take part all the same.
@@ -346,30 +348,32 @@ def _reduced(models: list[nn.Module]) -> bool:
 
 
 def _seen_by_all(
-    told: ReducedFacts,
+    reduced: ReducedFacts,
     membership: RankMembership,
     window: Window,
     extras: Extras,
     values: Mapping[str, float],
 ) -> Shared:
-    membership.replicas = membership.replicas or rank_facts.agreeing(told)
-    ranked = (Known(rank_facts.rank_columns(told, membership.replicas)),) if membership.ranked else ()
-    if told.layout.pooled:
-        extras = replace(extras, params=(Known(rank_facts.pooled_columns(told)),))
-    return replace(_norms_seen_by_all(told, window, values), extras=replace(extras, ranks=ranked))
+    membership.replicas = membership.replicas or rank_facts.agreeing(reduced)
+    ranked = (Known(rank_facts.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
+    if reduced.layout.pooled:
+        extras = replace(extras, params=(Known(rank_facts.pooled_columns(reduced)),))
+    return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
 
 
-def _norms_seen_by_all(told: ReducedFacts, window: Window, values: Mapping[str, float]) -> Shared:
+def _norms_seen_by_all(reduced: ReducedFacts, window: Window, values: Mapping[str, float]) -> Shared:
     values = dict(values)
-    if told.loss is not None:
-        values["loss"] = told.loss
-    if told.head("rejected"):
+    if reduced.loss is not None:
+        values["loss"] = reduced.loss
+    if reduced.head("rejected"):
         values["scaler_skip"] = 1.0
-    if not told.layout.pooled:
-        whole_window = replace(window, provisional=told.head("provisional") > 0)
+    if not reduced.layout.pooled:
+        whole_window = replace(window, provisional=reduced.head("provisional") > 0)
         return Shared(whole_window, Extras(), values, slice(0, len(window.sites)), may_act=True)
-    total = float(np.sqrt(told.column("applied").sum()))
-    return Shared(rank_facts.pooled_window(told, window), Extras(), values, told.layout.own, True, total)
+    total = float(np.sqrt(reduced.column("applied").sum()))
+    return Shared(
+        rank_facts.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
+    )
 
 
 def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:

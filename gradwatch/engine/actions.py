@@ -43,24 +43,24 @@ def orders(one: RulePlan, due: Due, acted: int, snapshot: Snapshot, plan: Plan) 
             said = frozenset({_plain(one, name, due, snapshot)})
             decision |= Decision(skip=name == "skip_step", stop=name == "stop", orders=said)
     decision = replace(decision, on_error=one.rule.on_error)
-    return decision.withheld() if one.rule.mode == "shadow" else decision
+    return decision.shadowed() if one.rule.mode == "shadow" else decision
 
 
-def standing(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision:
+def rescaled(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision:
     """The standing factor of a rule that was firing before this step: `rescale` acts one step late, and says so."""
     action = one.action("rescale")
     assert action is not None  # only such rules have one
     factor = np.float32(action.params["factor"])
     found = _owned(one, np.full(len(firing_K), factor), members(one, firing_K, snapshot), snapshot)
-    decision = _multiplied(one, "rescale", found, snapshot)
-    return decision.withheld() if one.rule.mode == "shadow" else decision
+    decision = _clip_covers(one, "rescale", found, snapshot)
+    return decision.shadowed() if one.rule.mode == "shadow" else decision
 
 
 OVERRIDDEN = frozenset({"clip", "rescale", "zero_nonfinite"})
 """Actions on gradients that a skipped or stopped step never uses: stop over skip over these."""
 
 
-def settled(decision: Decision) -> Decision:
+def without_overridden(decision: Decision) -> Decision:
     """The decision as it will be carried out: 1 where nobody ordered a factor, no word of what is overridden."""
     if decision.skip or decision.stop:
         # A step at which training stops is not taken: nobody has skipped it.
@@ -94,7 +94,7 @@ def _clip(one: RulePlan, action: Action, due: Due, snapshot: Snapshot, plan: Pla
         return Decision()
     else:
         target_K = due.usual * np.sqrt(elements_K) if one.series.column == "rms" else due.usual
-    return _multiplied(one, "clip", _owned(one, _bounded(applied_K, target_K), here, snapshot), snapshot)
+    return _clip_covers(one, "clip", _owned(one, _bounded(applied_K, target_K), here, snapshot), snapshot)
 
 
 def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
@@ -109,7 +109,7 @@ def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
     norm, coef = float(norms[k]), float(snapshot.coef[k])
     if coef == 1:
         return Decision()  # it has not: nothing is claimed
-    told = Order(
+    own = Order(
         one.rule.id,
         "clip",
         site=snapshot.sites.names[k],
@@ -118,7 +118,7 @@ def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
         after=_finite(norm * coef),
         coefficient=coef,
     )
-    return Decision(orders=frozenset({told}))
+    return Decision(orders=frozenset({own}))
 
 
 def _bound_of_modules(one: RulePlan, to: object, due: Due, snapshot: Snapshot) -> Decision:
@@ -131,7 +131,7 @@ def _bound_of_modules(one: RulePlan, to: object, due: Due, snapshot: Snapshot) -
     k = int(np.argmin(coef))
     if coef[k] == 1:
         return Decision()
-    told = Order(
+    own = Order(
         one.rule.id,
         "clip",
         site=snapshot.sites.names[k],
@@ -140,7 +140,7 @@ def _bound_of_modules(one: RulePlan, to: object, due: Due, snapshot: Snapshot) -
         after=_finite(norms[k] * coef[k]),
         coefficient=float(coef[k]),
     )
-    return Decision(orders=frozenset({told}))
+    return Decision(orders=frozenset({own}))
 
 
 def _modules(one: RulePlan, due: Due, snapshot: Snapshot) -> tuple[BoolArray, Array32]:
@@ -161,7 +161,7 @@ def _bound_total(one: RulePlan, target: float, snapshot: Snapshot) -> Decision:
     coefficient = float(clip_coefficient(before, target))
     if coefficient == 1:
         return Decision()  # the user's own clip has done it, or the norm is not finite
-    told = Order(
+    own = Order(
         one.rule.id,
         "clip",
         count=int((snapshot.calls > 0).sum()),
@@ -169,7 +169,7 @@ def _bound_total(one: RulePlan, target: float, snapshot: Snapshot) -> Decision:
         after=_finite(before * coefficient),
         coefficient=coefficient,
     )
-    return Decision(max_norm=target, orders=frozenset({told}))
+    return Decision(max_norm=target, orders=frozenset({own}))
 
 
 def _bounded(applied_K: NDArray[np.float64], target_K: NDArray[np.float64]) -> Array32:
@@ -228,7 +228,7 @@ def _owned(one: RulePlan, coef_K: Array32, here: BoolArray, snapshot: Snapshot) 
 # -- what is said ----------------------------------------------------------------------------------------
 
 
-def _multiplied(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
+def _clip_covers(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
     """A Decision to multiply, told by the site that changes most; none where nothing changes."""
     ordered = np.flatnonzero(np.isfinite(coef_S) & (coef_S != 1))
     if not len(ordered):
@@ -242,7 +242,7 @@ def _multiplied(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -
         with np.errstate(over="ignore", invalid="ignore"):
             norms = found[group]
             before = float(np.sqrt(np.dot(norms, norms)))
-    told = Order(
+    own = Order(
         one.rule.id,
         name,
         site=_site(one, k, snapshot),
@@ -251,7 +251,7 @@ def _multiplied(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -
         after=_finite(before * coefficient),
         coefficient=coefficient,
     )
-    return Decision(coef=coef_S, orders=frozenset({told}))
+    return Decision(coef=coef_S, orders=frozenset({own}))
 
 
 def _site(one: RulePlan, k: int, snapshot: Snapshot) -> str:
@@ -266,8 +266,8 @@ def _zero(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
     zero = members(one, due.breach, snapshot) & snapshot.nonfinite()
     if not zero.any():
         return Decision()
-    told = Order(one.rule.id, "zero_nonfinite", site=_worst(one, due), count=int(zero.sum()))
-    return Decision(zero=zero, orders=frozenset({told}))
+    own = Order(one.rule.id, "zero_nonfinite", site=_worst(one, due), count=int(zero.sum()))
+    return Decision(zero=zero, orders=frozenset({own}))
 
 
 def _plain(one: RulePlan, name: str, due: Due, snapshot: Snapshot) -> Order:

@@ -30,11 +30,11 @@ def bounds_of_rules(plan: Plan, state: EngineState) -> list[Bound]:
     return [
         bound_of(one, own_state(one, state.baselines), action, plan)
         for one in plan.rules
-        if (action := standing_clip(one)) is not None and action.params.get("at") == "backward"
+        if (action := invertible_clip(one)) is not None and action.params.get("at") == "backward"
     ]
 
 
-def standing_clip(one: RulePlan) -> Action | None:
+def invertible_clip(one: RulePlan) -> Action | None:
     """The `clip` action of a rule whose breach is known before the backward starts; None for any other rule.
 
     That takes a detector with an inverse, breached by the first sample above it (`for: 1`), per parameter.

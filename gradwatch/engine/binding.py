@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from gradwatch.detectors import State
-from gradwatch.engine.actions import by_rule, orders, settled, standing
+from gradwatch.engine.actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.fast_path import FastPath
@@ -125,8 +125,8 @@ class BoundEngine:
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
-        self._quiet = FastPath(plan)
-        self._standing = Decision(
+        self._fast_path = FastPath(plan)
+        self._every_step = Decision(
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
         )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
@@ -180,13 +180,13 @@ class BoundEngine:
         if snapshot.scalars.get("scaler_skip"):
             return self._rejected(state, snapshot)
         lr = snapshot.scalars.get("lr", state.lr)
-        if state.quiet is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            learned = self._quiet.learn(state, snapshot)
+        if state.ordinary is not None and not snapshot.provisional and not jumped(state.lr, lr):
+            learned = self._fast_path.learn(state, snapshot)
             if learned is not None:
                 tracks, consecutive = state.tracks, state.consecutive
-                known = state.quiet, state.done
+                known = state.ordinary, state.done
                 after = EngineState(self.plan, learned, tracks, consecutive, lr, *known, state.clips)
-                return state.quiet, after
+                return state.ordinary, after
         return self._judge(state, snapshot, lr)
 
     def _rejected(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
@@ -243,14 +243,14 @@ class BoundEngine:
         The standing clips of the rule file hold on every step; a non-finite norm gets the coefficient 1
         (`gradwatch.policies`).
         """
-        decision = self._standing
+        decision = self._every_step
         for number, one in by_rule(self.plan, verdict.acting):
             due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
             decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
         for _, one in by_rule(self.plan, verdict.standing):
-            decision |= standing(one, verdict.standing[one.rule.id], snapshot)
+            decision |= rescaled(one, verdict.standing[one.rule.id], snapshot)
         if verdict.acting or verdict.standing:
-            decision = settled(decision)
+            decision = without_overridden(decision)
         return self.clip(decision, state, snapshot, failed) if self.clipping.policies else (decision, state)
 
     def clip(
@@ -275,7 +275,7 @@ class BoundEngine:
         if self.clipping.at == "backward":
             return Decision()  # the hooks have done it
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
-        return self._standing if coef is None else self._standing | Decision(coef=coef)
+        return self._every_step if coef is None else self._every_step | Decision(coef=coef)
 
     def fallback(self, total_norm: float) -> Decision:
         """The orders that hold without a verdict, should `evaluate` fail on one rank of several.
@@ -287,7 +287,7 @@ class BoundEngine:
         skips = any(
             one.detector.kind == "nonfinite" and one.rule.acts and one.skip for one in self.plan.rules
         )
-        return replace(self._standing, skip=broken and skips)
+        return replace(self._every_step, skip=broken and skips)
 
     def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
         """The state with the baselines of all sites that match `glob` forgotten, and of totals they are

@@ -22,8 +22,8 @@ def failed(
     One Event of kind "failed" for each rule that had ordered an action; the standing clips of the file have no rule,
     and their failure is counted as a fault of ours only.
     """
-    told = {order.rule for order in record.decision.orders if not order.shadow}
-    events = tuple(_event(record, rule, error) for rule in rules if rule.id in told)
+    ordered = {order.rule for order in record.decision.orders if not order.shadow}
+    events = tuple(_event(record, rule, error) for rule in rules if rule.id in ordered)
     verdict = replace(record.verdict, events=(*record.verdict.events, *events))
     return replace(record, snapshot=plain, verdict=verdict, decision=done)
 

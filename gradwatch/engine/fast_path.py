@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors import Detector, State, easiest, may_breach
+from gradwatch.detectors import Detector, State, first_crossed, may_breach
 from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import COUNT_COLUMNS, Reader
 from gradwatch.engine.state import EngineState
@@ -60,7 +60,7 @@ class BankInput:
     number: int
     bank: Bank
     detector: Detector
-    harshest: Detector
+    first_crossed: Detector
     select: slice | NDArray[np.intp] | None
     alone: bool
     scalar: str
@@ -100,7 +100,7 @@ class FastPath:
     def learn(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
         """The baselines after this step; None unless it is certain to change no rule.
 
-        Presumes that `state.quiet` is known.
+        Presumes that `state.ordinary` is known.
         """
         if not BY_RANK.issuperset(snapshot.columns) or any(
             snapshot.step % every == 0 for every in self._rare
@@ -113,11 +113,11 @@ class FastPath:
         # Negated, so that NaN is not quiet. From here on every gradient is there, positive and finite.
         if not (low > 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
             return None
-        if not self._calm(snapshot, low, high):
+        if not self._cannot_breach(snapshot, low, high):
             return None
         return self._fed(state, snapshot)
 
-    def _calm(self, snapshot: Snapshot, low: float, high: float) -> bool:
+    def _cannot_breach(self, snapshot: Snapshot, low: float, high: float) -> bool:
         """Whether no rule without a baseline breaches."""
         asked = self._gathered
         for guard in self._guards:
@@ -130,7 +130,7 @@ class FastPath:
                 asked += guard.rules
         for one in self._unbounded:
             least, most = self._bounds(one.series.column, snapshot, low, high)
-            if not one.detector.calm(least, most):
+            if not one.detector.cannot_breach(least, most):
                 asked += (one,)
         if not asked:
             return True
@@ -169,7 +169,7 @@ class FastPath:
             else:
                 x = _log(snapshot.total_norm) if logs is None or feed.alone else logs[feed.select]
                 score, after[number] = feed.detector.advance_logs(after[number], x)
-            if score is not None and may_breach(feed.harshest, score):
+            if score is not None and may_breach(feed.first_crossed, score):
                 return None
         return tuple(after)
 
@@ -196,7 +196,7 @@ def _log(value: float) -> NDArray[np.float32]:
 def _breaches(one: RulePlan, reader: Reader) -> bool:
     """Whether a rule without a baseline may breach, asked of its own series."""
     bounds = reader.own_bounds(one.series)
-    if bounds is None or one.detector.calm(*bounds):
+    if bounds is None or one.detector.cannot_breach(*bounds):
         return False
     sample = reader.sample(one.series, one.detector.columns)
     return sample is None or may_breach(one.detector, one.detector.score((), sample))
@@ -204,7 +204,7 @@ def _breaches(one: RulePlan, reader: Reader) -> bool:
 
 def _proven(one: RulePlan) -> bool:
     """Whether finite norms alone say that a rule on counts of NaN and Inf is idle."""
-    return one.series.column in COUNT_COLUMNS and one.detector.calm(0.0, 0.0)
+    return one.series.column in COUNT_COLUMNS and one.detector.cannot_breach(0.0, 0.0)
 
 
 def _bounded(one: RulePlan) -> bool:
@@ -225,12 +225,12 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
 def _feeds(plan: Plan) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
         if bank.every == 1 and any(segment.always for segment in bank.segments):
-            harshest = easiest([one.detector for one in plan.rules if one.bank == number])
+            lowest = first_crossed([one.detector for one in plan.rules if one.bank == number])
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
             first = bank.segments[0]
             scalar = first.column if len(bank.segments) == 1 and first.scope == "scalar" and not alone else ""
             selection = _selection(bank, len(plan.sites))
-            yield BankInput(number, bank, bank.detector, harshest, selection, alone, scalar)
+            yield BankInput(number, bank, bank.detector, lowest, selection, alone, scalar)
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:

@@ -47,7 +47,7 @@ class BankResult(NamedTuple):
 NOTHING = np.zeros(0)
 MISSING = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
 """The rule's column was not measured this step."""
-CALM = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
+IDLE = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
 """The rule is idle and nothing breaches."""
 
 
@@ -64,11 +64,11 @@ class Step:
         "consecutive",
         "due",
         "events",
+        "nonfinite_reported",
         "plan",
         "rank",
         "reader",
         "snapshot",
-        "told",
         "tracks",
     )
 
@@ -84,7 +84,7 @@ class Step:
         self.consecutive = list(state.consecutive)
         self.banks: list[BankResult | None] = [None] * len(state.plan.banks)
         self.breaching: dict[str, BoolArray] = {}
-        self.told = False  # a rule on finiteness breaches on this step
+        self.nonfinite_reported = False  # a rule on finiteness breaches on this step
         self.acting: set[str] = set()
         self.due: dict[str, Due] = {}
         self.events: list[Event] = []
@@ -120,9 +120,9 @@ class Step:
         scored = self._scored(one, idle)
         if scored is MISSING:
             return
-        scored = self._without_told(one, scored)
+        scored = self._without_reported(one, scored)
         self.consecutive[number] = 0
-        if scored is not CALM and not (idle and not scored.breach.any()):
+        if scored is not IDLE and not (idle and not scored.breach.any()):
             self._transit(number, scored)
 
     def _scored(self, one: RulePlan, idle: bool) -> Scored:
@@ -132,41 +132,41 @@ class Step:
             bounds = self.reader.bounds(one.series)
             if bounds is None:
                 return MISSING
-            if idle and (detector.calm(*bounds) or self._calm(one)):
-                return CALM
+            if idle and (detector.cannot_breach(*bounds) or self._cannot_breach(one)):
+                return IDLE
             sample = self.reader.sample(one.series, detector.columns)
             assert sample is not None  # what has bounds was measured
             values: FloatArray = sample.values
             score: FloatArray = detector.score((), sample)
         else:
-            heard = self.banks[one.bank]
-            if heard is None:
+            result = self.banks[one.bank]
+            if result is None:
                 return MISSING
-            if idle and (heard.score is None or not may_breach(detector, heard.score[one.part])):
-                return CALM
-            whole = detector.score(heard.before, heard.sample) if heard.score is None else heard.score
-            values, score = detector.shown(heard.before, heard.sample)[one.part], whole[one.part]
+            if idle and (result.score is None or not may_breach(detector, result.score[one.part])):
+                return IDLE
+            whole = detector.score(result.before, result.sample) if result.score is None else result.score
+            values, score = detector.shown(result.before, result.sample)[one.part], whole[one.part]
         return Scored(values, score, breaches(detector, score))
 
-    def _without_told(self, one: RulePlan, scored: Scored) -> Scored:
+    def _without_reported(self, one: RulePlan, scored: Scored) -> Scored:
         """The scores without those of NaN and Inf that a rule on finiteness has told of already on this step.
 
         One NaN is one incident: the gradients' own rules tell it, before the loss and before any bound. A rule that
         acts is asked all the same, for it may be the one that keeps a NaN out.
         """
-        if one.detector.finiteness and (one.series.column != "loss" or not self.told):
-            self.told = self.told or bool(scored.breach.any())
+        if one.detector.finiteness and (one.series.column != "loss" or not self.nonfinite_reported):
+            self.nonfinite_reported = self.nonfinite_reported or bool(scored.breach.any())
             return scored
         # Kinds that compare series (depths, ranks) say which one it was: another fact than that there is a NaN.
-        if not self.told or scored is CALM or one.rule.do or not one.detector.elementwise:
+        if not self.nonfinite_reported or scored is IDLE or one.rule.do or not one.detector.elementwise:
             return scored
         score = np.where(np.isfinite(scored.values), scored.score, np.nan)
         return Scored(scored.values, score, breaches(one.detector, score))
 
-    def _calm(self, one: RulePlan) -> bool:
+    def _cannot_breach(self, one: RulePlan) -> bool:
         """Whether the rule's own series are calm, though others of the same column are not."""
         bounds = self.reader.own_bounds(one.series)
-        return bounds is not None and one.detector.calm(*bounds)
+        return bounds is not None and one.detector.cannot_breach(*bounds)
 
     def _transit(self, number: int, scored: Scored) -> None:
         """Count, and tell what changed."""
@@ -182,17 +182,17 @@ class Step:
             self.acting.add(rule.id)
             self.consecutive[number] = self._before[number] + 1
             self.due[rule.id] = self._due(one, scored, upon, moved.track)
-        self.tracks[number] = self._told(one, track, moved, scored, self.consecutive[number])
+        self.tracks[number] = self._report_move(one, track, moved, scored, self.consecutive[number])
 
     def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: Track) -> Due:
         """What the actions of a rule are about at this step."""
         worst = int(worst_first(scored.score, one.shown.depths, upon, one.detector.comparison)[0])
-        heard, usual = None if one.bank == NO_BANK else self.banks[one.bank], None
-        if heard is not None:
-            usual = one.detector.usual(part_of(one.detector, heard.before, one.part), BASELINE_SIGMAS)
+        result, usual = None if one.bank == NO_BANK else self.banks[one.bank], None
+        if result is not None:
+            usual = one.detector.usual(part_of(one.detector, result.before, one.part), BASELINE_SIGMAS)
         return Due(upon, worst, usual, climbed(one, track, self.snapshot.step))
 
-    def _told(self, one: RulePlan, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
+    def _report_move(self, one: RulePlan, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
         """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
         rule, step, track = one.rule, self.snapshot.step, moved.track
         was_firing, firing = bool(was.firing.any()), bool(track.firing.any())
@@ -200,20 +200,20 @@ class Step:
             reopened = was.resolved_at != NEVER and step - was.resolved_at <= rule.cooldown
             incident = was.incident if reopened else f"{rule.id}-{self.snapshot.optimizer}-{step}"
             track = track._replace(incident=incident)
-            self._tell(one, scored, acted, "firing", incident, scored.breach & track.firing, not reopened)
+            self._emit(one, scored, acted, "firing", incident, scored.breach & track.firing, not reopened)
         elif was_firing and not firing:
             track = track._replace(resolved_at=step)
-            self._tell(one, scored, 0, "resolved", track.incident, moved.resolved, True)
+            self._emit(one, scored, 0, "resolved", track.incident, moved.resolved, True)
         elif not firing and was.idle and track.streak.any():
-            self._tell(one, scored, acted, "pending", "", scored.breach, True)
+            self._emit(one, scored, acted, "pending", "", scored.breach, True)
         alarm = alarm_due(one, acted)
         if alarm or (was_firing and firing and acted):
-            self._tell(one, scored, acted, "repeat", track.incident, scored.breach, alarm)
+            self._emit(one, scored, acted, "repeat", track.incident, scored.breach, alarm)
         if acted and set(climbed(one, track, step)) - set(climbed(one, was, max(was.acted, default=NEVER))):
-            self._tell(one, scored, acted, "escalated", track.incident, scored.breach, True)
+            self._emit(one, scored, acted, "escalated", track.incident, scored.breach, True)
         return track if firing or track.streak.any() else at_rest(track)
 
-    def _tell(
+    def _emit(
         self,
         one: RulePlan,
         scored: Scored,
@@ -246,8 +246,8 @@ class Step:
         if not self._at_rest():
             return verdict, state
         done = tuple(map(_done, self.plan.banks, baselines))
-        quiet = Verdict(firing, standing=under_factor(self.plan, state.tracks))
-        return verdict, replace(state, quiet=quiet, done=done)
+        ordinary = Verdict(firing, standing=under_factor(self.plan, state.tracks))
+        return verdict, replace(state, ordinary=ordinary, done=done)
 
     def _at_rest(self) -> bool:
         """Whether a healthy step would change no rule: those of rare columns are not asked on it."""

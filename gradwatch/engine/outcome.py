@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.records.snapshot import STANDING_CLIP, Decision, Order, Snapshot
+from gradwatch.records.snapshot import CLIP_SECTION, Decision, Order, Snapshot
 
 ROUNDING = 1e-6  # of float32 norms, relative
 
@@ -72,7 +72,7 @@ def reshaped(
     return replace(snapshot, coef=after, total_norm_applied=math.sqrt(np.dot(norms, norms)))
 
 
-def told(decision: Decision, before: Snapshot, after: Snapshot) -> Decision:
+def with_clip_order(decision: Decision, before: Snapshot, after: Snapshot) -> Decision:
     """The decision with a word for the policies of `clip:`, where gradients are smaller than what was found.
 
     `before` is what was found, `after` what the optimizer is given. Where a rule has changed gradients of parameters on
@@ -93,7 +93,7 @@ def told(decision: Decision, before: Snapshot, after: Snapshot) -> Decision:
         worst = int(changed[np.argmin(spread)])
         site, coefficient = after.sites.names[worst], float(spread.min())
         norms = (float((before.norm * before.coef)[worst]), float((after.norm * after.coef)[worst]))
-    order = Order(STANDING_CLIP, "clip", False, site, len(changed), *norms, coefficient)
+    order = Order(CLIP_SECTION, "clip", False, site, len(changed), *norms, coefficient)
     return replace(decision, orders=decision.orders | {order})
 
 

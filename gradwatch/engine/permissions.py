@@ -42,15 +42,15 @@ def permitted(
     """
     if without_optimizer and decision.acts:  # first: the ranks of such a loop are not asked at all
         report("action", AttachError(BY_HAND))
-        decision = decision.withheld()
+        decision = decision.shadowed()
     if not agreed and (decision.skip or decision.touches):
         report("action", AttachError(NOT_ALONE))
-        decision = decision.withheld()
+        decision = decision.shadowed()
     if empty and not without_optimizer:
         decision |= Decision(skip=True)
     if inside_backward and decision.acts:
         report("action", AttachError(OBSERVED))
-        decision = decision.withheld()
+        decision = decision.shadowed()
     if decision.zero is not None and scaled:
         report("action", AttachError(SCALED))
         decision = decision.without_zero()

@@ -279,13 +279,13 @@ class Reader:
         found = columns.get(name)
         if found is None and name != "norm_overflow":
             found = columns.get("nonfinite")
-        told = self._told_by_norm(name)
+        nonfinite = self._by_norm(name)
         if found is None:
-            return told, self.called, self.everywhere
+            return nonfinite, self.called, self.everywhere
         present = found.present | self.called
-        return np.where(found.present, found.values, told), present, bool(present.all())
+        return np.where(found.present, found.values, nonfinite), present, bool(present.all())
 
-    def _told_by_norm(self, name: str) -> NDArray[np.float32]:
+    def _by_norm(self, name: str) -> NDArray[np.float32]:
         """float32[S]: 1 where the norm is NaN or infinite, and not because it overflowed."""
         norm, overflow = self.snapshot.norm, self.snapshot.columns.get("norm_overflow")
         nan, infinite = np.isnan(norm), np.isinf(norm)

@@ -28,7 +28,7 @@ class EngineState:
     `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
     `clips` one state per policy of `clip:`.
-    What follows is only known of a state that `evaluate` made, and follows from the rest: `quiet` the verdict
+    What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
     `Detector.done`).
     """
@@ -38,7 +38,7 @@ class EngineState:
     tracks: tuple[Track, ...]
     consecutive: tuple[int, ...]
     lr: float | None = None
-    quiet: Verdict | None = None
+    ordinary: Verdict | None = None
     done: tuple[bool, ...] = ()
     clips: tuple[State, ...] = ()
 

@@ -37,7 +37,7 @@ class Refusal(NamedTuple):
         """The rule's id, or `CLIP` and the place."""
         return self.rule or CLIP + self.clip
 
-    def told(self, ruleset: RuleSet) -> str:
+    def sentence(self, ruleset: RuleSet) -> str:
         """A sentence with the place in the file."""
         where = ruleset.origins.get(f"{self.rule}.do" if self.rule else "clip", "")
         what = f"rule {self.rule!r}" if self.rule else f"clip.{self.clip}"
@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
 
 def refuse(refusals: Iterable[Refusal], ruleset: RuleSet) -> None:
     """Raise one `UnfitRulesError` that lists every refusal, if there are any."""
-    listed = dict.fromkeys(f"  - {one.told(ruleset)}" for one in refusals)
+    listed = dict.fromkeys(f"  - {one.sentence(ruleset)}" for one in refusals)
     if listed:
         raise UnfitRulesError("\n".join(("the rules do not fit this model:", *listed)))
 

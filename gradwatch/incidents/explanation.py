@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradwatch.incidents.suggestions import remedy_for
+from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.records.finding import Finding
 
 BEGAN = {
@@ -40,7 +40,7 @@ def sentence(finding: Finding) -> str:
 
 def fields(finding: Finding) -> Iterator[tuple[str, object]]:
     """What a log line says of it; empty fields are left out."""
-    remedy = remedy_for(finding)
+    suggestion = suggestion_for(finding)
     frame = finding.frame
     said: dict[str, object] = {
         "rule": finding.rule,
@@ -49,8 +49,8 @@ def fields(finding: Finding) -> Iterator[tuple[str, object]]:
         "where": finding.where,
         "source": "" if frame is None else frame.source,
         "first_parameter": finding.first_parameter,
-        "why": "" if remedy is None else remedy.why,
-        "mend": "" if remedy is None else remedy.mend,
+        "why": "" if suggestion is None else suggestion.why,
+        "mend": "" if suggestion is None else suggestion.fix,
         "note": finding.note,
         "incident": finding.incident,
     }
@@ -59,18 +59,18 @@ def fields(finding: Finding) -> Iterator[tuple[str, object]]:
 
 def page(finding: Finding) -> Iterator[str]:
     """The whole of it in Markdown, line by line."""
-    remedy = remedy_for(finding)
+    suggestion = suggestion_for(finding)
     yield f"## {finding.incident or 'incident'}: {sentence(finding)}"
     yield ""
     yield from _where(finding)
     yield from _evidence(finding)
     yield from _profile(finding)
-    if remedy is not None:
+    if suggestion is not None:
         yield "### Likely remedy"
         yield ""
-        yield remedy.why
+        yield suggestion.why
         yield ""
-        yield f"    {remedy.mend}"
+        yield f"    {suggestion.fix}"
         yield ""
     said = [f"step {finding.step}, rank {finding.rank}", WAYS[finding.by]]
     said += [f"rule `{finding.rule}`"] if finding.rule else []

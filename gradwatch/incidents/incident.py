@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwatch.incidents.explanation import sentence
-from gradwatch.incidents.suggestions import remedy_for
+from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Order
 from gradwatch.runtime.numbers import json_ready
@@ -63,13 +63,17 @@ class Incident:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe, with the cause and its remedy in words beside the fields."""
-        told: dict[str, Any] = json_ready(asdict(self))
+        document: dict[str, Any] = json_ready(asdict(self))
         finding = self.finding
-        remedy = None if finding is None else remedy_for(finding)
-        told["where"] = "" if finding is None else finding.where
-        told["cause"] = "" if finding is None else sentence(finding)
-        told["remedy"] = None if remedy is None else {"id": remedy.id, "why": remedy.why, "mend": remedy.mend}
-        return told
+        suggestion = None if finding is None else suggestion_for(finding)
+        document["where"] = "" if finding is None else finding.where
+        document["cause"] = "" if finding is None else sentence(finding)
+        document["remedy"] = (
+            None
+            if suggestion is None
+            else {"id": suggestion.id, "why": suggestion.why, "mend": suggestion.fix}
+        )
+        return document
 
 
 def ordered(decision: Decision) -> tuple[Order, ...]:

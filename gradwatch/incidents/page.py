@@ -66,13 +66,13 @@ def _norms(incident: Incident) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for one in incident.around:
         loss = "" if one.loss is None else _number(one.loss)
-        said = [*_marks(incident, one.step), *(["skipped"] if one.skipped else [])]
+        said = [*_row_notes(incident, one.step), *(["skipped"] if one.skipped else [])]
         applied = "" if one.skipped else _number(one.total_norm_applied)
         yield f"| {one.step} | {_number(one.total_norm)} | {applied} | {loss} | {', '.join(said)} |"
     yield ""
 
 
-def _marks(incident: Incident, step: int) -> list[str]:
+def _row_notes(incident: Incident, step: int) -> list[str]:
     """What a step is to the incident: where it fired, and where its cause was found, which may be a later step."""
     event, finding = incident.event, incident.finding
     fired = incident.step if event is None else event.step

@@ -17,8 +17,8 @@ PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "co
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
-    """What is wrong (`why`) and what to write instead (`mend`).
+class Suggestion:
+    """What is wrong (`why`) and what to write instead (`fix`).
 
     Conditions, all of which must hold: `ops` the operation ("" = any); `phases`; `zero`, `negative`, `inf`: some
     operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
@@ -28,7 +28,7 @@ class Remedy:
 
     id: str
     why: str
-    mend: str
+    fix: str
     ops: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("forward", "backward")
     zero: bool = False
@@ -64,44 +64,44 @@ def _magnitude(operand: Operand) -> float:
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
 
-REMEDIES: tuple[Remedy, ...] = (
-    Remedy(
+SUGGESTIONS: tuple[Suggestion, ...] = (
+    Suggestion(
         "input-not-finite",
         "The batch holds NaN or Inf before the model touches it.",
         "Check it where it is loaded: `assert torch.isfinite(x).all()`; drop or impute such samples.",
         phases=("input",),
     ),
-    Remedy(
+    Suggestion(
         "parameter-not-finite",
         "A weight was not finite before this step: an earlier step spoilt it.",
         "Go back to a checkpoint from before; keep a rule with `skip_step` so that no such step is taken.",
         phases=("parameter",),
     ),
-    Remedy(
+    Suggestion(
         "buffer-not-finite",
         "A buffer (running statistics, a mask, a table) was not finite before this step.",
         "Reset it (`module.reset_running_stats()`), and find the batch that spoilt it.",
         phases=("buffer",),
     ),
-    Remedy(
+    Suggestion(
         "loss-side",
         "The model's outputs are finite; the loss function makes a non-finite gradient of them.",
         "Look there for log, sqrt or division at 0; compute from logits (`cross_entropy`, `…_with_logits`).",
         phases=("loss",),
     ),
-    Remedy(
+    Suggestion(
         "exploding",
         "The gradient grows by a large factor in one place.",
         "Normalise there (LayerNorm, a smaller initialisation), lower the learning rate, or clip: `clip: {total: …}`.",
         phases=("exploding",),
     ),
-    Remedy(
+    Suggestion(
         "vanishing",
         "The gradient all but disappears in one place: a saturated activation, a scale that is far too small.",
         "Look at the activations there; use residual connections, a normalisation layer, or another initialisation.",
         phases=("vanishing",),
     ),
-    Remedy(
+    Suggestion(
         "where-trap",
         "Where the gradient is 0 (a branch that `torch.where` did not take, a value that is masked), the derivative is "
         "infinite, and 0 times infinity is NaN.",
@@ -112,41 +112,41 @@ REMEDIES: tuple[Remedy, ...] = (
         idle=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "half-overflow-to",
         "The number does not fit into float16, whose largest is 65,504.",
         "Use bfloat16, or keep this part in float32: `with torch.autocast(device, enabled=False)`.",
         ops=("to",),
         dtypes=HALF,
     ),
-    Remedy(
+    Suggestion(
         "half-overflow",
         "The result does not fit into float16, whose largest is 65,504.",
         "Use bfloat16, scale the inputs down first (attention: divide q before `q @ k`), or go to float32 here.",
         ops=(*PRODUCTS, "mul", "add", "sum", "mean", "pow", "square", "exp", "cumsum", "norm"),
         dtypes=HALF,
     ),
-    Remedy(
+    Suggestion(
         "softmax-fully-masked",
         "A row is masked out altogether: a softmax over nothing but -inf is 0/0.",
         "Leave one position open, or mask with `torch.finfo(x.dtype).min` and zero such rows afterwards.",
         ops=("softmax", "log_softmax", "scaled_dot_product_attention"),
         inf=True,
     ),
-    Remedy(
+    Suggestion(
         "softmax-backward-masked",
         "A row was masked out altogether; replacing its NaN afterwards does not mend the backward.",
         "Leave one position open, or mask with `torch.finfo(x.dtype).min` instead of -inf.",
         ops=("softmax", "log_softmax"),
         phases=BACKWARD,
     ),
-    Remedy(
+    Suggestion(
         "logsumexp-of-nothing",
         "A log-sum-exp over nothing but -inf is -inf, and its derivative NaN.",
         "Leave one position open, or mask with `torch.finfo(x.dtype).min`.",
         ops=("logsumexp",),
     ),
-    Remedy(
+    Suggestion(
         "log-of-negative",
         "log of a negative number is NaN.",
         "Keep it positive: `torch.log(x.clamp_min(eps))`, or parametrise by `softplus`.",
@@ -155,14 +155,14 @@ REMEDIES: tuple[Remedy, ...] = (
         negative=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "log-of-zero",
         "log of 0 is -inf; its derivative is infinite there, and overflows close to it.",
         "`torch.log(x.clamp_min(eps))`; for probabilities stay with logits: `log_softmax`, `logsigmoid`; "
         "p·log p is `torch.xlogy(p, p)`.",
         ops=LOGS,
     ),
-    Remedy(
+    Suggestion(
         "sqrt-of-negative",
         "The root of a negative number is NaN; a variance computed as a difference may be slightly negative.",
         "`torch.sqrt(x.clamp_min(eps))`; compute variances with `torch.var`.",
@@ -171,20 +171,20 @@ REMEDIES: tuple[Remedy, ...] = (
         negative=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "sqrt-at-zero",
         "The derivative of sqrt at 0 is infinite.",
         "Put the epsilon inside: `torch.sqrt(x + eps)`; for lengths use `torch.linalg.vector_norm`, safe at 0.",
         ops=("sqrt",),
         phases=BACKWARD,
     ),
-    Remedy(
+    Suggestion(
         "reciprocal-of-zero",
         "1/0 is infinite.",
         "Add the epsilon before, not after: `torch.rsqrt(x + eps)`, `1 / x.clamp_min(eps)`.",
         ops=("rsqrt", "reciprocal"),
     ),
-    Remedy(
+    Suggestion(
         "zero-over-zero",
         "0/0: a mean over an empty mask, or a vector of length 0 divided by its length.",
         "`total / count.clamp_min(1)`; `torch.nn.functional.normalize(x)` has an epsilon of its own.",
@@ -193,13 +193,13 @@ REMEDIES: tuple[Remedy, ...] = (
         zero=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "division-by-zero",
         "A division by 0, or by something so small that the quotient overflows.",
         "Keep the divisor away from 0: `x / (y + eps)` where y ≥ 0, `y.clamp_min(eps)` else.",
         ops=("div",),
     ),
-    Remedy(
+    Suggestion(
         "pow-of-negative",
         "A negative number to a fractional power is NaN.",
         "`x.clamp_min(eps) ** y`, or `x.abs() ** y * x.sign()` if that is meant.",
@@ -208,71 +208,71 @@ REMEDIES: tuple[Remedy, ...] = (
         negative=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "pow-at-zero",
         "The derivative of x**y at x = 0 is infinite for y < 1, and log 0 enters the derivative in y.",
         "`x.clamp_min(eps) ** y`.",
         ops=("pow",),
         phases=BACKWARD,
     ),
-    Remedy(
+    Suggestion(
         "pow-overflow",
         "The power is too large for its dtype.",
         "Clamp the base, or work with logarithms.",
         ops=("pow", "square"),
     ),
-    Remedy(
+    Suggestion(
         "exp-overflow",
         "exp overflows float32 above 88 (float16 above 11).",
         "Subtract the maximum (`softmax`, `logsumexp` do), clamp the exponent (log-variances to ±10), or use softplus.",
         ops=("exp", "exp2", "expm1", "sinh", "cosh"),
     ),
-    Remedy(
+    Suggestion(
         "norm-at-zero",
         "The derivative of this norm at a vector of zeros is not finite.",
         "Add an epsilon inside: `(x.square().sum(-1) + eps).sqrt()`.",
         ops=("norm", "linalg_vector_norm", "linalg_matrix_norm", "cdist"),
     ),
-    Remedy(
+    Suggestion(
         "arc-beyond-one",
         "acos and asin are not defined beyond ±1, which a cosine reaches by rounding.",
         "`torch.acos(x.clamp(-1 + eps, 1 - eps))`, or `torch.atan2` of sine and cosine.",
         ops=("acos", "asin", "acosh"),
         phases=FORWARD,
     ),
-    Remedy(
+    Suggestion(
         "arc-at-one",
         "The derivative of acos and asin at ±1 is infinite.",
         "`torch.acos(x.clamp(-1 + eps, 1 - eps))` with eps about 1e-6, or `torch.atan2` of sine and cosine.",
         ops=("acos", "asin", "acosh"),
         phases=BACKWARD,
     ),
-    Remedy(
+    Suggestion(
         "atan2-at-origin",
         "An angle has no derivative at the origin.",
         "Move it away from there: `torch.atan2(y, x + eps)` where x ≥ 0, or predict sine and cosine.",
         ops=("atan2",),
     ),
-    Remedy(
+    Suggestion(
         "logit-at-the-edge",
         "logit and atanh are infinite at the ends of their range, which a sigmoid or tanh reaches by rounding.",
         "`torch.logit(p, eps=1e-6)`, `torch.atanh(x.clamp(-1 + eps, 1 - eps))`, or keep the number before the sigmoid.",
         ops=("logit", "atanh", "erfinv"),
     ),
-    Remedy(
+    Suggestion(
         "std-of-one",
         "The unbiased standard deviation of a single element is 0/0.",
         "`x.std(correction=0)`, or see to it that no group has one element only.",
         ops=("std", "var", "std_mean", "var_mean"),
         phases=FORWARD,
     ),
-    Remedy(
+    Suggestion(
         "cross-entropy-of-inf",
         "A probability of exactly 0 or 1 went into a logarithm, or the logits were infinite already.",
         "`binary_cross_entropy_with_logits` and `cross_entropy` take logits and are safe.",
         ops=("binary_cross_entropy", "nll_loss", "kl_div", "xlogy"),
     ),
-    Remedy(
+    Suggestion(
         "decomposition",
         "The matrix is singular, or has two equal eigenvalues, where the derivative is not finite.",
         "Add a little to the diagonal (`A + eps * torch.eye(n)`); avoid gradients through `eigh` and `svd` vectors.",
@@ -291,19 +291,19 @@ REMEDIES: tuple[Remedy, ...] = (
             "linalg_solve_ex",
         ),
     ),
-    Remedy(
+    Suggestion(
         "gamma-pole",
         "The gamma functions have poles at 0 and the negative integers.",
         "Keep their argument positive: `x.clamp_min(eps)`, or parametrise by `softplus`.",
         ops=("lgamma", "digamma", "polygamma", "mvlgamma"),
     ),
-    Remedy(
+    Suggestion(
         "running-product",
         "A product of many factors overflows.",
         "Sum logarithms instead: `torch.cumsum(x.log(), -1)`.",
         ops=("cumprod", "prod"),
     ),
-    Remedy(
+    Suggestion(
         "infinity-times-zero",
         "0 times infinity is NaN: a mask cannot be applied by multiplying with it.",
         "`x.masked_fill(~mask, value)` or `torch.where` instead of `x * mask`.",
@@ -311,7 +311,7 @@ REMEDIES: tuple[Remedy, ...] = (
         inf=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "infinity-minus-infinity",
         "Infinity minus infinity is NaN.",
         "Use a large finite number for masks: `torch.finfo(x.dtype).min / 2`.",
@@ -319,20 +319,20 @@ REMEDIES: tuple[Remedy, ...] = (
         inf=True,
         nan=True,
     ),
-    Remedy(
+    Suggestion(
         "norm-layer",
         "A normalisation layer over numbers whose squares overflow, or with an epsilon too small for its dtype.",
         "Raise eps, keep the layer in float32, and look at what makes its input so large.",
         ops=("layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm"),
     ),
-    Remedy(
+    Suggestion(
         "matrix-product-overflow",
         "A matrix product overflows: its inputs are far too large.",
         "Look for the layer whose activations grow (a missing normalisation, a learning rate too high).",
         ops=PRODUCTS,
         beyond=1e10,
     ),
-    Remedy(
+    Suggestion(
         "large-numbers",
         "Numbers grew beyond their dtype.",
         "Look for what grows: a missing normalisation, a learning rate too high, a scale that is learned unbounded.",
@@ -340,7 +340,7 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
 )
 
-GENERAL = Remedy(
+GENERAL = Suggestion(
     "general",
     "This operation made a non-finite number out of finite ones.",
     "Look at its operands above: keep them inside the range in which it and its derivative are finite.",
@@ -348,8 +348,8 @@ GENERAL = Remedy(
 )
 
 
-def remedy_for(finding: Finding) -> Remedy | None:
+def suggestion_for(finding: Finding) -> Suggestion | None:
     """The likely remedy; None where nothing was found."""
     if not finding.found:
         return None
-    return next((remedy for remedy in REMEDIES if remedy.fits(finding)), GENERAL)
+    return next((suggestion for suggestion in SUGGESTIONS if suggestion.fits(finding)), GENERAL)

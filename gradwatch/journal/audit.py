@@ -1,7 +1,7 @@
 """What was done to a training, read from its journal: how often, by which rule, how hard.
 
 Counts are of the steps that the journal still holds: where a long run was thinned to stay within its cap they are lower
-bounds, and `thinned` says so.
+bounds, and `pruned` says so.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Audit:
     """
 
     steps: int = 0
-    thinned: bool = False
+    pruned: bool = False
     skipped: int = 0
     clipped_by_others: int = 0
     lines: dict[tuple[str, str, bool], Line] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Audit:
         """JSON-safe."""
         return {
             "steps": self.steps,
-            "thinned": self.thinned,
+            "thinned": self.pruned,
             "unfinished": self.unfinished,
             "skipped_steps": self.skipped,
             "clipped_by_others": self.clipped_by_others,
@@ -162,7 +162,7 @@ class Audit:
 
     def take_steps(self, entry: StepsEntry) -> None:
         """Count some steps."""
-        self.thinned |= entry.every > 1
+        self.pruned |= entry.every > 1
         for row in entry.rows:
             self.steps += 1
             self.skipped += row.decision.skip

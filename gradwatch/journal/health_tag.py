@@ -23,7 +23,7 @@ class HealthTag:
         self._written: CheckpointHealth | None = None
         self._next = 0.0
 
-    def hear(self, batch: Iterable[Record]) -> None:
+    def add(self, batch: Iterable[Record]) -> None:
         """Take in the Records of some steps."""
         for record in batch:
             if record.checkpoint is not None:

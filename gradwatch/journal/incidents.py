@@ -20,7 +20,7 @@ def incidents(journal: JournalReader, name: str | None = None) -> Iterator[Incid
 
     Reads the journal twice. `around` lacks the steps that were thinned out of it.
     """
-    run, events, findings, times = _told(journal, name)
+    run, events, findings, times = _transitions(journal, name)
     wanted = [each for each in dict.fromkeys((*events, *findings)) if name is not None or each in findings]
     places = {each: _place(events.get(each), findings.get(each)) for each in wanted}
     rows = _rows(journal, set(places.values()))
@@ -45,7 +45,7 @@ def incidents(journal: JournalReader, name: str | None = None) -> Iterator[Incid
         )
 
 
-def _told(
+def _transitions(
     journal: JournalReader, name: str | None
 ) -> tuple[RunInfo, dict[str, Event], dict[str, Finding], dict[str, float]]:
     """The run; by incident the first transition that was acted on or fired, the best cause found, and when."""

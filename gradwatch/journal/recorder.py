@@ -94,11 +94,11 @@ class Recorder:
 
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
-        self._tag.hear(batch)
+        self._tag.add(batch)
         for record in batch:
             self._guarded(self._add_events, record)
         if self._urgent:
-            self._settle_events()
+            self._flush_events()
         for record in batch:
             self._guarded(self._add_step, record)
             self._pause()
@@ -128,7 +128,7 @@ class Recorder:
         if durable and self._lost:
             self._write([])
         if durable or self._urgent or now - self._synced_at >= _SYNC_SECONDS:
-            self._settle_events()
+            self._flush_events()
         self._keep_within_cap()
         self._write_tag(last=durable)
         return not self._waiting and self.failures == failures
@@ -166,7 +166,7 @@ class Recorder:
             del self._waiting[_MOST_WAITING // 2]
             self.lose(LostEntry(events=len(given_up.events)))
 
-    def _settle_events(self) -> None:
+    def _flush_events(self) -> None:
         """Write the events that are not in the present file, sync, acknowledge."""
         if not self._events_backoff.ready:
             return

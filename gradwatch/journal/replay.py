@@ -88,7 +88,7 @@ def _keep(window: OrderedDict[Key, T], key: Key, value: T) -> None:
 
 
 def _recorded(
-    optimizer: int, sites: Sites, row: StepRow, norms: NormsEntry | None, told: EventsEntry | None
+    optimizer: int, sites: Sites, row: StepRow, norms: NormsEntry | None, reported: EventsEntry | None
 ) -> RecordedStep:
     size = len(sites)
     snapshot = Snapshot(
@@ -107,8 +107,8 @@ def _recorded(
         provisional=row.provisional,
         coverage=row.coverage,
     )
-    verdict = Verdict(firing=norms.firing if norms else {}, events=told.events if told else ())
+    verdict = Verdict(firing=norms.firing if norms else {}, events=reported.events if reported else ())
     spent = row.overhead_seconds, row.step_seconds, row.wall_time
-    findings = told.findings if told else ()
+    findings = reported.findings if reported else ()
     record = Record(snapshot, verdict, row.decision, *spent, findings=findings)
     return RecordedStep(record, row.groups, norms)

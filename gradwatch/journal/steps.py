@@ -214,9 +214,9 @@ def _decision(flags: int, max_norm: float | None, orders: Iterable[Sequence[obje
     return Decision(bool(flags & _SKIP), bool(flags & _STOP), max_norm, found)
 
 
-def _order(told: Sequence[object]) -> Order:
+def _order(values: Sequence[object]) -> Order:
     """The inverse of `_orders`; what was written before orders had numbers holds the first three only."""
-    rule, action, shadow, *more = told
+    rule, action, shadow, *more = values
     if not more:
         return Order(str(rule), str(action), bool(shadow))
     site, count, before, after, coefficient = more

@@ -64,14 +64,14 @@ class Agent:
         self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
         self._inherited: list[Session] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
-        self._heard = 0  # backwards that reached something watched, when the last one began
+        self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, self._lock)
         self._unannounced = Unannounced(self.registered)
-        optimizer_init.listen(self._making)
+        optimizer_init.listen(self._made)
         backward_entry.listen(self._about_to_run)
         clip_functions.listen(self._about_to_clip)
-        grad_scaler.hear_scale(self._scaled)
+        grad_scaler.listen_scale(self._scaled)
         step_hooks.listen(self)
         guard.listen(_strictly)
         os.register_at_fork(after_in_child=self._forked)
@@ -94,7 +94,7 @@ class Agent:
         for watch in _watches:  # what was trained before may be gone: its memory is wanted now
             watch.let_go_of_dead()
 
-    def _making(self, optimizer: Optimizer | None) -> None:
+    def _made(self, optimizer: Optimizer | None) -> None:
         self._building()
         self._forwards.look()
         if optimizer is None:  # known at its first step
@@ -104,8 +104,8 @@ class Agent:
     def _about_to_run(self, call: BackwardCall) -> None:
         if not call.accumulates or call.nested:
             return
-        before, self._heard = self._heard, sum(watch.backwards for watch in _watches)
-        look = self._unannounced.due(self._heard > before)
+        before, self._reached = self._reached, sum(watch.backwards for watch in _watches)
+        look = self._unannounced.due(self._reached > before)
         if look or self._waiting or self._attaching:
             self.attach_waiting(before=call if look else None)
 
@@ -134,7 +134,7 @@ class Agent:
         for key, ref in self._seen.items():
             self._waiting.setdefault(key, (ref, now))
         self._seen.clear()
-        self._heard = 0
+        self._reached = 0
         self._unannounced.begin()
         self._attaching = False
 
@@ -173,9 +173,9 @@ class Agent:
             return self._attach(ready, models)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
             ending.not_watched("the rules do not fit, and --strict-rules refuses them")
-            told = refusal.words(str(error))
-            if told:
-                stderr.say(f"gradwatch: {told}")
+            sentence = refusal.words(str(error))
+            if sentence:
+                stderr.say(f"gradwatch: {sentence}")
             raise SystemExit(2) from None
         except Exception as error:
             if not_ours(error) or _strict():

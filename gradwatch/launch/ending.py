@@ -48,18 +48,18 @@ def say() -> None:
     if os.getpid() in _said_by:
         return
     _said_by.append(os.getpid())
-    told = list(_told(account_of_process()))
+    told = list(_lines(account_of_process()))
     if told and not quiet_asked():
         stderr.say("\n".join(told))
 
 
-def _told(own: Account) -> Iterator[str]:
+def _lines(own: Account) -> Iterator[str]:
     if own.rank or not _first_rank():
         return
-    if alive(own.told_by, family.began()) and (not own.told or family.handed_over()):
+    if alive(own.told_by, family.began()) and (not own.trained_or_watched or family.handed_over()):
         return
     account = family.with_children(own)
-    if account.told:
+    if account.trained_or_watched:
         yield from lines(account, shown(account.directory))
     elif family.launched() and not family.recorded():
         yield nothing_seen(account)

@@ -67,8 +67,8 @@ def with_children(own: Account) -> Account:
 
 
 def _spoken_for(part: Part) -> bool:
-    silent = not (part.told_by or part.account.rank or part.ended or part.pid == os.getpid())
-    return part.told_by == os.getpid() or (silent and not _runs(part))
+    unfinished = not (part.told_by or part.account.rank or part.ended or part.pid == os.getpid())
+    return part.told_by == os.getpid() or (unfinished and not _runs(part))
 
 
 def _runs(part: Part) -> bool:

@@ -40,7 +40,7 @@ class FirstForwards:
     def __init__(self, registered: Registered, lock: ForkSafeLock) -> None:
         self._registered = registered
         self._lock = lock
-        self._early: PreAttachRecorder | None = None
+        self._pre_attach: PreAttachRecorder | None = None
         self._faults: list[tuple[str, BaseException]] = []
         self._wraps: RemovableHandle | None = None
         self._kinds: Kinds = {}
@@ -56,37 +56,37 @@ class FirstForwards:
         # Here, not at the top: most processes that import torch make no optimizer.
         from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 
-        if self._early is None:
-            self._early = PreAttachRecorder(self._failed)
-            self._early.kinds = self._kinds
+        if self._pre_attach is None:
+            self._pre_attach = PreAttachRecorder(self._failed)
+            self._pre_attach.kinds = self._kinds
             self._wraps = register_module_module_registration_hook(self._wrapped)
         for model in fresh[:MOST_MODELS]:
-            if not self._early.holds(model):
-                self._early.add(model)
+            if not self._pre_attach.holds(model):
+                self._pre_attach.add(model)
 
     def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
         """Give a session what was held of its models and of those `joining` it next; let go of the rest."""
-        early, self._early = self._early, None
+        pre_attach, self._pre_attach = self._pre_attach, None
         self._stop()
         faults, self._faults = self._faults, []
-        if early is not None:
+        if pre_attach is not None:
             try:
-                watch.inherit(early, joining)
+                watch.inherit(pre_attach, joining)
             except Exception as error:
                 faults.append(("localise", error))
-            early.close()
+            pre_attach.close()
         for fault in faults:
             watch.failed(*fault)
 
     def close(self, optimizer: Optimizer | None = None) -> None:
         """Let go of the models that this optimizer trains, which are watched or never will be; of all without one."""
-        if self._early is None:
+        if self._pre_attach is None:
             return
         if optimizer is not None:
-            self._early.without(optimizer)
-        if optimizer is None or not any(True for _ in self._early):
-            self._early.close()
-            self._early = None
+            self._pre_attach.without(optimizer)
+        if optimizer is None or not any(True for _ in self._pre_attach):
+            self._pre_attach.close()
+            self._pre_attach = None
             self._stop()
 
     def _stop(self) -> None:
@@ -96,9 +96,9 @@ class FirstForwards:
 
     def _wrapped(self, outer: nn.Module, name: str, module: nn.Module | None) -> None:
         """torch.compile(model) after the optimizer was made: only the call of the wrapper can be heard."""
-        early = self._early
-        if name == "_orig_mod" and early is not None and module is not None:
-            self._guarded(early.wraps, outer, module)
+        pre_attach = self._pre_attach
+        if name == "_orig_mod" and pre_attach is not None and module is not None:
+            self._guarded(pre_attach.wraps, outer, module)
 
     def _guarded(self, call: Callable[..., None], *args: Any) -> None:
         try:

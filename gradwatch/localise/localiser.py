@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
-from gradwatch.localise.diagnosis.losses import told_of_loss
+from gradwatch.localise.diagnosis.losses import amended_by_loss
 from gradwatch.localise.diagnosis.profile import Profile, suspect
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.fingerprint import fingerprint
@@ -79,7 +79,7 @@ class Localiser:
         self._hold = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
-        self._holdings = CallRecorder(failed, max_bytes)
+        self._recordings = CallRecorder(failed, max_bytes)
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()
@@ -97,35 +97,35 @@ class Localiser:
         for model in models:
             self._models.append(weakref.ref(model))
             if self._hold:
-                self._holdings.add(model)
+                self._recordings.add(model)
 
-    def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
+    def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Take over what was held of the models, those included that are about to be added.
 
         Both know from then on which kinds of models are called whole.
         """
-        if self._holdings.kinds is not early.kinds:
-            early.kinds |= self._holdings.kinds
-            self._holdings.kinds = early.kinds
+        if self._recordings.kinds is not pre_attach.kinds:
+            pre_attach.kinds |= self._recordings.kinds
+            self._recordings.kinds = pre_attach.kinds
         models = (*self.models(), *joining) if self._hold else ()
-        self._holdings.inherit(early.handed_over(models), self._steps)
+        self._recordings.inherit(pre_attach.handed_over(models), self._steps)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""
         self._remove()
-        self._holdings.close()
+        self._recordings.close()
         if self._live is not None:
             self._live.close()
             self._live = None
 
     def forget(self) -> None:
         """Let go of the calls that were held: they belong to no step."""
-        self._holdings.drop()
+        self._recordings.drop()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
         """The loop has thrown away the gradients of earlier backwards: what led to them is part of no step."""
         try:
-            self._holdings.cleared(optimizer)
+            self._recordings.cleared(optimizer)
         except Exception as error:
             self._failed("localise", error)
 
@@ -147,23 +147,23 @@ class Localiser:
         """The watched models that are still alive, without what DDP and torch.compile wrap around them."""
         return [inner(model) for ref in self._models if (model := ref()) is not None]
 
-    def tell(self, indices: Any) -> None:
+    def set_indices(self, indices: Any) -> None:
         """Which samples of the dataset the calls are of that follow, until a step is taken."""
-        for holding in self._holdings:
-            holding.indices = indices
+        for recording in self._recordings:
+            recording.indices = indices
 
     def held(self) -> list[tuple[nn.Module, Call]]:
         """(module, call) of those of this step that a gradient has reached, in the order they were made."""
-        return self._holdings.calls()
+        return self._recordings.calls()
 
     @property
     def dropped(self) -> int:
         """Calls of this step that were let go of to stay within `max_bytes`."""
-        return self._holdings.dropped
+        return self._recordings.dropped
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
         """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
-        return self._holdings.refused or ("" if held else NOT_SEEN)
+        return self._recordings.refused or ("" if held else NOT_SEEN)
 
     def due(self, incident: str) -> bool:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
@@ -184,9 +184,11 @@ class Localiser:
         except Exception as error:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
-        finding = finding.told(batch=self._batch_of(finding))  # this rank's own, before all are told of one
+        finding = finding.amended(
+            batch=self._batch_of(finding)
+        )  # this rank's own, before all are told of one
         if together is not None:
-            finding = self._told_together(together, finding)
+            finding = self._agreed(together, finding)
         if finding.found and finding.phase != "loss":
             self._last = (newest, finding)
         self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
@@ -216,7 +218,7 @@ class Localiser:
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
-        held = self._holdings.calls()
+        held = self._recordings.calls()
         try:
             if late:
                 raise Refused("its numbers arrived from the device after it was taken")
@@ -226,13 +228,13 @@ class Localiser:
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
-            dropped = self._holdings.dropped
+            dropped = self._recordings.dropped
             if finding.phase == "loss":
                 finding = self._of_loop(held, finding)
             more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         spent = time.perf_counter() - started
-        return finding.told(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
+        return finding.amended(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
 
     def _of_closure(self) -> Finding | None:
         """The exact path, if the step is one; None where it is not, or finds nothing."""
@@ -257,7 +259,7 @@ class Localiser:
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """What the loop's own tensors tell of a loss that was computed in it."""
         try:
-            return told_of_loss(finding, [call for _, call in held])
+            return amended_by_loss(finding, [call for _, call in held])
         except Exception as error:
             self._failed("localise", error)
             return finding
@@ -281,10 +283,10 @@ class Localiser:
         self._together.agree(refusal)
         return {id(model): gather(model) for model in spread}
 
-    def _told_together(self, together: RankAgreement, own: Finding) -> Finding:
+    def _agreed(self, together: RankAgreement, own: Finding) -> Finding:
         """What the ranks found; where one of them knows the cause, nobody needs to record the next steps."""
         try:
-            finding = together.tell(own)
+            finding = together.share(own)
         except Exception as error:
             self._failed("localise", error)
             return own
@@ -299,7 +301,7 @@ class Localiser:
 
     def _newest(self) -> int:
         """The order of the last call held; -1 where none is."""
-        held = self._holdings.calls()
+        held = self._recordings.calls()
         return held[-1][1].order if held else -1
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
@@ -314,7 +316,7 @@ class Localiser:
             else:
                 self._live = Live(self.models(), ask.record_steps, self._fault)
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
-        return found.told(note=_joined(found.note, why))
+        return found.amended(note=_joined(found.note, why))
 
     def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
         if refusal := self.refusal(held):
@@ -342,7 +344,7 @@ class Localiser:
             return None
 
     def _signed(self, finding: Finding, ask: Ask) -> Finding:
-        return finding.told(
+        return finding.amended(
             rule=ask.rule,
             incident=ask.incident,
             step=ask.step,
@@ -368,7 +370,7 @@ class Localiser:
         if trace is not None and trace.blamed:
             finding = diagnose([trace], by="record")
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
-            finding = finding.told(note=note, batch=self._batch_of(finding))
+            finding = finding.amended(note=note, batch=self._batch_of(finding))
             self._recorded.append((self._steps, self._signed(finding, self._ask)))
             if self._together is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
@@ -380,7 +382,7 @@ class Localiser:
         """What led to this step cannot be run again; the recording of the next one begins."""
         try:
             self._steps += 1
-            self._holdings.step_taken(optimizer, self._steps, self._steps - OLD)
+            self._recordings.step_taken(optimizer, self._steps, self._steps - OLD)
             if self._live is not None and not _in_backward() and self._owns(optimizer):
                 self._live.begin()
         except Refused as refusal:
@@ -400,7 +402,7 @@ def _unless_skipped(traces: list[Trace]) -> Finding:
         raise Refused(skipped[0])
     if not skipped:
         return finding
-    return finding.told(
+    return finding.amended(
         note=_joined(finding.note, f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}")
     )
 
@@ -408,8 +410,8 @@ def _unless_skipped(traces: list[Trace]) -> Finding:
 def _of_step(finding: Finding, step: int | None) -> Finding:
     """A recorded finding with the number of its own step, or with a note that this is not known."""
     if step is not None:
-        return finding.told(step=step)
-    return finding.told(note=_joined(finding.note, "in a later step, whose number is not known"))
+        return finding.amended(step=step)
+    return finding.amended(note=_joined(finding.note, "in a later step, whose number is not known"))
 
 
 def _in_backward() -> bool:

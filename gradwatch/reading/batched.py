@@ -60,13 +60,13 @@ def _dot(vector: Tensor) -> float:
 class RowNorms:
     """One read of K gradients whose sums are still to be taken."""
 
-    __slots__ = ("_apart", "_glance", "_missed", "_plan", "_sheet", "_squares")
+    __slots__ = ("_missed", "_plan", "_quick_total", "_sheet", "_single", "_squares")
 
     def __init__(self, plan: Plan, sheet: RowBuffer) -> None:
         self._plan = plan
         self._sheet: RowBuffer | None = sheet
-        self._glance = 0.0  # the root sum of squares of all rows
-        self._apart: dict[int, float] = {}
+        self._quick_total = 0.0  # the root sum of squares of all rows
+        self._single: dict[int, float] = {}
         self._missed: list[int] = []
         self._squares: Squares | None = None
 
@@ -75,7 +75,7 @@ class RowNorms:
         """Sums that were taken elsewhere."""
         plan = Plan([None] * len(squares), NormRows)
         rows = cls(plan, plan.sheet())
-        rows._glance, rows._squares = math.sqrt(silently(squares.sum)), squares
+        rows._quick_total, rows._squares = math.sqrt(silently(squares.sum)), squares
         return rows
 
     def read(self, grads: Sequence[Tensor | None]) -> list[int]:
@@ -83,17 +83,17 @@ class RowNorms:
         plan, sheet = self._plan, self._sheet
         assert sheet is not None
         parts, matrices, missed = _matrices(plan, sheet, grads)
-        self._glance = silently(sheet.read, parts, matrices)
+        self._quick_total = silently(sheet.read, parts, matrices)
         if missed or plan.others:
-            self._missed, self._apart = missed, {k: _alone(grads[k]) for k in (*missed, *plan.others)}
+            self._missed, self._single = missed, {k: _alone(grads[k]) for k in (*missed, *plan.others)}
         return missed
 
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
         if self._missed:
             return math.sqrt(float(self.squares().sum()))
-        apart = self._apart
-        return math.hypot(self._glance, *map(math.sqrt, apart.values())) if apart else self._glance
+        apart = self._single
+        return math.hypot(self._quick_total, *map(math.sqrt, apart.values())) if apart else self._quick_total
 
     def squares(self) -> Squares:
         """float64[K] sums of squares; 0 where a gradient was None."""
@@ -112,19 +112,19 @@ class RowNorms:
         return list(map(self._norm_of, chosen))
 
     def _norm_of(self, k: int) -> float:
-        if k in self._apart:
-            return math.sqrt(self._apart[k])
+        if k in self._single:
+            return math.sqrt(self._single[k])
         if self._sheet is not None and not self._missed and k in self._plan.row:
             return self._sheet.norms([self._plan.row[k]])[0]
         return math.sqrt(self.squares()[k])
 
-    def as_usual(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+    def is_ordinary(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """Whether the total is from `low` to `high`, and no gradient `may_underflow`."""
         sheet = self._sheet
-        if sheet is None or self._missed or self._apart:
+        if sheet is None or self._missed or self._single:
             return low <= self.total() <= high and not self.may_underflow(grads, floor)
-        return low <= self._glance <= high and (
-            sheet.least() > self._plan.may_underflow or not self.may_underflow(grads, floor)
+        return low <= self._quick_total <= high and (
+            sheet.min_row() > self._plan.may_underflow or not self.may_underflow(grads, floor)
         )
 
     def may_underflow(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
@@ -137,9 +137,9 @@ class RowNorms:
         if (
             sheet is not None
             and not self._missed
-            and (sheet.least() > plan.may_underflow or self._lifted(floor))
+            and (sheet.min_row() > plan.may_underflow or self._lifted(floor))
         ):
-            apart = self._apart
+            apart = self._single
             return bool(apart) and any(
                 value < floor[k] and grads[k] is not None for k, value in apart.items()
             )
@@ -160,7 +160,7 @@ class RowNorms:
             found[plan.order] = np.add.reduceat(sheet.squares(), plan.starts, dtype=np.float64)
         for index in self._missed:
             found[index] = 0.0
-        for index, value in self._apart.items():
+        for index, value in self._single.items():
             found[index] = value
         self._sheet = None
         plan.spare.append(sheet)

@@ -55,13 +55,13 @@ class CpuNorms:
             other._norms = _divided(self._norms, scale)
         return other
 
-    def as_usual(self, usual: float, grads: Sequence[Tensor | None]) -> bool:
+    def is_ordinary(self, usual: float, grads: Sequence[Tensor | None]) -> bool:
         """Whether a glance is enough: the total is about `usual`, and no gradient is so small as to need a look.
 
         A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
         """
         middle = usual * (self._scale or math.nan)
-        return self._rows.as_usual(middle / NEAR, middle * NEAR, grads, self._floor)
+        return self._rows.is_ordinary(middle / NEAR, middle * NEAR, grads, self._floor)
 
     def surely_within(self, max_norm: float) -> bool:
         """Whether a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""

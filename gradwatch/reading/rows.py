@@ -37,9 +37,9 @@ _vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
 
 # Sums beyond float32 are found out, and looked at twice: nobody needs numpy's warning. Since 2.0 it keeps that
 # setting in a context variable, so a context made once does what `np.errstate` does, at a tenth of its cost.
-_silent = contextvars.Context()
+_no_warnings = contextvars.Context()
 if _vecdot is not None:
-    _silent.run(np.seterr, all="ignore")
+    _no_warnings.run(np.seterr, all="ignore")
 
 Result = TypeVar("Result")
 
@@ -71,7 +71,7 @@ class RowBuffer(ABC):
         """
 
     @abstractmethod
-    def least(self) -> float:
+    def min_row(self) -> float:
         """The smallest sum of squares of a row; infinite without rows."""
 
     @abstractmethod
@@ -107,12 +107,12 @@ class NormRows(RowBuffer):
         # By the very operation whose code is in the caches by now.
         return float(take(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
 
-    def least(self) -> float:
+    def min_row(self) -> float:
         if not self._rows.numel():
             return math.inf
         torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar)
-        least = float(self._scalar)  # sync: CPU tensor
-        return least * least
+        min_row = float(self._scalar)  # sync: CPU tensor
+        return min_row * min_row
 
     def norms(self, rows: Sequence[int]) -> list[float]:
         return list(map(self._host.item, rows))  # sync: numpy
@@ -166,7 +166,7 @@ class SquareRows(RowBuffer):
         with np.errstate(all="ignore"):
             return float(np.add.reduce(squares, axis=None, dtype=np.float64))
 
-    def least(self) -> float:
+    def min_row(self) -> float:
         return self._host.item(self._host.argmin()) if len(self._host) else math.inf  # sync: numpy
 
     def norms(self, rows: Sequence[int]) -> list[float]:
@@ -201,7 +201,7 @@ def row_of(grad: Tensor) -> NDArray[np.float32] | None:
 
 def silently(call: Callable[..., Result], *args: Any) -> Result:
     """The call, without a warning of numpy's about what it meets."""
-    return _silent.copy().run(call, *args)  # a copy: a context can be entered once at a time
+    return _no_warnings.copy().run(call, *args)  # a copy: a context can be entered once at a time
 
 
 def fastest() -> type[RowBuffer]:

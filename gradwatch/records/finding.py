@@ -179,7 +179,7 @@ class Finding:
         """`file:line` of `frame`, "" where no line is known."""
         return "" if self.frame is None else self.frame.where
 
-    def told(self, **changes: Any) -> Finding:
+    def amended(self, **changes: Any) -> Finding:
         """The same finding with some fields set."""
         return replace(self, **changes)
 

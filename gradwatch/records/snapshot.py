@@ -159,11 +159,11 @@ class Snapshot:
 
     def nonfinite(self) -> BoolArray:
         """bool[S]: the gradients that hold a NaN or Inf; by their norms where nobody counted elements."""
-        told: BoolArray = ~np.isfinite(self.norm)
+        found: BoolArray = ~np.isfinite(self.norm)
         counted = self.columns.get("nonfinite")
         if counted is not None:
-            told = np.where(counted.present, counted.values > 0, told)
-        return told & (self.calls > 0)
+            found = np.where(counted.present, counted.values > 0, found)
+        return found & (self.calls > 0)
 
     def scalar(self, name: str) -> float | None:
         """A one-per-step value (`loss`, `lr`, `loss_scale`, `scaler_skip`, `total_norm`); None when not observed."""
@@ -215,7 +215,7 @@ class Event:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-STANDING_CLIP = "clip:"
+CLIP_SECTION = "clip:"
 """What the policies of a file's `clip:` section are called where a rule is named; no rule can have such an id."""
 
 
@@ -287,7 +287,7 @@ class Decision:
         )
         return replace(self, zero=None, orders=orders)
 
-    def withheld(self) -> Decision:
+    def shadowed(self) -> Decision:
         """The same orders, none of them carried out: what would have been done, as in `mode: shadow`."""
         return Decision(orders=frozenset(replace(order, shadow=True) for order in self.orders))
 

@@ -12,7 +12,7 @@ import numpy as np
 from gradwatch.detectors.detector import Column
 from gradwatch.engine.series import COUNT_COLUMNS
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS, STANDING_CLIP, Sites
+from gradwatch.records.snapshot import CLIP_SECTION, MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS, Sites
 from gradwatch.rule_tests.notation import NotationError, expand
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
 from gradwatch.rules.files import load_rules
@@ -97,10 +97,10 @@ def _rules(document: Map, entry: Document, path: str) -> RuleSet:
         first = error.problems[0]
         at = document.mark if node is None else node.mark
         source = at.source.lines[at.line - 1]
-        told = Problem(
+        problem = Problem(
             at.source.path, at.line, at.column, first.code, first.message, source, at.width, first.hint
         )
-        raise RuleFileError((told,)) from None
+        raise RuleFileError((problem,)) from None
 
 
 def _cases(document: Map, ruleset: RuleSet | None, problems: Problems) -> Iterator[Case]:
@@ -265,7 +265,7 @@ class _Reading:
         return tuple(found)
 
     def _known_rule(self, node: Scalar) -> None:
-        if self.ruleset is None or node.text == STANDING_CLIP:
+        if self.ruleset is None or node.text == CLIP_SECTION:
             return
         known = [rule.id for rule in self.ruleset.rules]
         if node.text not in known:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gradwatch.engine import Engine
 from gradwatch.engine.needs import BURSTS
-from gradwatch.engine.outcome import reshaped, told, unclipped
+from gradwatch.engine.outcome import reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.records.snapshot import Column, Decision, Event, Order, Snapshot
@@ -79,7 +79,7 @@ def _carried_out(decision: Decision, found: Snapshot, inside: bool) -> Decision:
     if not (decision.touches or inside):
         return decision
     after = reshaped(found, decision, found.total_norm_applied, {})
-    return told(decision, unclipped(found) if inside else found, after)
+    return with_clip_order(decision, unclipped(found) if inside else found, after)
 
 
 def _in_backward(found: Snapshot, bounds: tuple[Bound, ...], params_S: NDArray[np.bool_]) -> Snapshot:

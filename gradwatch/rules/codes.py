@@ -14,7 +14,7 @@ from gradwatch.runtime.spelling import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One entry: `title` names it, `meaning` says why it is refused, `example` raises it, `mend` says what
+    """One entry: `title` names it, `meaning` says why it is refused, `example` raises it, `fix` says what
     to do.
     """
 
@@ -22,7 +22,7 @@ class Code:
     title: str
     meaning: str
     example: str
-    mend: str
+    fix: str
 
 
 _ENTRIES = (
@@ -317,6 +317,6 @@ def explain(code: str) -> str:
         f"{entry.code} {entry.title}",
         textwrap.fill(entry.meaning, 88),
         textwrap.indent(entry.example, "    "),
-        textwrap.fill(f"To mend it: {entry.mend}", 88),
+        textwrap.fill(f"To mend it: {entry.fix}", 88),
     )
     return "\n\n".join(paragraphs) + "\n"

@@ -11,11 +11,11 @@ class Spent:
     What a call that raised has taken is not counted.
     """
 
-    __slots__ = ("_told", "seconds")
+    __slots__ = ("_reported", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._told = 0.0
+        self._reported = 0.0
 
     def begin(self) -> float:
         """What `end` needs to know."""
@@ -27,5 +27,5 @@ class Spent:
 
     def news(self) -> float:
         """Seconds counted since this was last asked."""
-        news, self._told = self.seconds - self._told, self.seconds
+        news, self._reported = self.seconds - self._reported, self.seconds
         return news

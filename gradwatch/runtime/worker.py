@@ -80,7 +80,7 @@ class BackgroundWorker:
             one.due = one.backoff.until
             self._condition.notify_all()
 
-    def settle(self, one: Job, timeout: float) -> bool:
+    def wait_for(self, one: Job, timeout: float) -> bool:
         """Have the round made once more, from now on; False where that fails or takes longer."""
         if one.inherited:
             return True  # the parent's thread is at work

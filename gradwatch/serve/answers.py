@@ -13,7 +13,7 @@ from gradwatch.serve.fleet import STATES, Fleet, Member
 from gradwatch.serve.summary import Known
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, Family, Labels, Series, render
 from gradwatch.sinks.prometheus.families import families
-from gradwatch.sinks.prometheus.final_metrics import labelled, lasting
+from gradwatch.sinks.prometheus.final_metrics import final_families, labelled
 from gradwatch.sinks.prometheus.metrics import METRICS, SERVE_METRICS
 
 JOB = "gradwatch"
@@ -64,10 +64,10 @@ def _ended(member: Member) -> Iterator[Family]:
     if summary is None:
         return iter(())
     labels: Labels = (("job", JOB), *_labels(member).items())
-    return labelled(_told(lasting(families(summary.view())), summary.known), labels)
+    return labelled(_known(final_families(families(summary.view())), summary.known), labels)
 
 
-def _told(found: Iterable[Family], known: Known) -> Iterator[Family]:
+def _known(found: Iterable[Family], known: Known) -> Iterator[Family]:
     """Without the counters that are not known."""
     for family in found:
         is_firings = family.metric.name == FIRINGS

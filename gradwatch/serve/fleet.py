@@ -98,7 +98,7 @@ class Scanner:
     progress: Callable[[int, int], None] = lambda done, all: None
     reach: Reach = field(default_factory=Reach)
     errors: int = 0
-    _settled: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
+    _unchanged: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
     _owners: dict[Path, RunInfo] = field(default_factory=dict)
 
     def scan(self) -> Fleet:
@@ -108,9 +108,9 @@ class Scanner:
         folders = [found for root in self.roots for found in run_folders(root)]
         members: list[Member] = []
         for number, (folder, changed) in enumerate(folders, 1):
-            settled = self._settled.get(folder)
-            if settled is not None and settled[0] == changed:
-                members.extend(settled[1])
+            unchanged = self._unchanged.get(folder)
+            if unchanged is not None and unchanged[0] == changed:
+                members.extend(unchanged[1])
                 continue
             try:
                 found = [self._member(process, now) for process in processes(folder)]
@@ -119,7 +119,7 @@ class Scanner:
                 continue
             members.extend(found)
             if all(member.summary and not member.mourned for member in found):
-                self._settled[folder] = (changed, tuple(found))
+                self._unchanged[folder] = (changed, tuple(found))
             self.progress(number, len(folders))
         self._forget({folder for folder, _ in folders})
         newest = _newest_of_each(members)
@@ -180,8 +180,8 @@ class Scanner:
         return self._owners[journal]
 
     def _forget(self, folders: set[Path]) -> None:
-        for folder in self._settled.keys() - folders:
-            del self._settled[folder]
+        for folder in self._unchanged.keys() - folders:
+            del self._unchanged[folder]
         for journal in [each for each in self._owners if each.parent not in folders]:
             del self._owners[journal]
         self.summaries.forget(set(self._owners))

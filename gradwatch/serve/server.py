@@ -48,7 +48,7 @@ class Server:
         self._stop = threading.Event()
         self._alive = time.monotonic()
         self._read = "nothing read yet"
-        self._tell, scanner.progress = scanner.progress, self._progress
+        self._outer_progress, scanner.progress = scanner.progress, self._progress
         self._answers: Mapping[str, Content] = {}
         listener = listening_socket(address)
         bound = Address(*listener.getsockname()[:2])
@@ -101,7 +101,7 @@ class Server:
         """A folder was read: a long first look at thousands of runs is no hang."""
         self._alive = time.monotonic()
         self._read = f"{done:,} of {total:,}"
-        self._tell(done, total)
+        self._outer_progress(done, total)
 
     def _failed(self, error: BaseException) -> None:
         self.scanner.errors += 1

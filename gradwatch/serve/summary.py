@@ -94,26 +94,26 @@ def summarise(process: Process) -> Summary | None:
         return None
     totals_by_index: dict[int, RunTotals] = {}
     stopped, last = False, found.run.start_time
-    told = _Told()
-    for step in join_records(told.heed(reader.entries())):
+    beside = _BesideSteps()
+    for step in join_records(beside.heed(reader.entries())):
         record = step.record
         run_totals = totals_by_index.setdefault(record.snapshot.optimizer, RunTotals.of(found.run.rules))
         run_totals.observe(record, record.wall_time)
         run_totals.record = None  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
-    for optimizer, firings in told.firings.items():
+    for optimizer, firings in beside.firings.items():
         run_totals = totals_by_index.setdefault(optimizer, RunTotals.of(found.run.rules))
         run_totals.firings |= firings
-    stopped |= told.ended == "stopped"
+    stopped |= beside.ended == "stopped"
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
-    known = told.known(sum(run_totals.steps for run_totals in totals_by_index.values()))
-    return Summary(found.run, end, totals_by_index, tuple(told.recent), reader.complete, known)
+    known = beside.known(sum(run_totals.steps for run_totals in totals_by_index.values()))
+    return Summary(found.run, end, totals_by_index, tuple(beside.recent), reader.complete, known)
 
 
 @dataclass(slots=True)
-class _Told:
+class _BesideSteps:
     """What a journal says beside its steps: firings, which are safe before the row of their step is, and its losses."""
 
     firings: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)

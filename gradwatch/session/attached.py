@@ -104,7 +104,7 @@ class Attached:
         self.capture = Capture(models, self._backward_ended, self._activity.failed, self._waiting)
         self.capture.add_loose(loose)
         self.taps: ModuleTaps | None = None
-        self._flat = FlatTaps((), self.capture.hear, self._activity.failed)
+        self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
         try:
             wanted = self._tapped(models, strict_rules)
         except BaseException:
@@ -118,14 +118,14 @@ class Attached:
 
     def _tapped(self, models: list[nn.Module], strict_rules: bool) -> list[nn.Parameter]:
         """Tap modules and FSDP's flat parameters; the parameters to watch."""
-        if not self.capture.hears and not self.capture.lazy_names():
+        if not self.capture.can_be_reached and not self.capture.lazy_names():
             raise AttachError(
                 "no parameter of the model wants a gradient, so there is nothing to watch; "
                 "attach after unfreezing it (requires_grad_)"
             )
         rules, failed = self.rules, self._activity.failed
         self.taps = self._services.fitting.taps(rules.engine, models, failed)
-        self._flat = FlatTaps(models, self.capture.hear, failed)
+        self._flat = FlatTaps(models, self.capture.expect, failed)
         wanted = [param for param in self.capture.params if param.requires_grad]
         sites = self.sites()
         rules.fit(refused_here(rules.engine, sites, models, wanted, rules.run.world_size))
@@ -207,7 +207,7 @@ class Attached:
         capture.losses.refused = self._no_loss
         self.before_clip = BeforeClip(capture, self._bind, activity.resting, activity.failed)
 
-    def bind_early(self) -> None:
+    def bind_before_backward(self) -> None:
         """Bind the rules before the first backward, where some act inside it and the optimizer is known."""
         if asks_backward(self.rules.ruleset) or drops_micro(self.rules.ruleset):
             for captured in self.capture.adopt_waiting(from_first_backward=True):

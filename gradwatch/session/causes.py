@@ -59,13 +59,13 @@ class Causes:
         """Hold the steps of further models too."""
         self._localiser.add(models)
 
-    def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module]) -> None:
+    def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module]) -> None:
         """Take over what was held of the models, and of those `joining` next, before they were watched."""
-        self._localiser.inherit(early, joining)
+        self._localiser.inherit(pre_attach, joining)
 
-    def tell(self, indices: Any) -> None:
+    def set_indices(self, indices: Any) -> None:
         """Which samples of the dataset the forward calls are of that follow, until a step is taken."""
-        self._localiser.tell(indices)
+        self._localiser.set_indices(indices)
 
     def held(self) -> list[tuple[nn.Module, Call]]:
         """The forward calls of the present step, in their order."""

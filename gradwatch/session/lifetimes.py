@@ -20,7 +20,7 @@ from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.process import here
 from gradwatch.taps import backward_entry, building
 from gradwatch.taps.backward_entry import BackwardCall
-from gradwatch.taps.process_totals import settle
+from gradwatch.taps.process_totals import ended_by_exceptions
 
 
 class Lives(Protocol):
@@ -111,7 +111,7 @@ def _process_ends() -> None:
 
 def conclude_all() -> None:
     """The process ends: every live session judges what it put off, and gives its account."""
-    settle()
+    ended_by_exceptions()
     LIVE.close_orphans()
     for one in LIVE.all():
         if one.run.pid == here[0]:

@@ -20,7 +20,7 @@ from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import arrived, is_ready, kept
 from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS
-from gradwatch.session.binding.optimizer_rules import CALM, Clock, OptimizerRules
+from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.context import OptimizerContext
 
 MEASURED = frozenset({*get_args(Column), *SCALAR_COLUMNS, *RANK_COLUMNS}) - {"loss"}
@@ -78,7 +78,7 @@ class Measuring:
     def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
         """Read everything about a window that must be read now.
 
-        Where a rule may have something to say at once, `window.calm` is taken away.
+        Where a rule may have something to say at once, `window.deferrable` is taken away.
         """
         bound_rules, captured = ctx.rules, ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
@@ -102,9 +102,9 @@ class Measuring:
             scalars["lr"] = lr if type(lr) is float else kept(lr)  # of a capturable one, without waiting
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
-        if window.calm:
+        if window.deferrable:
             extra = bool(params or modules or bound_rules.sampler.awaiting)
-            window.calm = not extra and self._deferrable(ctx, bound_rules, window, scalars)
+            window.deferrable = not extra and self._deferrable(ctx, bound_rules, window, scalars)
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now
@@ -121,7 +121,7 @@ class Measuring:
         return (
             finite
             and self._defers
-            and bound_rules.calm >= CALM
+            and bound_rules.ordinary_steps >= ORDINARY
             and window.loss_scale is None
             and window.skipped is None
             and (ctx.needs_no_ranks or not ctx.exchanges)

@@ -20,8 +20,8 @@ from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
 from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine import Engine
-from gradwatch.engine.actions import settled
-from gradwatch.engine.outcome import factors_of, reshaped, told, unclipped
+from gradwatch.engine.actions import without_overridden
+from gradwatch.engine.outcome import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import arrived, kept
@@ -29,7 +29,7 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Order, Snapshot, Verdict
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.bindings import RuleBindings
-from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN, Clock, OptimizerRules
+from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, Clock, OptimizerRules
 from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes
 from gradwatch.session.checkpoints import Checkpoints
@@ -115,11 +115,11 @@ class StepPipeline:
         """Read everything about a window that must be read now."""
         bound_rules = ctx.rules
         if bound_rules.clipper is not None:
-            bound_rules.clipper.settle(window)
+            bound_rules.clipper.collect_into(window)
             if bound_rules.clipper.off and bound_rules.bound.asked:
                 self._rule_bindings.move_to_step(ctx)
         if bound_rules.micro is not None:
-            bound_rules.micro.settle(window)
+            bound_rules.micro.collect_into(window)
         return self._measuring.measure(ctx, window)
 
     def observe(
@@ -153,8 +153,8 @@ class StepPipeline:
         decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks) miss this
         step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite gradients,
         and its baselines miss the step. And plain replicas, which exchange nothing, cannot learn
-        of an error before there is a window to look at (in `OptimizerCapture.settle`): the others clip that step, this
-        one does not.
+        of an error before there is a window to look at (in `OptimizerCapture.close_window`): the others clip that
+        step, this one does not.
         """
         bound_rules, captured, window = measurement.bound_rules, measurement.captured, measurement.window
         bound_rules.decided = None
@@ -224,7 +224,7 @@ class StepPipeline:
         )
         step = StepContext(ctx, captured, bound_rules, window, clock, shared, found)
         broken = not math.isfinite(step.found.total_norm)
-        self._sources.checkpoints.glance(bound_rules, broken)
+        self._sources.checkpoints.look_if_due(bound_rules, broken)
         step = self._with_confirmed(step)
         own, found = step.shared.own, step.found
         # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
@@ -234,8 +234,8 @@ class StepPipeline:
         bound_rules.decided = decision.at(own)
         decision, snapshot = self._foreseen(step, decision, at_hand)
         self._note_move(step, decision)
-        self._note_calm(step, verdict, snapshot)
-        bound_rules.health_tracker.spoilt = self._sources.statistics.spoilt(broken)
+        self._note_ordinary(step, verdict, snapshot)
+        bound_rules.health_tracker.nonfinite_statistics = self._sources.statistics.nonfinite(broken)
         self._publishing.totals.unjudged += verdict is UNJUDGED
         findings = self._causes(step, snapshot, verdict, decision)
         if self._sources.bundles is not None:
@@ -302,7 +302,7 @@ class StepPipeline:
             snapshot = reshaped(found, decision, total, {} if step.ctx.exchanges else left, zeroed)
         inside = step.bound_rules.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
         if decision.touches or inside:
-            decision = told(decision, unclipped(found) if inside else found, snapshot)
+            decision = with_clip_order(decision, unclipped(found) if inside else found, snapshot)
         return decision, snapshot
 
     def _note_move(self, step: StepContext, decision: Decision) -> None:
@@ -313,21 +313,23 @@ class StepPipeline:
             moved &= not (decision.skip or step.rejected)
             sampler.moved(moved, window.step)
 
-    def _note_calm(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
+    def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
         """Whether the marks told the truth, and how long nothing has been out of the usual."""
         captured, bound_rules, window = step.captured, step.bound_rules, step.window
-        if captured.thinned and not window.trusted and window.repeats is not None:
+        if captured.pruned and not window.trusted and window.repeats is not None:
             captured.ambiguous = True
             self._sources.capture.restore(captured)
         unusual = verdict.events or verdict.breaching or step.shared.window.details or snapshot.provisional
-        if unusual or bound_rules.state.quiet is None:
-            bound_rules.calm = CALM - CALM_AGAIN if bound_rules.calm >= CALM - CALM_AGAIN else 0
+        if unusual or bound_rules.state.ordinary is None:
+            bound_rules.ordinary_steps = (
+                ORDINARY - ORDINARY_AGAIN if bound_rules.ordinary_steps >= ORDINARY - ORDINARY_AGAIN else 0
+            )
         else:
-            bound_rules.calm += 1
-        calm = self._defers and bound_rules.calm >= CALM and not step.ctx.exchanges
+            bound_rules.ordinary_steps += 1
+        ordinary = self._defers and bound_rules.ordinary_steps >= ORDINARY and not step.ctx.exchanges
         # Between the last totals: one step out of two that differs must not make the next one unusual as well.
-        before = captured.usual or snapshot.total_norm
-        captured.usual = math.sqrt(before * snapshot.total_norm) if calm else None
+        before = captured.recent_total_norm or snapshot.total_norm
+        captured.recent_total_norm = math.sqrt(before * snapshot.total_norm) if ordinary else None
 
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
         """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""
@@ -347,13 +349,13 @@ class StepPipeline:
         """The norms that elementwise policies will leave; the decision without them where they are refused."""
         captured, own = step.captured, step.shared.own
         norms: Sequence[float] = step.shared.window.resolve()[1][own].tolist()  # sync: numpy
-        grads, standing = captured.grads(), step.bound_rules.standing
+        grads, clip_section = captured.grads(), step.bound_rules.clip_section
         factors = factors_of(decision.at(own), total, len(grads))
         try:
-            if standing is not None:
+            if clip_section is not None:
                 optimizer = None if captured.optimizer is None else captured.optimizer()
                 found = Found(grads, captured.params, arrived(kept(carried_scale(optimizer))))
-                return decision, standing.measure(found, factors, norms)
+                return decision, clip_section.measure(found, factors, norms)
         except GradwatchError as error:  # for a reason that every rank has
             self._activity.failed("action", error)
             return replace(decision, elementwise=False), {}
@@ -391,7 +393,7 @@ class StepPipeline:
         for event in verdict.events:
             if event.kind == "escalated" and event.actions and self._wants_stop(event):
                 stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
-                decision = settled(decision | stop)
+                decision = without_overridden(decision | stop)
         return decision
 
     def _wants_stop(self, event: Event) -> bool:

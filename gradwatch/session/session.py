@@ -146,7 +146,7 @@ class Session:
         # After: the backward that finds the models gone is none of this session's.
         self._uncount = count_backwards()
         attached.keep_containers(models)
-        attached.bind_early()
+        attached.bind_before_backward()
 
     def _resumed(self) -> None:
         if self.attached is not None:
@@ -282,7 +282,7 @@ class Session:
         if self.attached is None or self.attached.causes is None:
             return
         try:
-            self.attached.causes.tell(indices)
+            self.attached.causes.set_indices(indices)
         except Exception as error:
             self._activity.failed("localise", error)
 
@@ -325,10 +325,10 @@ class Session:
         self._ownership.join(optimizers)
         attached.capture.spent.end(mark)
 
-    def inherit(self, early: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
+    def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Localise this step too, by calls held before its models were watched, or `join`."""
         if self.attached is not None and self.attached.causes is not None:
-            self.attached.causes.inherit(early, joining)
+            self.attached.causes.inherit(pre_attach, joining)
 
     def let_go_of_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
@@ -424,7 +424,7 @@ class Session:
             self.health.report("close", error)
             return
         self._accounting.conclude(account)
-        quiet = not account.told or printed_at_exit[0] or quiet_asked()
+        quiet = not account.trained_or_watched or printed_at_exit[0] or quiet_asked()
         for sink in self._sinks:
             if not (quiet and sink.name == "log"):
                 sink.conclude(account)

@@ -103,7 +103,7 @@ class AlertmanagerSink:
         with self._lock:
             if not self._unsent:
                 return True
-        return background_worker().settle(self._round, timeout)
+        return background_worker().wait_for(self._round, timeout)
 
     def close(self) -> None:
         """Resolve what fires, unless training was stopped for it, and wait at most 2 s for the last letter."""
@@ -116,7 +116,7 @@ class AlertmanagerSink:
                 if alert.ends is None and not self._stopped:
                     self._end(key, alert, now)
             waiting = bool(self._unsent)
-        if waiting and not background_worker().settle(ended, _CLOSE_SECONDS):
+        if waiting and not background_worker().wait_for(ended, _CLOSE_SECONDS):
             self._health.report(self.name, TimeoutError("Alertmanager did not take the last alerts in time"))
         background_worker().leave(ended)
 
@@ -152,10 +152,10 @@ class AlertmanagerSink:
         if not sent:
             return None
         post_json(self._post_url, [self._document(each) for each in sent.values()], self._token_file)
-        self._settle(sent)
+        self._confirm(sent)
         return self._renew if firing else None
 
-    def _settle(self, sent: Mapping[tuple[str, int], _Alert]) -> None:
+    def _confirm(self, sent: Mapping[tuple[str, int], _Alert]) -> None:
         with self._lock:
             for key, alert in sent.items():
                 if self._alerts.get(key) == alert:  # not changed meanwhile

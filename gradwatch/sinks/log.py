@@ -104,16 +104,16 @@ class LogSink:
         # When a rule's cause was last logged, and how exact it was.
         self._caused: dict[str, tuple[float, int]] = {}
         self._next_due = math.inf
-        self._silent = False
+        self._muted = False
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Get ready; every rank but 0 stays silent."""
-        self._silent = run.rank != 0
+        self._muted = run.rank != 0
 
     def write(self, record: Record) -> None:
         """Log the transitions of this step, and sum up what was kept back a minute ago."""
-        told = record.verdict.events or record.findings
-        if self._silent or (not told and self._clock() < self._next_due):
+        reportable = record.verdict.events or record.findings
+        if self._muted or (not reportable and self._clock() < self._next_due):
             return
         now = self._clock()
         for event in record.verdict.events:
@@ -126,7 +126,7 @@ class LogSink:
 
     def internal_error(self, component: str, error: BaseException) -> None:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
-        if self._silent:
+        if self._muted:
             return
         if isinstance(error, GradwatchError):  # says something of the training, and how to mend it
             self._logger.warning("gradwatch notice", component=component, notice=str(error))
@@ -136,7 +136,7 @@ class LogSink:
 
     def conclude(self, account: Account) -> None:
         """One line, the last of the run: what was watched of what the process did."""
-        if not self._silent:
+        if not self._muted:
             self._sum_up(math.inf)
             log = self._logger.warning if gaps(account) else self._logger.info
             log("gradwatch account", **dict(fields(account)))
@@ -147,7 +147,7 @@ class LogSink:
 
     def close(self) -> None:
         """Say what was kept back, so that the last state of every rule is on record."""
-        if not self._silent:
+        if not self._muted:
             self._sum_up(math.inf)
         self._said.clear()
         self._next_due = math.inf

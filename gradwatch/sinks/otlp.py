@@ -76,7 +76,7 @@ class OTLPSink:
 
     def flush(self, timeout: float) -> bool:
         """Send now; False where the collector has not taken it after `timeout` seconds."""
-        return self._shipment.settle(timeout)
+        return self._shipment.wait_for(timeout)
 
     def close(self) -> None:
         """Send the final values, waiting at most 2 s."""

@@ -66,7 +66,7 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
             if layer.listeners and not torch.compiler.is_compiling():
                 frame = sys._getframe(1)
                 TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
-                modes.unseen(_tell, layer, frame if frame.f_code is multiplies else None)
+                modes.unseen(_notify, layer, frame if frame.f_code is multiplies else None)
         except Exception as error:
             guard.fault("capture", error)
         return original(*args, **kwargs)
@@ -77,7 +77,7 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
 _sorter = Patch(clip_grad, SORTER, _make)
 
 
-def _tell(layer: Layer[Listener], multiplying: FrameType | None) -> None:
+def _notify(layer: Layer[Listener], multiplying: FrameType | None) -> None:
     clip = None if multiplying is None else _multiplication(multiplying)
     for listener in layer.listeners:
         listener(clip)

@@ -23,17 +23,17 @@ def untraced(entry: Entry) -> Entry:
 
     In torch < 2.7 only the function itself is spared.
     """
-    _told(entry, deep=True)
+    _skip_code(entry, deep=True)
     return entry
 
 
 def untraced_itself(entry: Entry) -> Entry:
     """Have only this Python function not compiled; returns it. For wrappers of functions of torch."""
-    _told(entry, deep=False)
+    _skip_code(entry, deep=False)
     return entry
 
 
-def _told(entry: Callable[..., Any], deep: bool) -> None:
+def _skip_code(entry: Callable[..., Any], deep: bool) -> None:
     code = entry.__code__
     dynamo: Any = torch._C._dynamo.eval_frame
     if hasattr(dynamo, "skip_code"):  # torch < 2.7

@@ -39,7 +39,7 @@ class GradReadyHooks:
         if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
             self._handles[slot] = self._mark(slot, param)
 
-    def heal(self, slot: int, param: nn.Parameter) -> bool:
+    def rehook(self, slot: int, param: nn.Parameter) -> bool:
         """Mark a parameter again if its contents were swapped, which silences hooks. True if they were."""
         if self._marked_as.get(slot, (0, 0))[0] == contents(param) or not param.requires_grad:
             return False

@@ -47,7 +47,7 @@ class ScalerListener(Protocol):
 
 _listeners: list[ScalerListener] = []
 _patched: dict[tuple[type[GradScaler], str], Callable[[], None]] = {}  # what restores each method
-_hearing: list[Callable[[Tensor], None]] = []
+_scale_listeners: list[Callable[[Tensor], None]] = []
 _inside: set[tuple[str, int]] = set()
 """Calls under way, by method and `id(optimizer)`: a subclass's method may call the one it replaces."""
 _carried: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -69,23 +69,23 @@ def listen(listener: ScalerListener) -> Callable[[], None]:
     return remove
 
 
-def hear_scale(told: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Call `told` with the 0-dim scale whenever a GradScaler has scaled a loss; the returned call ends that.
+def listen_scale(called: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call `called` with the 0-dim scale whenever a GradScaler has scaled a loss; the returned call ends that.
 
-    Needs a listener too, whose coming and going wraps the scaler classes. `told` must not raise.
+    Needs a listener too, whose coming and going wraps the scaler classes. `called` must not raise.
     """
-    _hearing.append(told)
+    _scale_listeners.append(called)
     _wrap_with_subclasses(GradScaler)
 
     def remove() -> None:
-        if told in _hearing:
-            _hearing.remove(told)
+        if called in _scale_listeners:
+            _scale_listeners.remove(called)
 
     return remove
 
 
 def _wrap_with_subclasses(kind: type[GradScaler]) -> None:
-    for name in (*_BEFORE, "scale") if _hearing else _BEFORE:  # `scale` only where it is asked for
+    for name in (*_BEFORE, "scale") if _scale_listeners else _BEFORE:  # `scale` only where it is asked for
         if name in kind.__dict__ and (kind, name) not in _patched:
             _patched[kind, name] = Patch(kind, name, functools.partial(_make, name)).listen(None)
     for subclass in kind.__subclasses__():
@@ -105,11 +105,11 @@ def _make(name: str, layer: Layer[None]) -> Callable[..., Any]:
             call = None
             guard.fault("precision", error)
         try:
-            _tell(before, scaler, call)
+            _notify(before, scaler, call)
             result = original(scaler, *args, **kwargs)
         finally:
             _left(call)
-        _tell(after, scaler, call)
+        _notify(after, scaler, call)
         return result
 
     return wrapped
@@ -137,7 +137,9 @@ def _entered(name: str, scaler: GradScaler, args: Any, kwargs: Any) -> _Call | N
 
 
 @untraced
-def _tell(about: Callable[[GradScaler, _Call], None] | None, scaler: GradScaler, call: _Call | None) -> None:
+def _notify(
+    about: Callable[[GradScaler, _Call], None] | None, scaler: GradScaler, call: _Call | None
+) -> None:
     try:
         if about is not None and call is not None:
             modes.unseen(about, scaler, call)
@@ -184,8 +186,8 @@ def _before_update(scaler: GradScaler, call: _Call) -> None:
 
 def _after_scale(scaler: GradScaler, call: _Call) -> None:
     if scaler._scale is not None:
-        for told in tuple(_hearing):
-            told(scaler._scale)
+        for called in tuple(_scale_listeners):
+            called(scaler._scale)
 
 
 _BEFORE: dict[str, Callable[[GradScaler, _Call], None]] = {
@@ -228,14 +230,14 @@ class AtStep(NamedTuple):
     found_inf: Number | None = None
 
 
-_TOLD_NOTHING = AtStep()
+_NO_DIVISORS = AtStep()
 
 
 def at_step(optimizer: Optimizer) -> AtStep:
     """What this optimizer, about to step, was told of its gradients."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
-        return _TOLD_NOTHING if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
+        return _NO_DIVISORS if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
     # `sum` over devices: 2 where two of them overflowed.
     overflow = kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
     return divisors(optimizer)._replace(found_inf=overflow)
@@ -245,7 +247,7 @@ def divisors(optimizer: Optimizer) -> AtStep:
     """What it will divide its gradients by; `found_inf` is left out, which may be on a device."""
     divisor = getattr(optimizer, "grad_scale", None)
     if not isinstance(divisor, Tensor):
-        return _TOLD_NOTHING
+        return _NO_DIVISORS
     scale, rest = _carried.get(id(optimizer), (None, divisor))
     return AtStep(
         left=1.0 if scale is None else kept(scale), divisor=kept(rest) if isinstance(rest, Tensor) else None

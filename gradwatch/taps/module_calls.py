@@ -52,7 +52,7 @@ except ImportError:
     _listening = _tracing
 
 
-class _Heard:
+class _Listened:
     """The listeners of one module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,13 +85,13 @@ class _AndOurs:
 class _Noticed:
     """In the place of `nn.Module._call_impl`: gives the twin to calls of modules that have listeners."""
 
-    def __init__(self, patch: Patch[_Heard], layer: Layer[_Heard]) -> None:
+    def __init__(self, patch: Patch[_Listened], layer: Layer[_Listened]) -> None:
         self.patch = patch
         self.original = original = layer.original
         seen = dict(original.__globals__)
         for name, hook in (("_global_forward_pre_hooks", _before), ("_global_forward_hooks", _after)):
             seen[name] = _AndOurs(seen[name], hook)
-        self.twin = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
+        self.rebuilt = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Of a class that is pickled by value (cloudpickle, in scripts): torch's own, in the process that reads it."""
@@ -102,19 +102,19 @@ class _Noticed:
         try:
             if _tracing() or instance is None:  # dynamo inlines this, and shall depend on nothing of ours
                 return self.original.__get__(instance, owner)
-            heard = _heard.get(id(instance))
-            if heard is None:  # the path of almost every call of a module: as short as can be
+            listened = _listened.get(id(instance))
+            if listened is None:  # the path of almost every call of a module: as short as can be
                 return MethodType(self.original, instance)
             # Where dynamo listens, it would compile the listeners.
-            if heard.module() is instance and _frame(1).f_code is _CALLER and not _listening():
-                return self.twin.__get__(instance, owner)
+            if listened.module() is instance and _frame(1).f_code is _CALLER and not _listening():
+                return self.rebuilt.__get__(instance, owner)
             return self.original.__get__(instance, owner)
         except Exception as error:
             guard.fault("localise", error)
         return self.original.__get__(instance, owner)
 
 
-_heard: dict[int, _Heard] = {}  # by id of the module
+_listened: dict[int, _Listened] = {}  # by id of the module
 
 
 def listen(module: nn.Module, before: Before | None = None, after: After | None = None) -> Callable[[], None]:
@@ -123,23 +123,23 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
     Neither may raise. Where torch's function is not what it was (a later version, another library's), nothing is
     noticed. The last listener of a class gives it its function back.
     """
-    for identity in [identity for identity, one in _heard.items() if one.module() is None]:
-        _heard.pop(identity).release()
-    heard = _heard.setdefault(id(module), _Heard(module))
+    for identity in [identity for identity, one in _listened.items() if one.module() is None]:
+        _listened.pop(identity).release()
+    listened = _listened.setdefault(id(module), _Listened(module))
     if before is not None:
-        heard.before.append(before)
+        listened.before.append(before)
     if after is not None:
-        heard.after.append(after)
-    if heard.release is _nothing:
-        heard.release = _install(type(module), heard)
+        listened.after.append(after)
+    if listened.release is _nothing:
+        listened.release = _install(type(module), listened)
 
     def remove() -> None:
-        for listeners, listener in ((heard.before, before), (heard.after, after)):
+        for listeners, listener in ((listened.before, before), (listened.after, after)):
             if listener in listeners:
                 listeners.remove(listener)  # type: ignore[arg-type]
-        if not heard.before and not heard.after and _heard.get(identity) is heard:
-            del _heard[identity]
-            heard.release()
+        if not listened.before and not listened.after and _listened.get(identity) is listened:
+            del _listened[identity]
+            listened.release()
 
     identity = id(module)
     return remove
@@ -147,20 +147,20 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
 
 def noticed(module: nn.Module) -> bool:
     """Whether calls of this very module have listeners."""
-    heard = _heard.get(id(module))
-    return heard is not None and heard.module() is module
+    listened = _listened.get(id(module))
+    return listened is not None and listened.module() is module
 
 
-def _install(kind: type[nn.Module], heard: _Heard) -> Callable[[], None]:
+def _install(kind: type[nn.Module], listened: _Listened) -> Callable[[], None]:
     """Have the lookup go through the descriptor for modules of this class: others would pay for it at every call."""
     found = next(vars(base)[_NAME] for base in kind.__mro__ if _NAME in vars(base))
     if isinstance(found, _Noticed):  # of this class, or of one that it is derived from
-        return found.patch.listen(heard)
+        return found.patch.listen(listened)
     if not (isinstance(found, FunctionType) and found is _torchs() and _names(found.__code__) >= _REPLACED):
         return _nothing
-    patch: Patch[_Heard] = Patch(kind, _NAME, lambda layer: _Noticed(patch, layer))
+    patch: Patch[_Listened] = Patch(kind, _NAME, lambda layer: _Noticed(patch, layer))
     try:
-        return patch.listen(heard)
+        return patch.listen(listened)
     except TypeError:  # a class that cannot be changed
         return _nothing
 
@@ -184,12 +184,12 @@ def _names(code: CodeType) -> set[str]:
 def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     try:
         changed = None
-        heard = _heard.get(id(module))
-        if heard is not None and heard.before:
+        listened = _listened.get(id(module))
+        if listened is not None and listened.before:
             kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
             aside = modes.Aside() if modes.dispatching() or modes.functions() else None
             try:
-                for listener in tuple(heard.before):
+                for listener in tuple(listened.before):
                     given = listener(module, args, kwargs)
                     if given is not None:
                         args = changed = given
@@ -205,11 +205,11 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     try:
         changed = None
-        heard = _heard.get(id(module))
-        if heard is not None and heard.after:
+        listened = _listened.get(id(module))
+        if listened is not None and listened.after:
             aside = modes.Aside() if modes.dispatching() or modes.functions() else None
             try:
-                for listener in tuple(heard.after):
+                for listener in tuple(listened.after):
                     made = listener(module, args, output)
                     if made is not None:
                         output = changed = made

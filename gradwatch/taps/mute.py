@@ -15,20 +15,20 @@ _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """What this thread runs inside is none of the job's forwards."""
-    before = getattr(_local, "silent", False)
-    _local.silent = True
+    before = getattr(_local, "muted", False)
+    _local.muted = True
     try:
         yield
     finally:
-        _local.silent = before
+        _local.muted = before
 
 
 batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 """True for the stand-in of a batch inside `vmap`: its numbers cannot be read."""
 
 
-def is_silent() -> bool:
+def is_muted() -> bool:
     """Whether module hooks are to keep quiet in this thread."""
-    return _transform() is not None or getattr(_local, "silent", False)
+    return _transform() is not None or getattr(_local, "muted", False)

@@ -59,7 +59,7 @@ class Patch(Generic[L]):
         """
         with _lock.held:
             layer = self._layer
-            if layer is None or not (layer.listeners or self._standing() is layer.made):
+            if layer is None or not (layer.listeners or self._in_place() is layer.made):
                 layer = self._put()
             layer.listeners += (listener,)
         waiting = [layer]
@@ -81,7 +81,7 @@ class Patch(Generic[L]):
             remove()
 
     def _put(self) -> Layer[L]:
-        found = self._standing()
+        found = self._in_place()
         self._inherited = found is _ABSENT
         layer = Layer[L](_inherited(self.owner, self.name) if self._inherited else found)
         layer.made = self._make(layer)
@@ -92,14 +92,14 @@ class Patch(Generic[L]):
     def _remove(self, layer: Layer[L], listener: L) -> None:
         at = next(i for i, one in enumerate(layer.listeners) if one is listener)
         layer.listeners = layer.listeners[:at] + layer.listeners[at + 1 :]
-        if not layer.listeners and self._standing() is layer.made:
+        if not layer.listeners and self._in_place() is layer.made:
             if self._inherited:
                 _delete(self.owner, self.name)
             else:
                 _set(self.owner, self.name, layer.original)
             self._layer = None
 
-    def _standing(self) -> Any:
+    def _in_place(self) -> Any:
         return vars(self.owner).get(self.name, _ABSENT)
 
 

@@ -62,13 +62,13 @@ def _make(layer: Layer[Callable[[Any], None]]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(stage: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(stage, *args, **kwargs)
-        _tell(layer.listeners, stage)
+        _notify(layer.listeners, stage)
         return result
 
     return wrapped
 
 
-def _tell(listeners: tuple[Callable[[Any], None], ...], stage: Any) -> None:
+def _notify(listeners: tuple[Callable[[Any], None], ...], stage: Any) -> None:
     try:
         for listener in listeners:
             modes.unseen(listener, stage)

@@ -133,7 +133,7 @@ def present_step(optimizer: object) -> int:
     return _last.get(thread, 0)
 
 
-def settle() -> None:
+def ended_by_exceptions() -> None:
     """No step is under way on this thread: those that have not ended were ended by an exception."""
     _raised(_open.pop(threading.get_ident(), []), 0)
 

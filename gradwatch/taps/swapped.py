@@ -20,14 +20,14 @@ def contents(tensor: Tensor) -> int:
     return int(tensor._cdata)
 
 
-def revive(tensor: Tensor, kind: Hooks, silenced: int) -> None:
+def revive(tensor: Tensor, kind: Hooks, lost: int) -> None:
     """Make hooks registered from now on fire again.
 
-    Those with a handle id up to `silenced` stay silent, as torch left them: a hook of the user's that watching
+    Those with a handle id up to `lost` stay silent, as torch left them: a hook of the user's that watching
     brought back to life would change the job. Later ones are alive without us, so they are here too.
     """
     hooks = getattr(tensor, kind)
     if hooks is not None:
-        for number in [number for number in hooks if number <= silenced]:
+        for number in [number for number in hooks if number <= lost]:
             del hooks[number]
         setattr(tensor, kind, hooks)  # assigning is what registers the dict with the new contents

@@ -236,7 +236,7 @@ def test_children_are_summed_from_their_journals(tmp_path: Path, monkeypatch: py
     assert not family.handed_over()
     written(folder, me, one, now + 1, 7)
     assert family.handed_over()
-    assert replace(own, told_by=7).told
+    assert replace(own, told_by=7).trained_or_watched
 
 
 def test_processes_without_an_end_are_told_by_what_they_recorded(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.engine.outcome import told, unclipped
+from gradwatch.engine.outcome import unclipped, with_clip_order
 from gradwatch.records.snapshot import Decision
 from gradwatch.rules.files import parse_rules
 from tests.reading.test_device import WAITING, Operations
@@ -179,7 +179,7 @@ def test_the_rounding_of_a_norm_is_not_told_as_a_clip(left: float, says: bool) -
     job.close()
     coef = (snapshot.coef * np.float32(left)).astype(np.float32)
     after = replace(snapshot, coef=coef, total_norm_applied=snapshot.total_norm * left)
-    assert bool(told(Decision(), unclipped(snapshot), after).orders) is says
+    assert bool(with_clip_order(Decision(), unclipped(snapshot), after).orders) is says
 
 
 def test_autograd_grad_gets_its_gradients_untouched() -> None:

@@ -48,13 +48,13 @@ def _nothing(*_: object) -> None:
 def _keep_all_hooks() -> None:
     from gradwatch.capture.parameters import Capture
 
-    _replace(Capture, "thin", _nothing)
+    _replace(Capture, "prune", _nothing)
 
 
 def _judge_at_once() -> None:
     from gradwatch.session import measuring
 
-    _replace(measuring, "CALM", sys.maxsize)
+    _replace(measuring, "ORDINARY", sys.maxsize)
 
 
 def _judge_in_full() -> None:
@@ -94,7 +94,7 @@ def _observe_no_loss() -> None:
 def _look_at_no_weights() -> None:
     from gradwatch.session.checkpoints import Checkpoints
 
-    _replace(Checkpoints, "glance", _nothing)
+    _replace(Checkpoints, "look_if_due", _nothing)
 
 
 ABLATIONS = {

@@ -85,15 +85,15 @@ def test_it_is_told_once_and_looked_at_rarely() -> None:
         return [loop.model]
 
     statistics = RunningStatistics(models, lambda component, error: said.append(str(error)))
-    assert statistics.spoilt(False) == ()
+    assert statistics.nonfinite(False) == ()
     assert looks == []
     loop.norm.running_var.fill_(math.nan)  # type: ignore[union-attr]
-    assert statistics.spoilt(True) == ("1.running_var",)
+    assert statistics.nonfinite(True) == ("1.running_var",)
     for _ in range(AGAIN - 1):
-        assert statistics.spoilt(False) == ("1.running_var",)
+        assert statistics.nonfinite(False) == ("1.running_var",)
     assert len(looks) == 1
     assert len(said) == 1
     assert "1.running_var" in said[0]
     assert "reset_running_stats()" in said[0]
     loop.norm.reset_running_stats()
-    assert statistics.spoilt(False) == ()
+    assert statistics.nonfinite(False) == ()

@@ -110,7 +110,7 @@ def test_the_first_look_says_how_far_it_is(tmp_path: Path, dead_pid: int) -> Non
         record_run(a_run(tmp_path, f"run-{number}", pid=dead_pid), history())
     server = Server(Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0))
     said: list[str] = []
-    server._tell = lambda done, total: said.append(server._routes()["/"](False).body.decode())
+    server._outer_progress = lambda done, total: said.append(server._routes()["/"](False).body.decode())
     server._look()
     assert [re.findall(r"\d+ of \d+", page) for page in said] == [["1 of 3"], ["2 of 3"], ["3 of 3"]]
     server.close()

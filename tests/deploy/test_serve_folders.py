@@ -160,7 +160,7 @@ def test_thousands_of_finished_runs(tmp_path: Path, dead_pid: int) -> None:
         (folder / "rank0-attempt0.gwj").write_bytes(journal)
     scanner = Scanner([tmp_path / "runs"], Summaries(""))
     scanner.scan()
-    assert len(scanner._settled) == 3000
+    assert len(scanner._unchanged) == 3000
     listed: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

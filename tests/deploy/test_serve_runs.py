@@ -25,7 +25,7 @@ from gradwatch.serve.reach import Reach
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.families import families
-from gradwatch.sinks.prometheus.final_metrics import lasting
+from gradwatch.sinks.prometheus.final_metrics import final_families
 from gradwatch.sinks.prometheus.metrics import METRICS
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
@@ -43,8 +43,8 @@ def test_a_finished_run_keeps_its_last_counters(tmp_path: Path, dead_pid: int) -
     live.open(run, Health())
     for record in records:
         live.write(record)
-    expected = series(render(lasting(families(live.view()))))
-    served = series(render(lasting(families(member.summary.view()))))
+    expected = series(render(final_families(families(live.view()))))
+    served = series(render(final_families(families(member.summary.view()))))
     # A summary has an end, and nobody's health; all else is equal, nonfinite elements and histograms included.
     ours = {"gradwatch_run_end_timestamp_seconds{}", "gradwatch_run_outcome{outcome=finished}"}
     assert served.keys() - expected.keys() == ours

@@ -44,7 +44,7 @@ STEPS = 260
 
 def restless(state: EngineState) -> EngineState:
     """The same state, of which nothing is known: `evaluate` then judges rule by rule."""
-    return replace(state, quiet=None, done=())
+    return replace(state, ordinary=None, done=())
 
 
 def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
             assert {k: v.tolist() for k, v in one.items()} == {k: v.tolist() for k, v in two.items()}
         assert quick.acting == slow.acting
         assert after.to_dict() == expected.to_dict()
-        assert (after.quiet is None, after.done) == (expected.quiet is None, expected.done)
+        assert (after.ordinary is None, after.done) == (expected.ordinary is None, expected.done)
         state = after
 
 
@@ -151,4 +151,4 @@ def test_safe_values_do_not_breach(kind: str) -> None:
     aux = {name: np.ones(len(values)) for name in detector.columns[1:]}
     sample = Sample(values, np.ones(len(values), np.bool_), aux)
     assert not breaches(detector, detector.score((), sample)).any()
-    assert detector.calm(*safe)
+    assert detector.cannot_breach(*safe)

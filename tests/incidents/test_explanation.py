@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.incidents.explanation import fields, page, sentence
-from gradwatch.incidents.suggestions import remedy_for
+from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.records.finding import PHASES, Finding, Frame, Layer, Operand
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -56,7 +56,7 @@ def test_words_never_fail(finding: Finding) -> None:
     assert sentence(finding)
     assert list(page(finding))
     assert dict(fields(finding))["cause"] == sentence(finding)
-    assert (remedy_for(finding) is not None) == finding.found
+    assert (suggestion_for(finding) is not None) == finding.found
 
 
 @pytest.mark.parametrize(

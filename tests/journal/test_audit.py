@@ -13,7 +13,7 @@ import torch
 
 from gradwatch.cli import main
 from gradwatch.journal import read_journal
-from gradwatch.records.snapshot import STANDING_CLIP, Order, Record
+from gradwatch.records.snapshot import CLIP_SECTION, Order, Record
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support import warm
@@ -124,7 +124,7 @@ def test_standing_and_foreign_clips_are_told_apart(
             assert (found["clipped_by_others"], found["actions"]) == (5, [])
             continue
         (line,) = found["actions"]
-        assert (line["rule"], line["action"], line["times"]) == (STANDING_CLIP, "clip", 5)
+        assert (line["rule"], line["action"], line["times"]) == (CLIP_SECTION, "clip", 5)
         assert found["clipped_by_others"] == 0
         hardest = kept.records[line["hardest"]["step"]].snapshot
         least = float(hardest.coef.min())

@@ -35,10 +35,10 @@ def size(gw):
         series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
     return {
         "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
-        "marks": len(capture._marks._marked_as), "captures": len(capture.captures),
+        "marks": len(capture._grad_ready._marked_as), "captures": len(capture.captures),
         "courses": len(list(at.rule_bindings)),
-        "weights": len(at.weights._reference), "families": len(causes._localiser._holdings._families),
-        "series": len(series), "called": len(module_calls._heard),
+        "weights": len(at.weights._reference), "families": len(causes._localiser._recordings._families),
+        "series": len(series), "called": len(module_calls._listened),
     }
 
 def count(frame, event, arg):

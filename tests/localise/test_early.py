@@ -154,7 +154,7 @@ def test_a_step_walks_only_what_can_still_hear_a_call() -> None:
     optimizer = sgd(model)
     with gradwatch.watch(model, optimizer, rules=rules(), sinks=[], strict=True) as gw:
         assert session_of(gw).attached.causes is not None
-        held = session_of(gw).attached.causes._localiser._holdings
+        held = session_of(gw).attached.causes._localiser._recordings
         assert len(list(held)) > 1
         model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
@@ -423,7 +423,7 @@ def test_steps_that_were_taken_let_go_of_what_led_to_them(early: PreAttachRecord
         assert session_of(gw).attached.causes.held() == []
         assert not [
             one
-            for one in session_of(gw).attached.causes._localiser._holdings
+            for one in session_of(gw).attached.causes._localiser._recordings
             if isinstance(one, RecordedCalls) and one.calls
         ]
 
@@ -499,7 +499,7 @@ def held_for(module: nn.Module) -> list[RecordedCalls]:
     live = [
         each for each in gc.get_objects() if issubclass(type(each), RecordedCalls) and each.model() is module
     ]
-    return [each for each in live if not each.deaf]
+    return [each for each in live if not each.is_over]
 
 
 def called(model: nn.Module, criterion: nn.Module, x: Tensor) -> None:

@@ -290,7 +290,7 @@ def test_a_step_that_the_scaler_rejected_is_not_part_of_the_next() -> None:
             scaler.scale(model(broken(x) if step in (2, 3) else x).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-            held = gradwatch.session.session.live_sessions()[-1].attached.causes._localiser._holdings
+            held = gradwatch.session.session.live_sessions()[-1].attached.causes._localiser._recordings
             assert not held.calls()
     assert not [one for record in kept.records for one in record.findings]
 

@@ -129,7 +129,7 @@ def test_a_fault_of_ours_leaves_the_answer(broken: type[Exception], monkeypatch:
     def fail(*args: object) -> Any:
         raise broken("ours")
 
-    monkeypatch.setattr(loss_side, "told", fail)
+    monkeypatch.setattr(loss_side, "amended", fail)
     torch.manual_seed(0)
     model, kept = nn.Linear(4, 1), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwatch.incidents.suggestions import REMEDIES, remedy_for
+from gradwatch.incidents.suggestions import SUGGESTIONS, suggestion_for
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.hold.held import RecordedCalls
 from gradwatch.localise.replay.replay import replay
@@ -111,7 +111,7 @@ def test_operation_gets_its_remedy(remedy: str, function: Callable[[Tensor], Ten
     """The operation that the entry is about, gone wrong as the entry says, is met by that entry."""
     torch.manual_seed(0)
     finding = found(Applied(function), torch.randn(5, 4))
-    told = remedy_for(finding)
+    told = suggestion_for(finding)
     assert told is not None, finding
     assert told.id == remedy, finding
 
@@ -120,16 +120,16 @@ def test_what_was_there_before_gets_its_remedy() -> None:
     """A batch, a weight or a buffer that is not finite, and the loss side, are told apart."""
     torch.manual_seed(0)
     spoilt = torch.full((5, 4), math.nan)
-    ids = [remedy_for(found(Applied(torch.tanh), spoilt))]
+    ids = [suggestion_for(found(Applied(torch.tanh), spoilt))]
     model = Applied(torch.tanh)
     with torch.no_grad():
         model.layer.weight[0, 0] = math.nan
-    ids.append(remedy_for(found(model, torch.randn(5, 4))))
+    ids.append(suggestion_for(found(model, torch.randn(5, 4))))
     model = Applied(torch.tanh)
     model.table[1] = math.nan
-    ids.append(remedy_for(found(model, torch.randn(5, 4))))
+    ids.append(suggestion_for(found(model, torch.randn(5, 4))))
     ids.append(
-        remedy_for(found(Applied(torch.tanh), torch.randn(5, 4), lambda out: (out - out).sqrt().sum()))
+        suggestion_for(found(Applied(torch.tanh), torch.randn(5, 4), lambda out: (out - out).sqrt().sum()))
     )
     assert [one.id for one in ids if one] == [
         "input-not-finite",
@@ -141,4 +141,4 @@ def test_what_was_there_before_gets_its_remedy() -> None:
 
 def test_every_entry_is_tried() -> None:
     """No entry stands in the catalogue that nothing here calls forth."""
-    assert {remedy.id for remedy in REMEDIES} == (FUNCTIONS.keys() - {"general"}) | BY_PHASE | SAFE_HERE
+    assert {remedy.id for remedy in SUGGESTIONS} == (FUNCTIONS.keys() - {"general"}) | BY_PHASE | SAFE_HERE

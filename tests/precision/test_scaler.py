@@ -348,7 +348,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "kept": (optimizer_step, "kept", "precision"),
     "rejected": (optimizer_step.Boundary, "_at_rejected", "boundary"),
     "abandoned": (grad_scaler, "_unscaled_only", "precision"),
-    "settle": (optimizer_step.Boundary, "_settle", "boundary"),
+    "settle": (optimizer_step.Boundary, "_closed_window", "boundary"),
 }
 ERRORS: tuple[Exception, ...] = (
     ValueError("broken"),

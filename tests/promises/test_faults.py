@@ -55,11 +55,11 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 # (owner, attribute, the component that must count it)
 SITES: dict[str, tuple[Any, str, str]] = {
-    "hear": (captured.OptimizerCapture, "hear", "capture"),
+    "hear": (captured.OptimizerCapture, "add_arrivals", "capture"),
     "due": (captured.OptimizerCapture, "due", "capture"),
     "read": (captured.OptimizerCapture, "read", "capture"),
     "clock": (spent, "perf_counter", "capture"),
-    "settle": (captured.OptimizerCapture, "settle", "boundary"),
+    "settle": (captured.OptimizerCapture, "close_window", "boundary"),
     "changed": (optimizer_step.Boundary, "_changed", "boundary"),
     "look_after": (parameters.Capture, "look_after", "boundary"),
     "adopt": (optimizer_step.Boundary, "_current", "boundary"),
@@ -73,7 +73,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "decide": (BoundEngine, "decide", "engine"),
     "skip": (skip.StepSkipper, "begin", "action"),
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
-    "thinnable": (captured.OptimizerCapture, "thinnable", "boundary"),
+    "prunable": (captured.OptimizerCapture, "prunable", "boundary"),
     "norm_local": (local, "exact_norm", "norm_local"),
     "tap": (modules, "dense", "modules"),
     "inspect": (host, "inspect", "capture"),
@@ -129,7 +129,7 @@ def test_a_fault_of_ours_is_counted_and_harmless(
     # A broken sink changes nothing at all; a broken watch is an absent one.
     acted = component in ("prometheus", "journal", "log", "norm_local", "modules")
     bare, bare_optimizer = build()
-    want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "thinnable"))
+    want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "prunable"))
     if site not in ("inspect", "read", "hear", "due", "clock"):
         assert all(
             torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True)
@@ -183,7 +183,7 @@ def test_what_must_pass_passes(
         def raises(*args: Any, **kwargs: Any) -> Any:
             raise passing
 
-        monkeypatch.setattr(captured.OptimizerCapture, "settle", raises)
+        monkeypatch.setattr(captured.OptimizerCapture, "close_window", raises)
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(passing):
             optimizer.step()
@@ -202,7 +202,7 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
             raise ValueError
 
         with monkeypatch.context() as patch:
-            patch.setattr(captured.OptimizerCapture, "settle", broken)
+            patch.setattr(captured.OptimizerCapture, "close_window", broken)
             train(gw, model, optimizer, skip_nan=False)
         assert len(calls) == activity.FAILURES
         assert gw.health.up()["boundary"] is False
@@ -222,7 +222,7 @@ def test_strict_lets_our_faults_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def broken(*args: Any) -> Any:
             raise ValueError("broken on purpose")
 
-        monkeypatch.setattr(captured.OptimizerCapture, "settle", broken)
+        monkeypatch.setattr(captured.OptimizerCapture, "close_window", broken)
         model(torch.ones(1, 3)).sum().backward()
         with pytest.raises(ValueError, match="broken on purpose"):
             optimizer.step()

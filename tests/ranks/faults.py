@@ -115,7 +115,7 @@ def acting(rank: int, wrap: Callable[[nn.Module], nn.Module], text: str = ACTING
 
 
 SITES: dict[str, tuple[Any, str]] = {
-    "settle": (OptimizerCapture, "settle"),
+    "settle": (OptimizerCapture, "close_window"),
     "read": (OptimizerCapture, "read"),
     "sample": (Sampler, "collect"),
     "local": (local.LocalNorms, "collect"),
@@ -205,7 +205,7 @@ def paused(rank: int) -> dict[str, Any]:
     """Rank 1 pauses itself after three faults: it takes part blind, and counts steps as the others afterwards."""
     plain, model, optimizer = made()
     poison = Poison(plain, rank, "b.weight")
-    original, broken = OptimizerCapture.settle, [False]
+    original, broken = OptimizerCapture.close_window, [False]
 
     def failing(*args: Any) -> Any:
         if broken[0] and rank == 1:
@@ -214,7 +214,7 @@ def paused(rank: int) -> dict[str, Any]:
 
     with (
         mock.patch.object(activity, "PAUSE_SECONDS", 0.2),
-        mock.patch.object(OptimizerCapture, "settle", failing),
+        mock.patch.object(OptimizerCapture, "close_window", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):
         for step in range(30):

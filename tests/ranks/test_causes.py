@@ -72,8 +72,8 @@ def test_the_surest_finding_is_chosen() -> None:
     """A named operation before the loss side, that before nothing; the lowest rank's among equals."""
     unknown, loss = Finding("unknown", "replay", note="n"), Finding("loss", "replay")
     named = Finding("backward", "replay", op="sqrt")
-    assert chosen([unknown, loss, named]).told(note="") == named.told(rank=2)
+    assert chosen([unknown, loss, named]).amended(note="") == named.amended(rank=2)
     assert chosen([unknown, loss, named]).note == "on rank 2, not on ranks 0, 1"
     assert chosen([named, unknown, named]).note == "on ranks 0, 2, not on rank 1"
     assert chosen([unknown, unknown]) == unknown
-    assert chosen([unknown, unknown.told(note="m")]).note == "rank 0: n; rank 1: m"
+    assert chosen([unknown, unknown.amended(note="m")]).note == "rank 0: n; rank 1: m"

@@ -144,7 +144,7 @@ def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[RowBuffer]) -
         read = reader.read(grads)
         assert np.sqrt(read.squares()).tolist() == pytest.approx(list(map(reference, grads)), rel=1e-5)
         assert not read._missed
-        assert not read._apart
+        assert not read._single
     assert [sorted(strip.indices) for strip in reader._plan.strips] == [[0, 1, 3, 4, 5], [6, 7, 8, 9]]
 
 
@@ -312,7 +312,7 @@ def test_a_read_reaches_every_element_once(kind: type[RowBuffer], numel: int) ->
     grad.fill_(2.0)
     sheet.read([0], [sheet.matrix(grad, shape, None)])
     assert float(sheet.squares().sum(dtype=np.float64)) == pytest.approx(4.0 * numel, rel=1e-6)
-    assert sheet.least() == pytest.approx(4.0 * shape[-1], rel=1e-6)
+    assert sheet.min_row() == pytest.approx(4.0 * shape[-1], rel=1e-6)
 
 
 @KINDS
@@ -422,4 +422,4 @@ def test_gradients_that_come_later_are_planned_for(kind: type[RowBuffer]) -> Non
     for _ in range(PATIENCE + 1):
         read = reader.read(grads)
         assert read.squares() == pytest.approx([20.0] * 40, rel=1e-6)
-    assert not read._apart
+    assert not read._single

@@ -83,7 +83,7 @@ def test_every_code_is_explained_and_raised() -> None:
     assert raised | {"GW009", "GW202"} == catalogue
     for code, entry in CODES.items():
         assert code in explain(code)
-        assert all((entry.title, entry.meaning, entry.example, entry.mend))
+        assert all((entry.title, entry.meaning, entry.example, entry.fix))
 
 
 def test_explain_says_what_is_near() -> None:

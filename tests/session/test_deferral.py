@@ -23,12 +23,12 @@ from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Decision, Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session import deferral, measuring, pipeline
-from gradwatch.session.binding.optimizer_rules import CALM, CALM_AGAIN
+from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN
 from gradwatch.session.deferral import LONGEST, MOST, Deferral, Deferred
 from tests.support import warm
 from tests.support.kept import Kept
 
-LEARNED = CALM + 10
+LEARNED = ORDINARY + 10
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
 
 Deed = Callable[[nn.Module], None]
@@ -133,8 +133,8 @@ def test_put_off_or_not_the_records_are_the_same(
     late, judged = run(case, layers, tmp_path / "late")
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "CALM", 10**9)
-        patch.setattr(pipeline, "CALM", 10**9)
+        patch.setattr(measuring, "ORDINARY", 10**9)
+        patch.setattr(pipeline, "ORDINARY", 10**9)
         at_once, judged = run(case, layers, tmp_path / "at_once")
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)
@@ -250,10 +250,10 @@ def test_a_loop_that_was_calm_is_soon_calm_again(tmp_path: Path) -> None:
     """One odd step has those after it judged at once; not for as long as a loop that is new, though."""
     _, judged = run("a gradient of zeros", 2, tmp_path)
     at_once = [step for step, count in enumerate(judged) if count == step + 1]
-    assert set(range(90, 90 + CALM_AGAIN)) <= set(at_once)
-    waited = [step for step in range(90, 90 + CALM) if step not in at_once]
+    assert set(range(90, 90 + ORDINARY_AGAIN)) <= set(at_once)
+    waited = [step for step in range(90, 90 + ORDINARY) if step not in at_once]
     assert waited
-    assert waited[0] <= 90 + CALM_AGAIN + 2
+    assert waited[0] <= 90 + ORDINARY_AGAIN + 2
 
 
 def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
@@ -288,8 +288,8 @@ def test_a_clip_is_in_time_though_its_verdict_waits(
     late, judged, weights = clipped_run(max_norm, tmp_path / "late", layers, jumps)
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "CALM", 10**9)
-        patch.setattr(pipeline, "CALM", 10**9)
+        patch.setattr(measuring, "ORDINARY", 10**9)
+        patch.setattr(pipeline, "ORDINARY", 10**9)
         at_once, judged, wanted = clipped_run(max_norm, tmp_path / "at_once", layers, jumps)
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)

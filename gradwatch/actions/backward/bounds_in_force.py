@@ -163,7 +163,7 @@ class BackwardClipState:
             self._acted[k] = _larger(self._acted.get(k), norm)
         self._running.clear()
 
-    def heard(self) -> dict[int, float]:
+    def reusable_norms(self) -> dict[int, float]:
         """Norms of this window's only backward so far, of gradients that were left alone; safe from underflow."""
         if self._ended != 1:
             return {}

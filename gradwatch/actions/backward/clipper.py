@@ -91,22 +91,22 @@ class BackwardClipper:
         """The running backward has come to its end: what was done in it counts."""
         self._turn.ended()
 
-    def settle(self, window: Window) -> None:
+    def collect_into(self, window: Window) -> None:
         """Give a window the norms found before the hooks multiplied; its batched read is what they left."""
         acted = self._turn.collect()
         if acted:
-            window.calm = False
+            window.deferrable = False
             window.raw = before_acting(window, acted)
         if self._turn.off:
             self.close()
 
-    def heard(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
+    def reusable_norms(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
         """Norms that need not be read again: the hook saw them, returned nothing, and `grads[K]` are what it saw.
 
         Loss scale included. Only of the first backward since a step, and of parameters on which nobody else has a
         tensor hook or a post-accumulate hook, which may put another gradient in its place.
         """
-        found = self._turn.heard()
+        found = self._turn.reusable_norms()
         for tap, k in self._alone() if found else ():
             grad = grads[k]
             if k in found and (grad is None or grad._version not in (0, self._turn.versions[k])):
@@ -140,11 +140,11 @@ def _hook(
     quick = clip_state.on_cpu and tap.dtype is torch.float32 and tap.numel() <= ROW
     clip_state.squared[k] = quick
     # Sending a parameter with a tensor hook to another process would otherwise warn.
-    hook: Hook = unserializable_hook((_at_a_glance if quick else _closely)(k, tap, clip_state, failed))
+    hook: Hook = unserializable_hook((_quickly if quick else _closely)(k, tap, clip_state, failed))
     return hook
 
 
-def _at_a_glance(
+def _quickly(
     k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
 ) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""

@@ -111,7 +111,7 @@ def _as_of(real: Optimizer, hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of the user's that hears of the optimizer it was given for."""
 
     @functools.wraps(hook)
-    def hear(_: Optimizer, args: Any, kwargs: Any) -> Any:
+    def call(_: Optimizer, args: Any, kwargs: Any) -> Any:
         return hook(real, args, kwargs)
 
-    return hear
+    return call

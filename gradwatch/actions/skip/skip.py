@@ -55,7 +55,7 @@ class StepSkipper:
         """Let the step under way find nothing to do; `at_once`: its pre-hooks have all run, in its closure."""
         # Where the wrapper of the step is not on the stack, it is compiled and may not look up its hooks anew.
         if at_once or step_hooks.steps_under_way(self.optimizer) != 1:
-            self.withhold()
+            self.skip_step()
         else:
             self.after_other_hooks()
 
@@ -64,7 +64,7 @@ class StepSkipper:
 
         def last(_: Optimizer, args: Any, kwargs: Any) -> Any:
             try:
-                return self.withhold((args, kwargs))
+                return self.skip_step((args, kwargs))
             except Exception as error:
                 guard.fault("action", error)
                 return None
@@ -83,7 +83,7 @@ class StepSkipper:
         with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary gives back
             hooks.move_to_end(after.id, last=False)
 
-    def withhold(self, call: tuple[Any, Any] | None = None) -> tuple[Any, Any] | None:
+    def skip_step(self, call: tuple[Any, Any] | None = None) -> tuple[Any, Any] | None:
         """Begin, once: the hooks of a subclass that calls `super().step()` run twice.
 
         `call`: args and kwargs of the step, where they may still be replaced; returned: what replaces them.

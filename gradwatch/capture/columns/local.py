@@ -38,15 +38,15 @@ class LocalNorms:
     ) -> None:
         """`before` is one that listened to some of these parameters until now; it hands them over."""
         self._count = len(params)
-        self._heard: dict[int, float | Tensor] = {}  # a tensor where the gradient is on a device
+        self._norms: dict[int, float | Tensor] = {}  # a tensor where the gradient is on a device
         self._running = Running()
         self._taps: dict[int, tuple[int, Tensor, int, tuple[RemovableHandle, ...]]] = {}
         for k, param in enumerate(params):
             if param is None:
                 continue
-            heard = None if before is None else before._let_go(param)
-            if heard is not None:
-                self._heard[k] = heard
+            norms = None if before is None else before._let_go(param)
+            if norms is not None:
+                self._norms[k] = norms
             observe, accumulated = _hooks(k, param, self._running, failed)
             handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
             self._taps[id(param)] = k, param, contents(param), handles
@@ -57,10 +57,10 @@ class LocalNorms:
             self.backward_ended()
         sampled = Sampled(self._count)
         present = np.zeros(self._count, bool)
-        present[list(self._heard)] = True
-        on_host = {k: norm for k, norm in self._heard.items() if not isinstance(norm, Tensor)}
+        present[list(self._norms)] = True
+        on_host = {k: norm for k, norm in self._norms.items() if not isinstance(norm, Tensor)}
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for k, norm in self._heard.items():
+        for k, norm in self._norms.items():
             if isinstance(norm, Tensor):
                 by_device.setdefault(norm.device, []).append((k, norm))
         stacks = [torch.stack([norm for _, norm in group]) for group in by_device.values()]
@@ -76,20 +76,20 @@ class LocalNorms:
 
     def backward_ended(self) -> None:
         """The running backward has come to its end: what was heard of it counts."""
-        for k, norm in self._running.heard.items():
-            self._heard[k] = _larger_of(self._heard.get(k), norm)
-        self._running.heard.clear()
+        for k, norm in self._running.norms.items():
+            self._norms[k] = _larger_of(self._norms.get(k), norm)
+        self._running.norms.clear()
         self._running.arriving.clear()
         self._running.task = backward.IDLE
 
     def cleared(self) -> None:
         """The gradients of the backwards that have ended are gone; the running one counts."""
-        self._heard.clear()
+        self._norms.clear()
 
     def forget(self) -> None:
         """What was heard belongs to no step, as when a GradScaler rejects one."""
-        self._heard.clear()
-        self._running.heard.clear()
+        self._norms.clear()
+        self._running.norms.clear()
         self._running.arriving.clear()
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class LocalNorms:
         if contents(param) != stood_for:  # a swap silenced them: leave it able to take new ones
             revive(param, "_backward_hooks", seen.id)
             revive(param, "_post_accumulate_grad_hooks", accumulated.id)
-        return self._heard.pop(k, None)
+        return self._norms.pop(k, None)
 
 
 class Running:
@@ -117,7 +117,7 @@ class Running:
         self.task = backward.IDLE
         self.arriving: dict[int, float | Tensor] = {}
         self._arriving_in = backward.IDLE
-        self.heard: dict[int, float | Tensor] = {}
+        self.norms: dict[int, float | Tensor] = {}
 
     def arrives(self, k: int, found: float | Tensor) -> None:
         """A gradient is on its way to k; those of another backward that never got there are let go."""
@@ -135,11 +135,11 @@ class Running:
             return
         task = backward.current()
         if task != self.task:
-            if self.heard and not backward.nested():
-                self.heard.clear()  # the backward before this one raised
+            if self.norms and not backward.nested():
+                self.norms.clear()  # the backward before this one raised
             self.task = task
         norm = found if isinstance(found, float) else _norm(found)
-        self.heard[k] = norm if k not in self.heard else _larger_of(self.heard[k], norm)
+        self.norms[k] = norm if k not in self.norms else _larger_of(self.norms[k], norm)
 
 
 Hook = Callable[[Tensor], None]

@@ -29,7 +29,7 @@ from gradwatch.reading.layouts import alias, dense
 from gradwatch.records.snapshot import Sites
 from gradwatch.taps import containers, modes, module_calls
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.mute import is_silent
+from gradwatch.taps.mute import is_muted
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
@@ -84,7 +84,7 @@ class ModuleTaps:
         self._needs = needs
         wanted = self._wanted = frozenset(name.removesuffix(BURSTS) for name in needs.columns)
         self._failed = failed
-        self._heard: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
+        self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
         self._ignore: list[Callable[[], None]] = []
         self.bounds: GradInputBounds | None = None  # where a rule acts on what the modules pass on
         self._step = 0
@@ -99,20 +99,20 @@ class ModuleTaps:
         """What the taps heard since the last step boundary; the loss scale is divided out of gradients."""
         self._step = step + 1
         sampled = Sampled(len(self.names))
-        for column, heard in self._heard.items():
-            if not heard:
+        for column, collected in self._collected.items():
+            if not collected:
                 continue
-            positions = np.array(sorted(heard), np.intp)
+            positions = np.array(sorted(collected), np.intp)
             present = np.zeros(len(self.names), bool)
             present[positions] = True
-            stack = torch.stack([heard[int(m)] for m in positions])
+            stack = torch.stack([collected[int(m)] for m in positions])
             if column in GRADIENT_COLUMNS:
                 arriving = AsyncCopy([stack.sqrt()], positions, len(self.names), scale=scale)
             else:
                 arriving = AsyncCopy([stack], positions, len(self.names))
             sampled.parts[column] = arriving
             sampled.present[column] = present
-            heard.clear()
+            collected.clear()
         for column in ACTIVATION_COLUMNS & sampled.parts.keys():
             self._named_by_cadence(column, step, sampled)
         if self.bounds is not None:
@@ -148,7 +148,7 @@ class ModuleTaps:
 
         def observe(module: nn.Module, args: Any, output: Any) -> None:
             try:
-                if is_silent() or capturing():
+                if is_muted() or capturing():
                     return
                 leaves = [leaf for leaf in containers.leaves(output) if isinstance(leaf, Tensor)]
                 if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
@@ -165,7 +165,7 @@ class ModuleTaps:
     def _backward(self, m: int) -> Callable[..., Any]:
         inputs, outputs = self._adder("grad_input_norm", m), self._adder("grad_output_norm", m)
 
-        def heard(grad_input: Any, grad_output: Any) -> Any:
+        def collected(grad_input: Any, grad_output: Any) -> Any:
             for grads, add in ((grad_input, inputs), (grad_output, outputs)):
                 for grad in grads if isinstance(grads, tuple) else (grads,):
                     add(grad)
@@ -173,7 +173,7 @@ class ModuleTaps:
 
         def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
             try:
-                return modes.unseen(heard, grad_input, grad_output)
+                return modes.unseen(collected, grad_input, grad_output)
             except Exception as error:
                 self._failed("modules", error)
                 return None
@@ -181,14 +181,14 @@ class ModuleTaps:
         return observe
 
     def _adder(self, column: str, m: int) -> Callable[[Tensor | None], None]:
-        heard, failed = self._heard[column], self._failed
+        collected, failed = self._collected[column], self._failed
         tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what follows would break its graph
 
         def add_square(grad: Tensor) -> None:
             kept = alias(grad)
             if kept is not None:
                 square = torch.linalg.vector_norm(dense(kept).float()).square()
-                heard[m] = square if m not in heard else heard[m] + square
+                collected[m] = square if m not in collected else collected[m] + square
 
         @untraced
         def add(grad: Tensor | None) -> None:
@@ -210,7 +210,7 @@ class ModuleTaps:
                     statistic = values.std(correction=0)
                 else:
                     statistic = (values.abs() < NEAR_ZERO).float().mean()
-                self._heard[column][m] = statistic
+                self._collected[column][m] = statistic
 
 
 class _FullBackward:
@@ -224,7 +224,7 @@ class _FullBackward:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...] | None:
         """The module's arguments, by way of torch's node that sees their gradients."""
         try:
-            if is_silent():
+            if is_muted():
                 return None
             around = BackwardHook(module, [self._hook], [])
             given: tuple[Any, ...] = around.setup_input_hook(args)

@@ -19,7 +19,7 @@ AGAIN = 50
 """Steps between two looks at statistics that were not finite: on a device each look waits."""
 
 
-class SpoiltStatisticsError(GradwatchError):
+class NonfiniteStatisticsError(GradwatchError):
     """Running statistics are not finite; the message names them and says how to mend them."""
 
 
@@ -31,19 +31,19 @@ class RunningStatistics:
     ) -> None:
         self._models = models
         self._say = say
-        self._spoilt: tuple[str, ...] = ()
+        self._nonfinite: tuple[str, ...] = ()
         self._looked = 0
 
-    def spoilt(self, suspected: bool) -> tuple[str, ...]:
+    def nonfinite(self, suspected: bool) -> tuple[str, ...]:
         """Names of the statistics that hold NaN or Inf; asked at every step, `suspected` where gradients do."""
-        if not (suspected or self._spoilt):
+        if not (suspected or self._nonfinite):
             return ()
         self._looked = 0 if suspected else self._looked + 1
         if self._looked % AGAIN == 0:
-            before, self._spoilt = self._spoilt, tuple(self._look())
-            if self._spoilt and not before:
-                self._say("running-statistics", SpoiltStatisticsError(_said(self._spoilt)))
-        return self._spoilt
+            before, self._nonfinite = self._nonfinite, tuple(self._look())
+            if self._nonfinite and not before:
+                self._say("running-statistics", NonfiniteStatisticsError(_said(self._nonfinite)))
+        return self._nonfinite
 
     def _look(self) -> list[str]:
         found = {

@@ -120,6 +120,6 @@ class Document:
 
     def encode(self) -> bytes:
         """The file: ASCII JSON, whatever is in the names; NaN and the infinities as strings."""
-        told = {"format": self.format, "version": self.version, **json_ready(asdict(self))}
-        told["incident"] = self.incident.to_dict()
-        return json.dumps(told, indent=1, allow_nan=False).encode("ascii")
+        document = {"format": self.format, "version": self.version, **json_ready(asdict(self))}
+        document["incident"] = self.incident.to_dict()
+        return json.dumps(document, indent=1, allow_nan=False).encode("ascii")

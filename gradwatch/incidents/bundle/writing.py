@@ -36,7 +36,7 @@ def write_bundle(run: Path, name: str, files: Mapping[str, bytes], tensors: Call
         # Made here for its mode; a library that replaces it does so in a folder that is nobody else's.
         _write(fresh / TENSORS, b"")
         tensors(fresh / TENSORS)
-        _settle(fresh / TENSORS)
+        _sync(fresh / TENSORS)
         sync_directory(fresh)
         found = _renamed(fresh, place, name)
     except BaseException:
@@ -54,7 +54,7 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _settle(path: Path) -> None:
+def _sync(path: Path) -> None:
     """What a library has written: readable by its owner only, and on the disk."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -35,7 +35,7 @@ def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
     stray = next((trace.stray for trace in traces if trace.stray), "")
     if not stray:
         return finding
-    return finding.told(note="; ".join(filter(None, (finding.note, STRAY.format(stray=stray)))))
+    return finding.amended(note="; ".join(filter(None, (finding.note, STRAY.format(stray=stray)))))
 
 
 def _cause(traces: Sequence[Trace], by: By) -> Finding:

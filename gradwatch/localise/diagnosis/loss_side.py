@@ -46,7 +46,7 @@ class _Held:
     frame: FrameType
 
 
-def told(finding: Finding, since: int) -> Finding:
+def amended(finding: Finding, since: int) -> Finding:
     """The finding, with what the loop's own tensors tell of the loss side: nodes numbered `since` and later."""
     held = [one for frame in _frames() for one in _of_loss(frame, since)]
     if not held:
@@ -57,16 +57,16 @@ def told(finding: Finding, since: int) -> Finding:
     note = f"{finding.note}; `{last.name}` ({value}) was computed by {', '.join(operations)}"
     suspects = [node for node in last.nodes if singular(node)]
     if len({node.name() for node in suspects}) != 1:
-        return finding.told(note=note)
+        return finding.amended(note=note)
     # A NaN or Inf among the constants shows in the value: of a finite one only a slope was infinite.
     if value.nan + value.inf and any(map(takes_constant, last.nodes)) and (name := nonfinite_constant()):
-        return finding.told(note=f"{note}; `{name}`, which no gradient flows to, was not finite")
+        return finding.amended(note=f"{note}; `{name}`, which no gradient flows to, was not finite")
     op = of_node(suspects[-1].name())
     if value.nan and op in NEVER_NAN:
-        return finding.told(note=f"{note}; {op} makes no NaN of finite numbers, so it is another's")
+        return finding.amended(note=f"{note}; {op} makes no NaN of finite numbers, so it is another's")
     note += f"; of these only {op} can be infinite, or have an infinite slope"
     nearest = min((one for one in held if suspects[-1] in one.nodes), key=lambda one: len(one.nodes))
-    return finding.told(
+    return finding.amended(
         op=op, node=suspects[-1].name(), frames=_assigned(nearest) or finding.frames, note=note
     )
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 MOST = 32  # nodes of a loss
 
 
-def told_of_loss(finding: Finding, calls: Sequence[Call]) -> Finding:
+def amended_by_loss(finding: Finding, calls: Sequence[Call]) -> Finding:
     """What the loop's own tensors tell of a loss computed after all of these calls, else what is known of others."""
     since = max(call.ended for call in calls)
-    found = loss_side.told(finding, since)
-    return calls[-1].losses.told(finding, since - calls[-1].ended) if found is finding else found
+    found = loss_side.amended(finding, since)
+    return calls[-1].losses.amended(finding, since - calls[-1].ended) if found is finding else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Losses:
         self.last: Loss | None = None
         self.varied = False
 
-    def told(self, finding: Finding, since: int) -> Finding:
+    def amended(self, finding: Finding, since: int) -> Finding:
         """The finding, with what the losses seen were made of; of nodes made `since` so long after the call."""
         nodes = (
             [] if self.last is None or self.varied else [one for one in self.last.nodes if one[0] >= since]
@@ -63,13 +63,13 @@ class Losses:
         note = f"{finding.note}; in the steps looked at, the loss was computed by {operations}"
         suspects = [name for _, name, infinite, _ in nodes if infinite]
         if len(set(suspects)) != 1:
-            return finding.told(note=note)
+            return finding.amended(note=note)
         if any(constant for *_, constant in nodes) and (held := loss_side.nonfinite_constant()):
-            return finding.told(note=f"{note}; `{held}`, which no gradient flows to, was not finite")
+            return finding.amended(note=f"{note}; `{held}`, which no gradient flows to, was not finite")
         op = of_node(suspects[-1])
         note += f"; of these only {op} can be infinite, or have an infinite slope"
         frames = frame_of(self.last.caller) or finding.frames
-        return finding.told(op=op, node=suspects[-1], frames=frames, note=note)
+        return finding.amended(op=op, node=suspects[-1], frames=frames, note=note)
 
     def look(self, since: int) -> None:
         """Within a backward: look at what it began at. `since` numbers the first node after the call."""

@@ -69,9 +69,9 @@ class Profile:
         self._rows.append(row)
         if getattr(module, "inplace", False):
             return None  # writing into a view takes its hook away; such a module's gain is not known
-        return tuple(self._heard(arg, row[3]) for arg in args)
+        return tuple(self._hooked(arg, row[3]) for arg in args)
 
-    def _heard(self, arg: Any, squares: list[Tensor]) -> Any:
+    def _hooked(self, arg: Any, squares: list[Tensor]) -> Any:
         if not isinstance(arg, Tensor) or arg.grad_fn is None:
             return arg
         view = arg.view_as(arg)
@@ -88,11 +88,11 @@ class Profile:
 
 
 def _listener(squares: list[Tensor]) -> Callable[[Tensor], None]:
-    def hear(grad: Tensor) -> None:
+    def record(grad: Tensor) -> None:
         with torch.no_grad():
             squares.append(dense(grad).double().square().sum())
 
-    return hear
+    return record
 
 
 def _root(squares: list[Tensor]) -> float:
@@ -117,14 +117,14 @@ def suspect(layers: Sequence[Layer], exploding: bool) -> Finding | None:
         if later:
             above = (max if exploding else min)(later, key=lambda layer: layer.at_input)
             between = f"between {below.module} and {above.module}"
-            told = f"{between} it goes from {above.at_input:.3g} to {below.at_output:.3g}"
-            steps.append((below.at_output / above.at_input, _parent(below.module, above.module), "", told))
+            text = f"{between} it goes from {above.at_input:.3g} to {below.at_output:.3g}"
+            steps.append((below.at_output / above.at_input, _parent(below.module, above.module), "", text))
     known = [step for step in steps if math.isfinite(step[0]) and (step[0] > 0 or not exploding)]
     if not known:
         return None
-    gain, module, kind, told = (max if exploding else min)(known, key=lambda step: step[0])
+    gain, module, kind, text = (max if exploding else min)(known, key=lambda step: step[0])
     phase: Phase = "exploding" if exploding else "vanishing"
-    note = f"the gradient is multiplied by {gain:.3g} here: {told}"
+    note = f"the gradient is multiplied by {gain:.3g} here: {text}"
     return Finding(phase, "replay", module=module, module_type=kind, profile=tuple(layers[:SHOWN]), note=note)
 
 

@@ -35,7 +35,7 @@ from gradwatch.taps import backward, modes, module_calls, tree
 from gradwatch.taps.containers import tensors_replaced
 from gradwatch.taps.dynamo import anything_compiled, untraced
 from gradwatch.taps.graph.nodes import next_number
-from gradwatch.taps.mute import is_silent
+from gradwatch.taps.mute import is_muted
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
@@ -225,12 +225,12 @@ class RecordedCalls:
             self.calls.remove(call)
 
     @property
-    def heard(self) -> bool:
+    def was_called(self) -> bool:
         """Whether the model has ever been called, wanting gradients."""
         return self._seen > 0
 
     @property
-    def deaf(self) -> bool:
+    def is_over(self) -> bool:
         """Whether it hears no further call, and holds none."""
         return not (self._ignore or self.calls or self.refused)
 
@@ -248,7 +248,7 @@ class RecordedCalls:
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def guarded(*args: Any) -> None:
             try:
-                if torch.is_grad_enabled() and not is_silent():
+                if torch.is_grad_enabled() and not is_muted():
                     call(*args)
             except Exception as error:
                 self._open = None
@@ -318,7 +318,7 @@ class RecordedCalls:
         self.calls.append(call)
         self._make_room()
 
-    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+    def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
         if grad is None or call.reason:
             return
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
@@ -353,17 +353,17 @@ class RecordedCalls:
 
 
 @untraced
-def _gradient(holding: RecordedCalls, call: Call, position: int, grad: Tensor) -> None:
+def _gradient(recording: RecordedCalls, call: Call, position: int, grad: Tensor) -> None:
     """A gradient has reached an output of the call; nothing is made of it."""
     try:
         if _tracing():
             return
         if modes.dispatching() or modes.functions():
-            modes.unseen(holding._hear, call, position, grad)
+            modes.unseen(recording._hold_gradient, call, position, grad)
         else:
-            holding._hear(call, position, grad)
+            recording._hold_gradient(call, position, grad)
     except Exception as error:
-        holding._failed("localise", error)
+        recording._failed("localise", error)
 
 
 def shared(model: nn.Module) -> str:

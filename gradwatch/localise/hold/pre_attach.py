@@ -26,14 +26,14 @@ class PreAttachCalls(RecordedCalls):
     _watched = False  # by a Watch, which knows when gradients are thrown away
     _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
 
-    def _hear(self, call: Call, position: int, grad: Tensor | None) -> None:
+    def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
         if self._watched:
-            super()._hear(call, position, grad)
+            super()._hold_gradient(call, position, grad)
             return
         model, task = self.model(), backward.current()
         if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
             self._reached(model, task)
-        super()._hear(call, position, grad)
+        super()._hold_gradient(call, position, grad)
 
     def _reached(self, model: nn.Module, task: int) -> None:
         trained = [param for param in tree.parameters(model) if param.requires_grad]
@@ -65,12 +65,12 @@ class PreAttachRecorder(CallRecorder):
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, which may contain others that were held."""
         inside = {id(None), *map(id, tree.modules(model)), *map(id, tree.modules(inner(model)))}
-        self._close([one for one in self._families if id(one.holdings[0].model()) in inside])
+        self._close([one for one in self._families if id(one.recordings[0].model()) in inside])
         self._families.append(Family(model, self._model, self.kinds))
 
     def holds(self, model: nn.Module) -> bool:
         """Whether this very module has been added."""
-        return any(family.holdings[0].model() is model for family in self._families)
+        return any(family.recordings[0].model() is model for family in self._families)
 
     def wraps(self, outer: nn.Module, module: nn.Module) -> None:
         """`outer` is being made around `module`, which is to be compiled: no hook may go from it once it is.
@@ -79,16 +79,16 @@ class PreAttachRecorder(CallRecorder):
         """
         if not self.holds(module):
             inside = set(map(id, tree.modules(module)))
-            for holding in self:
-                if id(holding.model()) in inside:
-                    holding.unhook()
+            for recording in self:
+                if id(recording.model()) in inside:
+                    recording.unhook()
             return
 
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
             try:
                 ignore()
                 self.add(module)
-                self._families[-1].holdings[0].begins(module, args, kwargs)
+                self._families[-1].recordings[0].begins(module, args, kwargs)
             except Exception as error:
                 self._failed("localise", error)
 
@@ -104,7 +104,7 @@ class PreAttachRecorder(CallRecorder):
 
     def without(self, optimizer: Optimizer) -> None:
         """Let go of the models that this optimizer trains: somebody else holds them."""
-        self._close([one for one in self._families if one.holdings[0].moves(optimizer)])
+        self._close([one for one in self._families if one.recordings[0].moves(optimizer)])
 
     def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
         """What is held of `models`, which goes on, and what has heard calls of their parts, wrappers and criteria.
@@ -115,33 +115,33 @@ class PreAttachRecorder(CallRecorder):
         watched = {id(module) for model in roots for module in tree.modules(inner(model))}
         held = [one for one in self if isinstance(one, PreAttachCalls) and self._is_of(one, watched)]
         known = [one.tasks for one in held if one.tasks is not None]
-        for holding in held:
+        for recording in held:
             if known:
-                holding.keep(set().union(*known) if holding.tasks is None else holding.tasks)
+                recording.keep(set().union(*known) if recording.tasks is None else recording.tasks)
         going_on = [one for one in self._families if any(one.model is root for root in roots)]
-        criteria = [one for one in self._criteria if one in held and one.heard]
-        staying = {*criteria, *(holding for family in going_on for holding in family.holdings)}
-        leaving = [holding for holding in held if holding not in staying]
-        for holding in leaving:
-            holding.unhook()
+        criteria = [one for one in self._criteria if one in held and one.was_called]
+        staying = {*criteria, *(recording for family in going_on for recording in family.recordings)}
+        leaving = [recording for recording in held if recording not in staying]
+        for recording in leaving:
+            recording.unhook()
         self._families = [one for one in self._families if one not in going_on]
         for family in self._families:
-            family.holdings = [one for one in family.holdings if one not in held]
+            family.recordings = [one for one in family.recordings if one not in held]
         self._criteria = [one for one in self._criteria if one not in held]
         self.close()
-        return Inherited(going_on, criteria, [holding for holding in leaving if holding.heard])
+        return Inherited(going_on, criteria, [recording for recording in leaving if recording.was_called])
 
-    def _is_of(self, holding: RecordedCalls, watched: set[int]) -> bool:
-        model = holding.model()
+    def _is_of(self, recording: RecordedCalls, watched: set[int]) -> bool:
+        model = recording.model()
         if model is None or not watched:
             return False
-        return holding in self._criteria or id(inner(model)) in watched
+        return recording in self._criteria or id(inner(model)) in watched
 
     def _close(self, families: list[Family]) -> None:
         for family in families:
-            for holding in family.holdings:
-                holding.close()
+            for recording in family.recordings:
+                recording.close()
             self._families.remove(family)
 
-    def _holding(self, module: nn.Module, **options: Any) -> RecordedCalls:
+    def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
         return PreAttachCalls(module, self._failed, self._max_bytes, **options)

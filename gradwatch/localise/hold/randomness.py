@@ -118,8 +118,8 @@ class Held:
         if not (every or first):
             drawn = [*draws.sources, *self._drawn]
             return Generators(drawn) if drawn else NONE
-        told = [*of_process(), *self._own] if every else [*of_torch(), *draws.sources, *self._own]
-        self._before = Generators(dict.fromkeys(told))
+        looked_at = [*of_process(), *self._own] if every else [*of_torch(), *draws.sources, *self._own]
+        self._before = Generators(dict.fromkeys(looked_at))
         return self._before
 
     def after(self) -> None:

@@ -45,7 +45,7 @@ class Family:
             parts = [hold(part, self.outermost, Kind()) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
-        self.holdings = [self._whole, *self._whole.parts]
+        self.recordings = [self._whole, *self._whole.parts]
 
     @property
     def model(self) -> nn.Module | None:
@@ -55,38 +55,38 @@ class Family:
     def belongs_to(self, hold: Hold, adopt: Callable[[RecordedCalls], None]) -> None:
         """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
         self._hold = hold
-        for holding in dict.fromkeys((*self.holdings, self._whole, *self._whole.parts)):
-            adopt(holding)
+        for recording in dict.fromkeys((*self.recordings, self._whole, *self._whole.parts)):
+            adopt(recording)
 
     def step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
-        if not any(holding.moves(optimizer) for holding in self.holdings):
+        if not any(recording.moves(optimizer) for recording in self.recordings):
             return
-        if any(holding.heard for holding in self.holdings):
+        if any(recording.was_called for recording in self.recordings):
             self.sought = False
-            if self._whole.heard and not any(part.heard for part in self._whole.parts):
+            if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
                 # The parts of the next model of this kind are held only where it is not called itself.
                 self._kind.whole = True
-            self.holdings = [holding for holding in self.holdings if not holding.deaf]
+            self.recordings = [recording for recording in self.recordings if not recording.is_over]
             return
         self._waited += 1
         if self._waited == UNCALLED:
             self._descend()
 
     def _descend(self) -> None:
-        level = [self._whole] if self._level == 0 else self.holdings
+        level = [self._whole] if self._level == 0 else self.recordings
         parts = [
-            part for holding in level if (model := holding.model()) is not None for part in _parts(model)
+            part for recording in level if (model := recording.model()) is not None for part in _parts(model)
         ]
         self._level += 1
         self.sought = self._level < LEVELS
-        refused = any(holding.refused for holding in self.holdings)
+        refused = any(recording.refused for recording in self.recordings)
         if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook hears
             self.sought = False
             return
-        for holding in self.holdings:
-            holding.close()
-        self.holdings = [self._hold(part, self.outermost, Kind()) for part in parts]
+        for recording in self.recordings:
+            recording.close()
+        self.recordings = [self._hold(part, self.outermost, Kind()) for part in parts]
         self._waited = 0
 
 
@@ -149,9 +149,9 @@ class CallRecorder:
             self._let_go(family.model)
             family.belongs_to(self._model, self._adopt)
             self._families.append(family)
-        for holding in (*before.criteria, *before.former):
-            self._adopt(holding)
-        held = {id(holding.model()) for holding in self._criteria}
+        for recording in (*before.criteria, *before.former):
+            self._adopt(recording)
+        held = {id(recording.model()) for recording in self._criteria}
         for criterion in before.criteria:
             if id(criterion.model()) in held:
                 criterion.unhook()
@@ -160,35 +160,35 @@ class CallRecorder:
                 self._criteria.append(criterion)
         self._former += before.former
 
-    def _adopt(self, holding: RecordedCalls) -> None:
-        holding.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
+    def _adopt(self, recording: RecordedCalls) -> None:
+        recording.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
 
     def _let_go(self, model: nn.Module | None) -> None:
         """Close the family of this model; of those that have been freed for None."""
         for family in [one for one in self._families if one.model is model]:
-            for holding in family.holdings:
-                holding.close()
+            for recording in family.recordings:
+                recording.close()
             self._families.remove(family)
 
     def close(self) -> None:
         """Remove every hook and let go of everything."""
-        for holding in self:
-            holding.close()
+        for recording in self:
+            recording.close()
         self._families.clear()
         self._criteria.clear()
         self._former.clear()
 
     def drop(self) -> None:
         """Let go of the calls: they belong to no step."""
-        for holding in self:
-            holding.drop()
+        for recording in self:
+            recording.drop()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
         """The gradients that this optimizer was to step by (None = not known) were thrown away: they are of no step."""
         over: set[int] = set()
-        for holding in self._of_models():
-            if optimizer is None or holding.moves(optimizer):
-                over |= holding.cleared()
+        for recording in self._of_models():
+            if optimizer is None or recording.moves(optimizer):
+                over |= recording.cleared()
         for criterion in self._criteria:
             criterion.cleared(over)
 
@@ -197,56 +197,59 @@ class CallRecorder:
         self._steps[0] = number
         held = self._former + self._criteria
         for family in self._families:
-            held += family.holdings  # `self`, without its Python calls in cold caches
-        for holding in held:
-            if holding.calls or holding.indices is not None:
-                holding.taken(optimizer, before)
+            held += family.recordings  # `self`, without its Python calls in cold caches
+        for recording in held:
+            if recording.calls or recording.indices is not None:
+                recording.taken(optimizer, before)
         for family in self._families:
             family.outermost.now = None  # a forward that raised has left it set
             if family.sought:
                 family.step_taken(optimizer)
         if self._former:
-            self._former = [holding for holding in self._former if holding.calls]
+            self._former = [recording for recording in self._former if recording.calls]
 
     def calls(self) -> list[tuple[nn.Module, Call]]:
         """(module, call) of those that a gradient has reached, in the order they were made."""
         held = []
-        for holding in self:
-            module = holding.model()
+        for recording in self:
+            module = recording.model()
             if module is not None:
-                held += [(module, call) for call in list(holding.calls) if call.gradients or call.reason]
+                held += [(module, call) for call in list(recording.calls) if call.gradients or call.reason]
         return sorted(held, key=lambda pair: pair[1].order)
 
     @property
     def refused(self) -> str:
         """Why a watched model cannot be run again at all; "" where it can."""
-        return next((holding.refused for holding in self._of_models() if holding.refused), "")
+        return next((recording.refused for recording in self._of_models() if recording.refused), "")
 
     @property
     def dropped(self) -> int:
         """Calls of this step that were let go for their size."""
-        return sum(holding.dropped for holding in self)
+        return sum(recording.dropped for recording in self)
 
     def __iter__(self) -> Iterator[RecordedCalls]:
         return iter(self._of_models() + self._criteria)
 
     def _of_models(self) -> list[RecordedCalls]:
-        return [holding for family in self._families for holding in family.holdings] + self._former
+        return [recording for family in self._families for recording in family.recordings] + self._former
 
     def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> RecordedCalls:
-        return self._holding(module, outermost=outermost, kind=kind, met=self._met)
+        return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met)
 
-    def _holding(self, module: nn.Module, **options: Any) -> RecordedCalls:
+    def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
         return RecordedCalls(module, self._failed, self._max_bytes, steps=self._steps, **options)
 
     def _met(self, frame: FrameType | None) -> None:
         """A model is called from there."""
         known = {
-            id(module) for holding in self if (m := holding.model()) is not None for module in tree.modules(m)
+            id(module)
+            for recording in self
+            if (m := recording.model()) is not None
+            for module in tree.modules(m)
         }
         for criterion in beside(frame, known):
-            holding = self._holding(criterion, light=True)
-            if holding.refused:
-                holding.close()
+            recording = self._recorder_of(criterion, light=True)
+            if recording.refused:
+                recording.close()
             else:
-                self._criteria.append(holding)
+                self._criteria.append(recording)

@@ -154,26 +154,26 @@ def gather(
 def _generators(evidence: Evidence, n: int, found: Generators) -> GeneratorStates:
     """Of one call; what was not looked at is not drawn from."""
     name = f"generator.{n}"
-    told: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     cuda: dict[str, str] = {}
     devices = {id(source): k for k, source in enumerate(of_cuda())} if torch.cuda.is_initialized() else {}
     moved = found.moved()
     for source, state in found.states:
         if source is PYTHON:
-            _, words, told["gauss_next"] = state
-            told["python"] = evidence.keep_bytes(f"{name}.python", np.array(words, "<u4").tobytes())
+            _, words, saved["gauss_next"] = state
+            saved["python"] = evidence.keep_bytes(f"{name}.python", np.array(words, "<u4").tobytes())
         elif source is NUMPY and state[0] == "MT19937":
             _, words, *rest = state
-            told["numpy"] = evidence.keep_bytes(f"{name}.numpy", np.asarray(words, "<u4").tobytes())
-            told |= dict(zip(("position", "has_gauss", "cached_gaussian"), rest, strict=True))
+            saved["numpy"] = evidence.keep_bytes(f"{name}.numpy", np.asarray(words, "<u4").tobytes())
+            saved |= dict(zip(("position", "has_gauss", "cached_gaussian"), rest, strict=True))
         elif source is CPU:
-            told["cpu"] = evidence.keep(f"{name}.cpu", state)
+            saved["cpu"] = evidence.keep(f"{name}.cpu", state)
         elif id(source) in devices:
             k = devices[id(source)]
             cuda[str(k)] = evidence.keep(f"{name}.cuda{k}", state)
         elif source in moved:
             evidence.left_out.append(LeftOut(f"{name}.own", 0, OWN_GENERATOR))
-    return GeneratorStates(**told, cuda=cuda)
+    return GeneratorStates(**saved, cuda=cuda)
 
 
 def _arguments(evidence: Evidence, n: int, call: Call, batch: bool) -> tuple[Any, Any]:
@@ -270,21 +270,21 @@ def _without_idle_criteria(
 ) -> list[tuple[nn.Module, Call]]:
     """The calls, less those of criteria that cannot be run again from what was kept: the model's can without."""
     kept = []
-    for pair, told in zip(held, evidence.calls, strict=True):
-        gap = _gap(*pair, told) if evidence.models[told.model].of < 0 else ""
+    for pair, saved in zip(held, evidence.calls, strict=True):
+        gap = _gap(*pair, saved) if evidence.models[saved.model].of < 0 else ""
         if gap:
-            what = f"the call of {evidence.models[told.model].type}"
+            what = f"the call of {evidence.models[saved.model].type}"
             evidence.left_out.append(LeftOut(what, 0, f"cannot be run again: {gap}"))
         else:
-            kept.append((pair, told))
-    evidence.calls = tuple(told for _, told in kept)
+            kept.append((pair, saved))
+    evidence.calls = tuple(saved for _, saved in kept)
     return [pair for pair, _ in kept]
 
 
 def _obstacle(evidence: Evidence, held: list[tuple[nn.Module, Call]]) -> str:
     """Why the calls cannot be run again from what was kept; "" where they can."""
     held = _without_idle_criteria(evidence, held)
-    gaps = (_gap(model, call, told) for (model, call), told in zip(held, evidence.calls, strict=True))
+    gaps = (_gap(model, call, saved) for (model, call), saved in zip(held, evidence.calls, strict=True))
     if gap := next(filter(None, gaps), ""):
         return gap
     if lost := next((one for one in evidence.left_out if one.name.startswith("generator.")), None):
@@ -292,13 +292,13 @@ def _obstacle(evidence: Evidence, held: list[tuple[nn.Module, Call]]) -> str:
     return "" if held else "no call was held"
 
 
-def _gap(model: nn.Module, call: Call, told: CallDocument) -> str:
+def _gap(model: nn.Module, call: Call, saved: CallDocument) -> str:
     """What one call lacks; "" where it lacks nothing."""
     try:
         refuse(inner(model), call)
     except Refused as refusal:
         return str(refusal)
-    for place, tree in (("args", told.args), ("kwargs", told.kwargs)):
+    for place, tree in (("args", saved.args), ("kwargs", saved.kwargs)):
         if gap := next(missing(tree, place), ""):
             return f"its inputs were {UNASKED}" if gap.endswith(UNASKED) else f"{gap} was not kept"
-    return NO_GRADIENT if len(told.gradients) < len(call.gradients) else ""
+    return NO_GRADIENT if len(saved.gradients) < len(call.gradients) else ""

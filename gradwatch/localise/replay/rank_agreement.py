@@ -35,12 +35,12 @@ class RankAgreement:
             if card["refusal"]:
                 raise Refused(f"on rank {rank}: {card['refusal']}")
 
-    def tell(self, finding: Finding) -> Finding:
+    def share(self, finding: Finding) -> Finding:
         """The Finding of the rank that knows most, on all ranks; this rank's own where they do not meet."""
         try:
             cards = meet(f"{self._name}/found", finding.to_dict(), {}).cards
         except AloneError as error:
-            return finding.told(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
+            return finding.amended(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
         return chosen([Finding.from_dict(card) for card in cards])
 
 
@@ -51,9 +51,9 @@ def chosen(findings: Sequence[Finding]) -> Finding:
     alike = [k for k, one in enumerate(findings) if _sureness(one) == _sureness(best)]
     others = [k for k in range(len(findings)) if k not in alike]
     if not best.found:
-        return best.told(rank=rank, note=_each(findings))
+        return best.amended(rank=rank, note=_each(findings))
     note = f"on {_ranks(alike)}" + (f", not on {_ranks(others)}" if others else "")
-    return best.told(rank=rank, note=_joined(best.note, note))
+    return best.amended(rank=rank, note=_joined(best.note, note))
 
 
 def _each(findings: Sequence[Finding]) -> str:

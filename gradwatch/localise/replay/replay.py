@@ -139,12 +139,12 @@ def _again(
     trace = Trace(frame_of(call.caller))
     recorder.expect((*given.values(), *written_in_place(model)[0]))
 
-    def run(standing_in: nn.Module) -> None:
+    def run(substitute: nn.Module) -> None:
         args, kwargs = _fresh((call.args, call.kwargs))
         trace.sources = sources(given, args, kwargs)
         call.generators.restore()
         with call.recorded_modes(), recorder.forward(), around:
-            outputs = _outputs(standing_in, args, kwargs)
+            outputs = _outputs(substitute, args, kwargs)
         if len(outputs) != call.outputs:
             raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
         used = [outputs[position] for position in call.gradients]

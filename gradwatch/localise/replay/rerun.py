@@ -69,16 +69,16 @@ class Rerun:
     _ran: list[CallDocument] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        told = self.document
-        if told.obstacle and not (told.obstacle == NO_GRADIENT and self.loss_fn is not None):
-            hint = "; have the function return `model, loss_fn`" if told.obstacle == NO_GRADIENT else ""
-            raise BundleError(f"this bundle cannot be run again: {told.obstacle}{hint}")
-        if len(told.calls) > MOST_CALLS:
-            raise BundleError(f"a step of {len(told.calls):,} calls; {MOST_CALLS:,} are run again at most")
-        if len(self.models) != len(told.watched):
-            kinds = ", ".join(told.watched)
+        saved = self.document
+        if saved.obstacle and not (saved.obstacle == NO_GRADIENT and self.loss_fn is not None):
+            hint = "; have the function return `model, loss_fn`" if saved.obstacle == NO_GRADIENT else ""
+            raise BundleError(f"this bundle cannot be run again: {saved.obstacle}{hint}")
+        if len(saved.calls) > MOST_CALLS:
+            raise BundleError(f"a step of {len(saved.calls):,} calls; {MOST_CALLS:,} are run again at most")
+        if len(self.models) != len(saved.watched):
+            kinds = ", ".join(saved.watched)
             raise BundleError(
-                f"the step was one of {len(told.watched)} models ({kinds}), and the function built {len(self.models)}"
+                f"the step was one of {len(saved.watched)} models ({kinds}), and the function built {len(self.models)}"
             )
 
     def load(self, checkpoint: Mapping[str, Tensor] | None = None) -> None:
@@ -89,42 +89,42 @@ class Rerun:
             )
         if checkpoint is not None:
             load_weights(inner(self.models[0]), checkpoint, "the checkpoint")
-        for n, told in enumerate(self.document.models):
+        for n, saved in enumerate(self.document.models):
             module = self._module(n)
             if module is None:
                 continue
-            if told.parameters and checkpoint is None:
-                found = {name: self._tensor(kept, f"models.{n}") for name, kept in told.parameters.items()}
+            if saved.parameters and checkpoint is None:
+                found = {name: self._tensor(kept, f"models.{n}") for name, kept in saved.parameters.items()}
                 load_weights(module, found, "the bundle")
             elif checkpoint is None and any(True for _ in module.parameters()):
                 self._note(BUILT)
-            self._compare(module, told)
+            self._compare(module, saved)
 
     def _module(self, n: int) -> nn.Module | None:
         """What was called, in the models that the function built; None for a criterion that it did not build."""
-        told = self.document.models[n]
-        if told.of < 0:
+        saved = self.document.models[n]
+        if saved.of < 0:
             loss = self.loss_fn
-            alike = isinstance(loss, nn.Module) and _name(loss) == told.type.rpartition(".")[2]
+            alike = isinstance(loss, nn.Module) and _name(loss) == saved.type.rpartition(".")[2]
             return loss if alike else None  # type: ignore[return-value]
         try:
-            return inner(self.models[told.of]).get_submodule(told.name)
+            return inner(self.models[saved.of]).get_submodule(saved.name)
         except (AttributeError, LookupError):
-            raise BundleError(f"models.{n}: no part {told.name!r:.80} in model {told.of}") from None
+            raise BundleError(f"models.{n}: no part {saved.name!r:.80} in model {saved.of}") from None
 
     @property
     def _has_criterion(self) -> bool:
         """Whether the loss is one of the criteria that were called, with arguments that are known."""
-        told = self.document.models
-        return any(self._module(n) is not None for n, one in enumerate(told) if one.of < 0)
+        saved = self.document.models
+        return any(self._module(n) is not None for n, one in enumerate(saved) if one.of < 0)
 
-    def _compare(self, base: nn.Module, told: ModelDocument) -> None:
-        if _name(base) != told.type.rpartition(".")[2]:
-            self._note(f"the model is a {type(base).__module__}.{_name(base)}, and was a {told.type}")
+    def _compare(self, base: nn.Module, saved: ModelDocument) -> None:
+        if _name(base) != saved.type.rpartition(".")[2]:
+            self._note(f"the model is a {type(base).__module__}.{_name(base)}, and was a {saved.type}")
         now = str(_device(base))
-        if now.partition(":")[0] != told.device.partition(":")[0]:
-            self._note(ELSEWHERE.format(now=now, then=told.device))
-        if told.spread:
+        if now.partition(":")[0] != saved.device.partition(":")[0]:
+            self._note(ELSEWHERE.format(now=now, then=saved.device))
+        if saved.spread:
             self._note(WAS_SPREAD)
 
     def _note(self, text: str) -> None:
@@ -142,15 +142,15 @@ class Rerun:
         """
         held = []
         self._ran = []
-        for n, told in enumerate(self.document.calls):
-            if not 0 <= told.model < len(self.document.models) or not 0 <= told.outputs <= MOST_OUTPUTS:
-                raise BundleError(f"calls.{n}: model {told.model} and {told.outputs} outputs")
-            module = self._module(told.model)
+        for n, saved in enumerate(self.document.calls):
+            if not 0 <= saved.model < len(self.document.models) or not 0 <= saved.outputs <= MOST_OUTPUTS:
+                raise BundleError(f"calls.{n}: model {saved.model} and {saved.outputs} outputs")
+            module = self._module(saved.model)
             if module is None:
-                self._note(CRITERION.format(kind=self.document.models[told.model].type))
+                self._note(CRITERION.format(kind=self.document.models[saved.model].type))
                 continue
-            held.append(self._held(module, self._call(n, told, module), told))
-            self._ran.append(told)
+            held.append(self._held(module, self._call(n, saved, module), saved))
+            self._ran.append(saved)
         if not held:
             raise BundleError("this bundle cannot be run again: it holds no call of a model")
         faults: list[BaseException] = []
@@ -184,7 +184,7 @@ class Rerun:
     def _signed(self, finding: Finding) -> Finding:
         incident, calls = self.document.incident, self._ran
         event = incident.event
-        return finding.told(
+        return finding.amended(
             rule="" if event is None else event.rule,
             incident=incident.name,
             step=incident.step,
@@ -196,17 +196,17 @@ class Rerun:
 
     # -- from the document to a call ---------------------------------------------------------------------
 
-    def _call(self, n: int, told: CallDocument, base: nn.Module) -> Call:
+    def _call(self, n: int, saved: CallDocument, base: nn.Module) -> Call:
         at = f"calls.{n}"
-        if base.training != told.training:
-            base.train(told.training)
+        if base.training != saved.training:
+            base.train(saved.training)
         device = _device(base, *map(inner, self.models))  # a criterion has no parameters of its own
-        args, kwargs = self._arguments(told, at, device)
-        if told.batch is not None and told.batch.hash:
+        args, kwargs = self._arguments(saved, at, device)
+        if saved.batch is not None and saved.batch.hash:
             found = fingerprint(args, kwargs)
-            if found.hash != told.batch.hash:
+            if found.hash != saved.batch.hash:
                 raise BundleError(
-                    f"{at}: its inputs have the hash {found.hash}, and had {told.batch.hash!r:.40}"
+                    f"{at}: its inputs have the hash {found.hash}, and had {saved.batch.hash!r:.40}"
                 )
         return Call(
             order=n,
@@ -214,18 +214,18 @@ class Rerun:
             args=args,
             kwargs=kwargs,
             versions=[tensor._version for tensor in tensors((args, kwargs))],
-            generators=self._generators(told.generators, at),
-            buffers=self._buffers(base, self.document.models[told.model], device),
-            autocast={kind: (on, _dtype(name, at)) for kind, (on, name) in told.autocast.items()},
-            training=told.training,
+            generators=self._generators(saved.generators, at),
+            buffers=self._buffers(base, self.document.models[saved.model], device),
+            autocast={kind: (on, _dtype(name, at)) for kind, (on, name) in saved.autocast.items()},
+            training=saved.training,
             caller=None,
-            outputs=told.outputs,
+            outputs=saved.outputs,
             gradients={
-                _position(k, told, at): self._tensor(v, at).to(device) for k, v in told.gradients.items()
+                _position(k, saved, at): self._tensor(v, at).to(device) for k, v in saved.gradients.items()
             },
         )
 
-    def _arguments(self, told: CallDocument, at: str, device: torch.device) -> tuple[Any, Any]:
+    def _arguments(self, saved: CallDocument, at: str, device: torch.device) -> tuple[Any, Any]:
         made: dict[str, Tensor] = {}  # one tensor given twice is one tensor again, however often it is named
 
         def tensor(said: Mapping[str, Any], place: str) -> Tensor:
@@ -238,14 +238,14 @@ class Rerun:
             return made[str(name)]
 
         try:
-            args, kwargs = decode(told.args, tensor, "args"), decode(told.kwargs, tensor, "kwargs")
+            args, kwargs = decode(saved.args, tensor, "args"), decode(saved.kwargs, tensor, "kwargs")
         except TreeError as error:
             raise BundleError(f"{at}.{error}") from None
         if not isinstance(args, tuple) or not isinstance(kwargs, dict):
             raise BundleError(f"{at}: its arguments are no tuple and dict")
         return args, kwargs
 
-    def _held(self, module: nn.Module, call: Call, told: CallDocument) -> tuple[nn.Module, Call]:
+    def _held(self, module: nn.Module, call: Call, saved: CallDocument) -> tuple[nn.Module, Call]:
         """The call as it was, or, where its gradient is of no use, that of model and loss together."""
         given = tuple(call.gradients.values())
         whole = any(module is inner(model) for model in self.models)  # of a part nobody knows the loss
@@ -262,20 +262,20 @@ class Rerun:
             raise BundleError(f"{at}: no tensor {name!r:.80} in {TENSORS}")
         return found
 
-    def _buffers(self, base: nn.Module, told: ModelDocument, device: torch.device) -> dict[str, Tensor]:
+    def _buffers(self, base: nn.Module, saved: ModelDocument, device: torch.device) -> dict[str, Tensor]:
         own = dict(base.named_buffers(remove_duplicate=False))
         found: dict[str, Tensor] = {}
-        for name, kept in told.buffers.items():
+        for name, kept in saved.buffers.items():
             buffer, here = self._tensor(kept, f"buffer {name!r:.80}"), own.get(name)
             if here is None or here.shape != buffer.shape:
                 raise BundleError(f"the model has no buffer {name!r:.80} of shape {tuple(buffer.shape)}")
             found[name] = buffer.to(device)
         return found
 
-    def _generators(self, told: GeneratorStates, at: str) -> Generators:
+    def _generators(self, saved: GeneratorStates, at: str) -> Generators:
         """The states, tried on generators of our own first: what they refuse must not reach the process's."""
         try:
-            found = dict(self._states(told, at))
+            found = dict(self._states(saved, at))
             for source, scratch in ((PYTHON, random.Random().setstate), (CPU, torch.Generator().set_state)):
                 if source in found:
                     scratch(found[source])
@@ -287,17 +287,17 @@ class Rerun:
             raise BundleError(f"{at}.generators: not the state of a generator: {error}") from None
         return Generators.of(found.items())
 
-    def _states(self, told: GeneratorStates, at: str) -> Iterator[tuple[Source, Any]]:
-        if told.python:
-            words = np.frombuffer(self._bytes(told.python, PYTHON_WORDS, at), "<u4").tolist()
-            yield PYTHON, (3, tuple(words), told.gauss_next)
-        if told.numpy:
-            keys = np.frombuffer(self._bytes(told.numpy, NUMPY_WORDS, at), "<u4").astype(np.uint32)
-            yield NUMPY, ("MT19937", keys, told.position, told.has_gauss, told.cached_gaussian)
-        if told.cpu:
-            yield CPU, self._tensor(told.cpu, at)
+    def _states(self, saved: GeneratorStates, at: str) -> Iterator[tuple[Source, Any]]:
+        if saved.python:
+            words = np.frombuffer(self._bytes(saved.python, PYTHON_WORDS, at), "<u4").tolist()
+            yield PYTHON, (3, tuple(words), saved.gauss_next)
+        if saved.numpy:
+            keys = np.frombuffer(self._bytes(saved.numpy, NUMPY_WORDS, at), "<u4").astype(np.uint32)
+            yield NUMPY, ("MT19937", keys, saved.position, saved.has_gauss, saved.cached_gaussian)
+        if saved.cpu:
+            yield CPU, self._tensor(saved.cpu, at)
         devices = of_cuda() if torch.cuda.is_initialized() else []
-        for index, name in told.cuda.items():
+        for index, name in saved.cuda.items():
             if index.isascii() and index.isdecimal() and len(index) < 4 and int(index) < len(devices):
                 yield devices[int(index)], self._tensor(name, at)
             else:
@@ -383,9 +383,9 @@ def _dtype(name: str, at: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _position(text: str, told: CallDocument, at: str) -> int:
-    if not text.isdecimal() or not text.isascii() or len(text) > 8 or int(text) >= told.outputs:
-        raise BundleError(f"{at}.gradients: no output {text!r:.40} among {told.outputs}")
+def _position(text: str, saved: CallDocument, at: str) -> int:
+    if not text.isdecimal() or not text.isascii() or len(text) > 8 or int(text) >= saved.outputs:
+        raise BundleError(f"{at}.gradients: no output {text!r:.40} among {saved.outputs}")
     return int(text)
 
 

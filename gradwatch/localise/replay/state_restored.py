@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradwatch.localise.hold.attributes import attributes
 from gradwatch.localise.hold.randomness import Generators
-from gradwatch.taps.mute import silent
+from gradwatch.taps.mute import muted
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for restore in restores:  # every one of them runs, whatever another raises
             stack.callback(restore)
-        stack.enter_context(silent())
+        stack.enter_context(muted())
         yield
 
 

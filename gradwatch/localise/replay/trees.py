@@ -31,8 +31,8 @@ class TreeError(ValueError):
 def encode(value: Any, tensor: Callable[[Tensor], Any], depth: int = DEPTH) -> dict[str, Any]:
     """A value as a tree; `tensor(t)` says what stands for a tensor."""
     if isinstance(value, Tensor):
-        told: dict[str, Any] = tensor(value)
-        return told
+        document: dict[str, Any] = tensor(value)
+        return document
     if not depth:
         return {"missing": "nested too deep"}
     if type(value) in (list, tuple):

@@ -28,8 +28,8 @@ from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.backward_rules import clipper_of, micro_drop_of, own_sites
-from gradwatch.session.binding.optimizer_rules import OptimizerRules, standing_of
-from gradwatch.session.binding.rank_rules import WHOLE_ROWS, torn_rows
+from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
+from gradwatch.session.binding.rank_rules import WHOLE_ROWS, sharded_rows
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.taps import grad_scaler
 
@@ -48,11 +48,11 @@ class RuleBindings:
         self._contexts = contexts
         self._totals = totals
         self._restored: Mapping[str, Any] = {}
-        self._early: LocalNorms | None = None
+        self._before_captures: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
         self._drops = drops_micro(engine.ruleset)
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first capture
-        self._hears_scale: list[Callable[[], None]] = []
+        self._remove_scale_listeners: list[Callable[[], None]] = []
         self.most_parameters = 0  # named in the captures at one time, each counted once
 
     def __iter__(self) -> Iterator[OptimizerRules]:
@@ -72,10 +72,10 @@ class RuleBindings:
     def listen(self, wanted: Sequence[Tensor | None]) -> None:
         """Hear local norms, if a rule asks for them, until captures take them over: the first backward counts too."""
         if self.in_backward or self._drops:
-            self._hears_scale.append(grad_scaler.hear_scale(self._scaled))
+            self._remove_scale_listeners.append(grad_scaler.listen_scale(self._scaled))
         several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
-            self._early = LocalNorms(wanted, self._activity.failed)
+            self._before_captures = LocalNorms(wanted, self._activity.failed)
 
     def _scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss."""
@@ -92,8 +92,8 @@ class RuleBindings:
         for bound_rules in self:
             if bound_rules.clipper is not None:
                 bound_rules.clipper.backward_ended()
-        if self._early is not None:
-            for local in [self._early, *(bound_rules.local for bound_rules in self)]:
+        if self._before_captures is not None:
+            for local in [self._before_captures, *(bound_rules.local for bound_rules in self)]:
                 if local is not None:
                     local.backward_ended()
 
@@ -115,15 +115,15 @@ class RuleBindings:
 
     def close(self) -> None:
         """Remove the tensor hooks."""
-        for local in [self._early, *(bound_rules.local for bound_rules in self)]:
+        for local in [self._before_captures, *(bound_rules.local for bound_rules in self)]:
             if local is not None:
                 local.close()
         for bound_rules in self:
             for hooks in (bound_rules.clipper, bound_rules.micro):
                 if hooks is not None:
                     hooks.close()
-        while self._hears_scale:
-            self._hears_scale.pop()()
+        while self._remove_scale_listeners:
+            self._remove_scale_listeners.pop()()
 
     # -- binding -----------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class RuleBindings:
             self._limit(bound_rules, captured, taps, before)
         if self._drops and not captured.without_optimizer:
             bound_rules.micro = self._micro(captured, before)
-        bound_rules.standing = self._standing(captured, bound) if bound.clipping else None
+        bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
             apart = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
             self._totals.unfed.bind(captured.index, {**apart, **reads_of(bound)})
@@ -177,9 +177,9 @@ class RuleBindings:
         self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None
     ) -> LocalNorms | None:
         """Local norms, where a rule asks for them; the hooks before them hand over what they heard."""
-        former = self._early if before is None or before.local is None else before.local
+        former = self._before_captures if before is None or before.local is None else before.local
         local = LocalNorms(taps, self._activity.failed, former) if bound.needs.columns & LOCAL else None
-        if former is not None and former is not self._early:
+        if former is not None and former is not self._before_captures:
             former.close()
         return local
 
@@ -207,7 +207,9 @@ class RuleBindings:
                 acted,
             )
         bound_rules.own = own_sites(bound_rules.bound, captured)
-        captured.heard = None if bound_rules.clipper is None else bound_rules.clipper.heard
+        captured.norms_from_hooks = (
+            None if bound_rules.clipper is None else bound_rules.clipper.reusable_norms
+        )
 
     def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
         """What tells the micro-batches of a capture apart, kept while it is of this capture."""
@@ -230,15 +232,15 @@ class RuleBindings:
         if self.module_bounds is not None and bound_rules.captured.index == 0:
             self.module_bounds.publish(bound_rules.bound.module_bounds(bound_rules.state))
 
-    def _standing(self, captured: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
+    def _clip_section(self, captured: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
         """What `clip:` asks of this capture's gradients; not what rows sharded since the attach cannot bear."""
         clipping, names = bound.clipping, captured.sites.names
         place = {name: site for site, name in enumerate(bound.sites.names)}
-        torn = [k for k, param in enumerate(captured.params) if clipping.elementwise and is_shard(param)]
-        refused = torn_rows(clipping, bound.sites, [place[names[k]] for k in torn])
+        sharded = [k for k, param in enumerate(captured.params) if clipping.elementwise and is_shard(param)]
+        refused = sharded_rows(clipping, bound.sites, [place[names[k]] for k in sharded])
         if refused:
             self._activity.failed("action", AttachError(f"{refused}; {WHOLE_ROWS}"))
-        return standing_of(clipping, [place[name] for name in names], names, torn)
+        return clip_section_of(clipping, [place[name] for name in names], names, sharded)
 
     @functools.cached_property
     def _at_step(self) -> Engine:
@@ -251,7 +253,7 @@ class RuleBindings:
         bound = self._at_step.bind(bound_rules.bound.sites)
         bound_rules.state = bound.adopt(bound_rules.state, bound_rules.bound)
         bound_rules.bound, bound_rules.sites = bound, bound.sites
-        bound_rules.standing = self._standing(ctx.captured, bound) if bound.clipping else None
+        bound_rules.clip_section = self._clip_section(ctx.captured, bound) if bound.clipping else None
 
     def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.

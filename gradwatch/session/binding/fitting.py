@@ -9,7 +9,7 @@ from torch import nn
 from gradwatch.account import NOT_ARMED
 from gradwatch.capture.columns.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.capture.columns.modules import ModuleTaps, taps_on
-from gradwatch.capture.shards import torn
+from gradwatch.capture.shards import sharded_positions
 from gradwatch.engine import Engine
 from gradwatch.engine.unfit import Refusal, disarmed, not_armed, refuse
 from gradwatch.errors import AttachError, UnfitRulesError
@@ -40,7 +40,7 @@ class Fitting:
         if not found:
             return ruleset
         self.off |= not_armed(found)
-        self._unsaid += [one.told(ruleset) for one in found]
+        self._unsaid += [one.sentence(ruleset) for one in found]
         return disarmed(found, ruleset)
 
     def taps(
@@ -67,8 +67,8 @@ class Fitting:
 
     def news(self) -> str:
         """What is off and what to do about it, once; "" where there is nothing new."""
-        told, self._unsaid = self._unsaid, []
-        return OFF + " · ".join(told) if told else ""
+        sentence, self._unsaid = self._unsaid, []
+        return OFF + " · ".join(sentence) if sentence else ""
 
 
 def refused_here(
@@ -85,6 +85,6 @@ def refused_here(
     return [
         *engine.refusals(sites),
         *refused_on_ranks(engine, world_size),
-        *refused_on_shards(engine, sites, torn(wanted, models)),
+        *refused_on_shards(engine, sites, sharded_positions(wanted, models)),
         *refused_in_backward(engine.ruleset, models, world_size),
     ]

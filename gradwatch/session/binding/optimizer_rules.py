@@ -22,8 +22,8 @@ from gradwatch.engine.clipping import Clipping
 from gradwatch.policies import ClipByNorm
 from gradwatch.records.snapshot import Decision, Record, Sites
 
-CALM = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
-CALM_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
+ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
+ORDINARY_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
 
 
 class Clock(NamedTuple):
@@ -47,21 +47,21 @@ class OptimizerRules:
     captured: OptimizerCapture
     last_step: float | None = None
     observed: int = 0
-    calm: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
+    ordinary_steps: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
     decided: Decision | None = None  # of the window at hand, should telling it fail
-    standing: ClipSection | None = None  # what `clip:` asks of it beside the total
+    clip_section: ClipSection | None = None  # what `clip:` asks of it beside the total
     clipper: BackwardClipper | None = None
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
 
 
-def standing_of(
-    clipping: Clipping, own: Sequence[int], names: Sequence[str], torn: Sequence[int]
+def clip_section_of(
+    clipping: Clipping, own: Sequence[int], names: Sequence[str], sharded: Sequence[int]
 ) -> ClipSection | None:
     """What `clip:` asks of a capture beside the total; None without any, or where it acts inside the backward.
 
-    `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `torn` are
+    `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `sharded` are
     sharded, and left alone by policies on whole rows.
     """
     if clipping.at == "backward":
@@ -74,7 +74,7 @@ def standing_of(
     elementwise = None
     if clipping.elementwise:
         whole = np.ones(len(own), np.bool_)
-        whole[list(torn)] = False
+        whole[list(sharded)] = False
         covered = [(policy, mask[list(own)]) for policy, mask in clipping.elementwise]
         elementwise = Elementwise(
             [(policy, mask & whole if policy.rowwise else mask) for policy, mask in covered], names

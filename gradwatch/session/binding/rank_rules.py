@@ -39,7 +39,7 @@ def wants(engine: Engine) -> RankRequirements:
         or any(rule.acts and REDUCED_COLUMNS.intersection(rule.detect.columns) for rule in rules),
         ranked=bool(RANK_COLUMNS & engine.columns),
         sampled=tuple(sorted(engine.needs.only(SAMPLED_COLUMNS).columns)),
-        refused="\n".join(one.told(engine.ruleset) for one in _on_local(engine)),
+        refused="\n".join(one.sentence(engine.ruleset) for one in _on_local(engine)),
     )
 
 
@@ -48,17 +48,17 @@ def refused_on_ranks(engine: Engine, world_size: int) -> list[Refusal]:
     return _on_local(engine) if world_size > 1 else []
 
 
-def refused_on_shards(engine: Engine, sites: Sites, torn: Sequence[int]) -> list[Refusal]:
+def refused_on_shards(engine: Engine, sites: Sites, sharded: Sequence[int]) -> list[Refusal]:
     """The clips and acting rules that need the whole of parameters of which this rank holds a part.
 
-    `torn` are the positions of such parameters. Factors made of norms are right there: norms are reduced.
+    `sharded` are the positions of such parameters. Factors made of norms are right there: norms are reduced.
     """
-    if not torn:
+    if not sharded:
         return []
     ruleset, found = engine.ruleset, []
     for place in clip_places(ruleset.clip):
         alone = Engine(replace(ruleset, clip=only_at(ruleset.clip, place)))
-        reason = torn_rows(alone.bind(sites).clipping, sites, torn)
+        reason = sharded_rows(alone.bind(sites).clipping, sites, sharded)
         if reason:
             found.append(Refusal(reason, WHOLE_ROWS, clip=place))
     return found + [
@@ -68,10 +68,10 @@ def refused_on_shards(engine: Engine, sites: Sites, torn: Sequence[int]) -> list
     ]
 
 
-def torn_rows(clipping: Clipping, sites: Sites, torn: Sequence[int]) -> str:
+def sharded_rows(clipping: Clipping, sites: Sites, sharded: Sequence[int]) -> str:
     """Why a policy on whole rows cannot be carried out on these parameters; "" when it can."""
     for policy, mask in clipping.elementwise:
-        names = [sites.names[k] for k in torn if mask[k]]
+        names = [sites.names[k] for k in sharded if mask[k]]
         if policy.rowwise and names:
             return (
                 f"clip method {policy.method!r} looks at whole rows, and {names[0]!r} is sharded over the ranks "

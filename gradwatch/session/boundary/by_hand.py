@@ -61,21 +61,21 @@ class ByHand:
         self._ending = False  # a step is being ended, for which everything is asked to be settled
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.unowned_unscaled = self._unscaled
-        capture.before_drop = self.settle  # a model may be gone before another backward begins
+        capture.before_drop = self.flush  # a model may be gone before another backward begins
         self._removes = [backward_entry.listen(self._begins), clip_functions.listen(self._clipped)]
 
     def close(self) -> None:
         """Judge the last steps, where the weights have moved since their backward; listen no more."""
         for remove in self._removes:
             remove()
-        self.settle()
+        self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Judge the steps whose weights have moved, before their Records are read."""
         if self._loops and not self._ending:
-            self._guarded(self._settle)
+            self._guarded(self._flush)
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         self._ending = True
         try:
             for loop in self._open():
@@ -141,9 +141,9 @@ class ByHand:
 
     def _clipped(self, clip: Multiplication | None) -> None:
         if self._loops and clip is not None:
-            self._guarded(lambda: self._multiplied({id(grad) for grad in clip.grads}))
+            self._guarded(lambda: self._clip_covers({id(grad) for grad in clip.grads}))
 
-    def _multiplied(self, ids: set[int]) -> None:
+    def _clip_covers(self, ids: set[int]) -> None:
         for loop in self._open():
             loop.clip_seen |= {id(grad) for grad in loop.captured.grads() if grad is not None} <= ids
 
@@ -219,7 +219,7 @@ class _Loop:
         # A capture that is claimed got it, and is read, with all others; not one claimed by another thread since.
         if not (self.claimed and captured.backwards):
             captured.begins()
-            captured.hear(touched, root)
+            captured.add_arrivals(touched, root)
             self.still += 1
             if self.still > STILL:
                 return True  # the weights are compared with those of then

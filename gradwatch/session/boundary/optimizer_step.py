@@ -104,7 +104,7 @@ class Boundary:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
         for ctx in self._contexts:
             self._guarded(ctx.deferral.flush, self._judging_failed)
-        self._by_hand.settle()
+        self._by_hand.flush()
 
     def _count(self, optimizer: Optimizer) -> None:
         """One more step was measured, unless it is the one counted last."""
@@ -211,7 +211,7 @@ class Boundary:
         if evaluations.count == 1 or ctx is None:
             self._at_step(optimizer, ctx)
             return
-        if evaluations.skipped or evaluations.spoilt:
+        if evaluations.skipped or evaluations.later_nonfinite:
             return
         captured = ctx.captured
         if ctx.pooled:
@@ -220,7 +220,7 @@ class Boundary:
         norms = captured.norms_read()
         total = math.sqrt(np.dot(norms, norms))
         if not math.isfinite(total):
-            evaluations.spoilt = True
+            evaluations.later_nonfinite = True
             ctx.nested = 0
             captured.step += 1  # a Snapshot of its own
             self._at_step(optimizer, ctx)
@@ -228,7 +228,7 @@ class Boundary:
         decision = self._pipeline.clips_again(ctx, norms)
         if evaluations.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
             decision |= Decision(max_norm=evaluations.max_norm)
-        ctx.acting.clip_again(captured, decision, total, ctx.rules.standing)
+        ctx.acting.clip_again(captured, decision, total, ctx.rules.clip_section)
 
     def _is_nested(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
@@ -239,7 +239,7 @@ class Boundary:
         if under_way:
             return under_way > 1
         # Compiled: nothing better is known.
-        return captured.backwards > 0 and captured.settled == captured.backwards
+        return captured.backwards > 0 and captured.closed_at == captured.backwards
 
     def _at_step(self, optimizer: Optimizer, known: OptimizerContext | None, nested: bool = False) -> None:
         """Judge and act; `known` is the optimizer's context, None where it has none yet.
@@ -251,7 +251,7 @@ class Boundary:
             self._among_ranks(known, optimizer, _nothing)
             return
         if known is not None and nested:
-            if id(optimizer) in self._evaluations or known.captured.settled == known.captured.backwards:
+            if id(optimizer) in self._evaluations or known.captured.closed_at == known.captured.backwards:
                 known.nested += 1  # the outer call has judged these gradients, or will
                 return
         elif known is not None and known.acting.held and known.acting.emptied:
@@ -310,13 +310,17 @@ class Boundary:
         ctx.nested = outer + 1
         if ctx.acting.held:  # left behind by a step that raised
             ctx.acting.let_go(finished=False)
-        window = self._settle(optimizer, ctx)
+        window = self._closed_window(optimizer, ctx)
         if not captured.on_cpu and not self._must_wait(ctx, optimizer):
             ctx.deferral.flush_ready()
             ctx.deferral.submit(pipeline.deferred(ctx, pipeline.measure(ctx, window)))
             self._count(optimizer)
             ctx.acting.on_device(
-                optimizer, captured, ctx.rules.bound.max_norm, ctx.rules.standing, pipeline.skips_nonfinite
+                optimizer,
+                captured,
+                ctx.rules.bound.max_norm,
+                ctx.rules.clip_section,
+                pipeline.skips_nonfinite,
             )
             return
         measurement = pipeline.measure(ctx, window)
@@ -324,12 +328,14 @@ class Boundary:
         evaluations = self._evaluations.get(id(optimizer)) if self._evaluations else None
         max_norm = ctx.rules.bound.max_norm
         if max_norm is not None and evaluations is not None:
-            window.calm = False  # what is decided of a closure's first gradients clips the later ones too
-        if window.calm and max_norm is not None:
-            window.calm = ctx.acting.clip_ahead(optimizer, captured, max_norm)
-        if not window.calm or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
+            window.deferrable = (
+                False  # what is decided of a closure's first gradients clips the later ones too
+            )
+        if window.deferrable and max_norm is not None:
+            window.deferrable = ctx.acting.clip_ahead(optimizer, captured, max_norm)
+        if not window.deferrable or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
             ctx.deferral.flush(self._judging_failed)
-        if not window.calm:
+        if not window.deferrable:
             self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), evaluations, max_norm)
 
     def _act(
@@ -344,7 +350,7 @@ class Boundary:
         outcome: Outcome | None = None
         try:
             outcome = ctx.acting.apply(
-                optimizer, ctx.captured, judged.decision, evaluations, max_norm, ctx.rules.standing
+                optimizer, ctx.captured, judged.decision, evaluations, max_norm, ctx.rules.clip_section
             )
         finally:
             self._publish(ctx, judged, outcome)
@@ -361,12 +367,12 @@ class Boundary:
         except Exception as error:  # a stop must not be lost for it
             self._judging_failed(error)
 
-    def _settle(self, optimizer: Optimizer, ctx: OptimizerContext, rejected: bool = False) -> Window:
+    def _closed_window(self, optimizer: Optimizer, ctx: OptimizerContext, rejected: bool = False) -> Window:
         """Close the window; `rejected`: a scaler has found an overflow, and does not call the optimizer."""
         captured = ctx.captured
-        told = grad_scaler.divisors(optimizer) if rejected else grad_scaler.at_step(optimizer)
-        left, divisor, skipped = told.left, told.divisor, 1.0 if rejected else told.found_inf
-        window = captured.settle(left)
+        amp = grad_scaler.divisors(optimizer) if rejected else grad_scaler.at_step(optimizer)
+        left, divisor, skipped = amp.left, amp.divisor, 1.0 if rejected else amp.found_inf
+        window = captured.close_window(left)
         if divisor is not None:
             captured.divide_applied(window, divisor)
         if self._scales:
@@ -376,8 +382,8 @@ class Boundary:
         elif window.loss_scale is not None:
             skipped = 0.0
         window.skipped = skipped
-        distrusted = captured.thinned and not window.trusted
-        if (distrusted or captured.silent) and not captured.backwards:
+        distrusted = captured.pruned and not window.trusted
+        if (distrusted or captured.hook_missed) and not captured.backwards:
             self._capture.unmarked_backwards += 1
         if distrusted:
             self._capture.restore(captured)
@@ -394,7 +400,7 @@ class Boundary:
                 known.deferral.flush(self._judging_failed)  # before rules are bound anew
             former = self._capture.capture_of(optimizer) if known is None else known.captured
             captured = self._capture.adopt(optimizer, former)
-            self._by_hand.settle()  # what it has taken over is trained by hand no more
+            self._by_hand.flush()  # what it has taken over is trained by hand no more
             return self._binder.bind(captured)
         return known
 
@@ -405,7 +411,7 @@ class Boundary:
         if captured.frozen and any(param.requires_grad for param in captured.frozen):
             return True
         disturbed = captured.compared != self._registrations[0]
-        if captured.thinned and captured.step % RECHECK and not disturbed:
+        if captured.pruned and captured.step % RECHECK and not disturbed:
             return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
         captured.compared = self._registrations[0]
         return (
@@ -450,7 +456,7 @@ class Boundary:
             captured.resume()
         ctx.nested = 0
         ctx.acting.give_back(finished=False)
-        window = self._settle(optimizer, ctx, rejected=True)
+        window = self._closed_window(optimizer, ctx, rejected=True)
         measurement = self._pipeline.measure(ctx, window)
         self.optimizers.add(optimizer)
         if captured.on_cpu or self._must_wait(ctx, optimizer):
@@ -523,8 +529,8 @@ class Boundary:
         if ctx.acting.held:
             ctx.acting.let_go(finished=True)
         captured.advance()
-        if not captured.thinned and captured.thinnable():
-            self._capture.thin(captured)
+        if not captured.pruned and captured.prunable():
+            self._capture.prune(captured)
 
 
 def _nothing(_: Optimizer) -> None:

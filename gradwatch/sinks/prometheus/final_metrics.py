@@ -27,7 +27,7 @@ def labelled(families: Iterable[Family], labels: Labels) -> Iterator[Family]:
         yield wide
 
 
-def lasting(families: Iterable[Family]) -> Iterator[Family]:
+def final_families(families: Iterable[Family]) -> Iterator[Family]:
     """Counters, histograms and identities: what is still true of a run that has ended.
 
     Gauges are not: a norm of last week would look like one of now, and a last step long ago like a stall.

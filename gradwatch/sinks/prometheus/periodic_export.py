@@ -51,11 +51,11 @@ class PeriodicExport:
         """What there is to ship at this moment."""
         return labelled(families(self._metrics.view()), self._labels)
 
-    def settle(self, timeout: float) -> bool:
+    def wait_for(self, timeout: float) -> bool:
         """Ship now; False where it has not arrived after `timeout` seconds."""
         if self._round is None or not self.is_open:
             return True
-        return background_worker().settle(self._round, timeout)
+        return background_worker().wait_for(self._round, timeout)
 
     def end(self, timeout: float = 0.0) -> bool:
         """Ship no more, after a last time that may take `timeout` seconds (0: none). False where it was not open."""
@@ -63,6 +63,6 @@ class PeriodicExport:
         if ended is None or ended.inherited:
             return False
         if timeout:
-            background_worker().settle(ended, timeout)
+            background_worker().wait_for(ended, timeout)
         background_worker().leave(ended)
         return True

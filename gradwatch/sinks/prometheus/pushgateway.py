@@ -23,7 +23,7 @@ from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
 from gradwatch.sinks.prometheus.families import RunEnd, View, families
-from gradwatch.sinks.prometheus.final_metrics import lasting
+from gradwatch.sinks.prometheus.final_metrics import final_families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 _CLOSE_SECONDS = 2.0
@@ -72,7 +72,7 @@ class PushgatewaySink:
         if ended is None or ended.inherited:
             return
         self._ended = True
-        background_worker().settle(ended, _CLOSE_SECONDS)
+        background_worker().wait_for(ended, _CLOSE_SECONDS)
         background_worker().leave(ended)
 
     def _deliver(self) -> None:
@@ -96,7 +96,7 @@ class _Final(Collector):
         return []
 
     def collect(self) -> Iterator[ClientMetric]:
-        for family in lasting(families(self._view)):
+        for family in final_families(families(self._view)):
             if family:
                 metric = client_metric(family.metric)
                 for suffix, labels, value in family.series:

@@ -70,9 +70,9 @@ class RecentMax:
 
     def copy(self) -> RecentMax:
         """An independent copy."""
-        twin = RecentMax(self._seconds)
-        twin._slots.extend(self._slots)
-        return twin
+        frozen = RecentMax(self._seconds)
+        frozen._slots.extend(self._slots)
+        return frozen
 
     def value(self) -> float:
         """The maximum; NaN when nothing but NaN came in that time."""
@@ -144,13 +144,13 @@ class RunTotals:
 
     def copy(self) -> RunTotals:
         """An independent copy for a reader; the Record, being immutable, is shared."""
-        twin = copy.copy(self)
-        twin.firings, twin.actions = dict(self.firings), dict(self.actions)
-        twin.shadow_actions = dict(self.shadow_actions)
-        twin.action_failures, twin.escalations = dict(self.action_failures), dict(self.escalations)
-        twin.grad_norm, twin.step_seconds = self.grad_norm.copy(), self.step_seconds.copy()
-        twin.observe_seconds, twin.recent_max = self.observe_seconds.copy(), self.recent_max.copy()
-        return twin
+        frozen = copy.copy(self)
+        frozen.firings, frozen.actions = dict(self.firings), dict(self.actions)
+        frozen.shadow_actions = dict(self.shadow_actions)
+        frozen.action_failures, frozen.escalations = dict(self.action_failures), dict(self.escalations)
+        frozen.grad_norm, frozen.step_seconds = self.grad_norm.copy(), self.step_seconds.copy()
+        frozen.observe_seconds, frozen.recent_max = self.observe_seconds.copy(), self.recent_max.copy()
+        return frozen
 
     @property
     def stall_threshold_seconds(self) -> float:

@@ -184,9 +184,9 @@ class PrometheusSink:
         if not optimizers:
             optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
         health = self._health
-        told = health.errors(), health.up()
+        facts = health.errors(), health.up()
         inactive = {**health.unfed(), **health.inactive()}
-        return View(self._run, tuple(optimizers), *told, inactive=inactive, process=health.process())
+        return View(self._run, tuple(optimizers), *facts, inactive=inactive, process=health.process())
 
     def render(self) -> bytes:
         """A scrape as it would be answered now."""
@@ -203,8 +203,8 @@ class PrometheusSink:
     def _metrics(self, hurried: bool) -> Content:
         """The scrape: made once per step, and when CPU is short at most every half second."""
         health = self._health
-        told = health.errors(), health.up(), health.inactive(), health.unfed(), health.process()
-        key = (self._version, *(tuple(each.items()) for each in told))
+        facts = health.errors(), health.up(), health.inactive(), health.unfed(), health.process()
+        key = (self._version, *(tuple(each.items()) for each in facts))
         now = time.monotonic()
         if self._body is not None:
             made_of, made_at, content = self._body

@@ -49,7 +49,7 @@ class TextfileSink:
 
     def flush(self, timeout: float) -> bool:
         """Write the file now; False where it is not there after `timeout` seconds."""
-        return self._shipment.settle(timeout)
+        return self._shipment.wait_for(timeout)
 
     def close(self) -> None:
         """Stop writing and take the file away."""

@@ -26,7 +26,7 @@ PREFIX = "gradwatch/"
 MOST_OPTIMIZERS = 16
 MOST_GROUPS = 64
 _LONGEST_TEXT = 1000
-_TOLD = ("firing", "resolved", "escalated", "failed")
+_REPORTED = ("firing", "resolved", "escalated", "failed")
 _WORDS = {"failed": "action failed"}
 
 
@@ -147,12 +147,12 @@ class _Groups:
 
 def _notes(record: Record) -> Iterator[Note]:
     for event in record.verdict.events:
-        if event.kind in _TOLD:
+        if event.kind in _REPORTED:
             notify = event.kind == "firing" and event.notify
             yield Note(printable(event.rule), event.kind, event.severity, _text(event), notify)
     for finding in record.findings:
-        told = ", ".join(f"{key}: {value}" for key, value in explanation.fields(finding) if key != "rule")
-        text = one_line(f"{finding.rule}: cause: {told}", _LONGEST_TEXT)
+        parts = ", ".join(f"{key}: {value}" for key, value in explanation.fields(finding) if key != "rule")
+        text = one_line(f"{finding.rule}: cause: {parts}", _LONGEST_TEXT)
         yield Note(printable(finding.rule), "cause", "info", text)
 
 

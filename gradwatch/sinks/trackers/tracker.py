@@ -96,7 +96,7 @@ class Tracker(ABC):
         """Wait until the tracker has what was written; False where it has not after `timeout` seconds."""
         if self._round is None or self._round.inherited:
             return True
-        return self._worker.settle(self._round, timeout)
+        return self._worker.wait_for(self._round, timeout)
 
     def close(self) -> None:
         """Hand over what waits and end the run; gives up after `close_seconds`."""
@@ -104,7 +104,7 @@ class Tracker(ABC):
         if ended is None or ended.inherited:
             return
         self._ended = True
-        if not self._worker.settle(ended, self.close_seconds):
+        if not self._worker.wait_for(ended, self.close_seconds):
             self._health.report(self.name, TimeoutError(f"{self.name} did not take the last points in time"))
         self._worker.leave(ended)
 
