@@ -157,7 +157,9 @@ def _line(difference: Mapping[str, Any], others: list[Mapping[str, Any]]) -> str
     asked = {
         name for other in others if other["expected"] and _near(other, difference) for name in other["fields"]
     }
-    rest = [name for name in SHOWN if name in fields and (name in asked or _telling(name, fields[name]))]
+    rest = [
+        name for name in SHOWN if name in fields and (name in asked or _worth_showing(name, fields[name]))
+    ]
     said = " ".join(_field(name, fields[name]) for name in (*rest, *sorted(asked - {*rest, "rule"})))
     return paint(f"+ {text}  {said}", "green")
 
@@ -170,7 +172,7 @@ def _near(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
-def _telling(name: str, value: Any) -> bool:
+def _worth_showing(name: str, value: Any) -> bool:
     return name in ("kind", "action") or value not in (None, "", [], False, 0)
 
 

@@ -48,9 +48,9 @@ def say() -> None:
     if os.getpid() in _said_by:
         return
     _said_by.append(os.getpid())
-    told = list(_lines(account_of_process()))
-    if told and not quiet_asked():
-        stderr.say("\n".join(told))
+    said = list(_lines(account_of_process()))
+    if said and not quiet_asked():
+        stderr.say("\n".join(said))
 
 
 def _lines(own: Account) -> Iterator[str]:
