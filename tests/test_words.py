@@ -72,7 +72,7 @@ RETIRED = {
 # Refused in docstrings and comments too; the others are English there ("of course", "what is told to Prometheus").
 PROSE = {"courier", "lane", "lanes", "tainted", "vitals", "overheard", "whereabouts"}
 KEYS = {"told_by"}  # on disk
-# Labels compete for seats; a rule's parameter; a policy, or a factor, that holds on every step; a frame of which the end
+# Labels compete for seats; a parameter of a rule; a policy, or a factor, that holds on every step; a frame whose end
 # is missing; steps of which a journal keeps fewer.
 OTHER_SENSE = {
     "seat": {"sinks/prometheus/selection.py"},
