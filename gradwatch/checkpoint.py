@@ -15,7 +15,7 @@ A checkpoint taken now is *healthy* unless
 - training was stopped by a rule;
 - a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
 - running statistics of a normalisation layer are not finite: a skipped step does not take them back;
-- some earlier step gave a non-finite gradient to the optimizer (nobody skipped it, zeroed it, or rejected it as a
+- some earlier step gave a non-finite gradient to the optimizer (it was not skipped, zeroed, or rejected as a
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
   touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
 A step that the GradScaler rejected says nothing. What cannot be looked at is not healthy, and the reason says so.
@@ -82,7 +82,9 @@ class CheckpointHealthTracker:
         self.nonfinite_statistics: tuple[str, ...] = ()
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         self.looked: int | None = None  # the last step after which a look found nothing
-        self.suspected: int | None = None  # a step that jumped, and was taken, and nobody looked since
+        self.suspected: int | None = (
+            None  # a step that jumped, and was taken, and the weights were not looked at since
+        )
         # Of the suspected step: how many times the largest before it its total norm was, and that norm.
         self._jump = 0.0, 0.0
         self._confirmed: Mapping[str, float] = {}
@@ -96,7 +98,7 @@ class CheckpointHealthTracker:
     ) -> CheckpointHealth:
         """The health of a checkpoint saved after this step, which is also kept as `now`.
 
-        `judged` False: a fault of ours left it without a verdict.
+        `judged` False: an internal error left it without a verdict.
         """
         if snapshot.scalars.get("scaler_skip"):
             return self.now
@@ -131,14 +133,14 @@ class CheckpointHealthTracker:
         return self._renew()
 
     def unjudged(self, step: int) -> None:
-        """A fault of ours kept this step from being judged: nobody can say that it was a healthy one."""
+        """An internal error kept this step from being judged: it cannot be called healthy."""
         self._step, self._found = step, (f"step {step} could not be judged",)
         self._renew()
 
     def seen(self, ruin: tuple[str, ...], step: int) -> None:
         """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found."""
         if ruin and not self.ruin and self.now.healthy:
-            self._last = self.looked  # nobody suspected the steps since
+            self._last = self.looked  # no step since is suspected
         self.ruin = ruin
         if not ruin:
             self.looked = step if step >= 0 else None
@@ -241,7 +243,7 @@ def read_tag(directory: str | os.PathLike[str]) -> CheckpointHealth:
 
     The journal sink writes them in its own thread: within a second or so of a change, and of a change for the worse
     together with its incident. Raises `FileNotFoundError` where no rank wrote one, `ValueError` for a file that is
-    none of ours.
+    none of gradwatch's.
     """
     paths = sorted(path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name))
     if not paths:

@@ -68,9 +68,24 @@ RETIRED = {
     "holding": "RecordedCalls, recording",
     "holdings": "recordings",
     "lasting": "final_families",
+    "nobody": "the subject: torch, the loop, gradwatch, another rank",
+    "somebody": "the subject: torch, the loop, gradwatch, another rank",
 }
 # Refused in docstrings and comments too; the others are English there ("of course", "what is told to Prometheus").
-PROSE = {"courier", "lane", "lanes", "tainted", "vitals", "overheard", "whereabouts"}
+PROSE = {
+    "courier",
+    "deaf",
+    "heard",
+    "hears",
+    "hear",
+    "lane",
+    "lanes",
+    "nobody",
+    "overheard",
+    "sentinels",
+    "somebody",
+}
+PROSE |= {"tainted", "vitals", "whereabouts"}
 KEYS = {"told_by"}  # on disk
 # Labels compete for seats; a parameter of a rule; a policy, or a factor, that holds on every step; a frame whose end
 # is missing; steps of which a journal keeps fewer.

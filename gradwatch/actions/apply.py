@@ -250,7 +250,7 @@ class StepActions:
         setattr(optimizer, name, value)
 
     def restore_amp(self) -> None:
-        """Restore `found_inf` and `grad_scale` as they were; not where somebody else has set them since."""
+        """Restore `found_inf` and `grad_scale` as they were; not where other code has set them since."""
         gates, self._amp_overrides = self._amp_overrides, []
         for override in gates:
             override.restore()

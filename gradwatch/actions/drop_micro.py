@@ -38,7 +38,7 @@ SCALED = (
 class MicroDrop:
     """Tensor hooks on all parameters of one capture that tell its micro-batches apart.
 
-    `failed` counts a fault of ours; `refused(reason)` is told once, when it switches itself off; `cleared(captured)`
+    `failed` counts an internal error; `refused(reason)` is told once, when it switches itself off; `cleared(captured)`
     where the gradients of earlier backwards are found to be gone.
     """
 

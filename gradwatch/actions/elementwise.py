@@ -9,7 +9,7 @@ What happens to a parameter that several policies of `clip:` cover, these and th
    the file never matters.
 
 What is not finite passes as found: an element for `value`, a row for `agc` (its norm) and `centralize` (its mean).
-So one bad element spreads to nobody, and the verdict on it is a rule's. Sparse gradients are refused.
+So one bad element spreads to no other, and the verdict on it is a rule's. Sparse gradients are refused.
 
 No operation here waits for a device. Where the host waits for the norms anyway, what these policies leave is measured
 before it is applied, for the Record; on a device, and where ranks hold shards, `coef` and `norm_applied` are without

@@ -3,7 +3,7 @@
 Until the number of backwards (N) has been equal for three steps, and for a hundred after it varied, every
 backward is read, because the last (partial) window of an epoch would otherwise be seen only after the user's
 clipping. Equal versions step after step mean that every gradient starts fresh (`set_to_none`), so that "there
-is a gradient" tells the same as a mark, and most marks can go.
+is a gradient" counts the same as a hook, and most hooks can go.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 LEARNED = 3  # equal counts of backwards before a loop is believed
 VARIED = 100  # steps after a change of that count during which every backward is read
-STEADY = 5  # identical steps before marks are thinned
+STEADY = 5  # identical steps before hooks are removed
 BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 
 
@@ -75,7 +75,7 @@ class AccumulationSchedule:
         return [version - short if version >= 0 else -1 for version in self.pattern]
 
     def steady(self, step: int) -> bool:
-        """Whether a few sentinels would tell the same as a mark on every parameter."""
+        """Whether a few hooks would count the same arrivals as one on every parameter."""
         return self._steady >= STEADY and step >= self._blocked_until
 
     def spread(self, count: int) -> list[int]:
@@ -86,6 +86,6 @@ class AccumulationSchedule:
         return [present[round(i * (len(present) - 1) / (count - 1))] for i in range(count)]
 
     def block(self, step: int, for_good: bool) -> None:
-        """Sentinels did not do: leave the marks alone for a while, or for good."""
+        """A few hooks miscounted: keep them all for a while, or for good."""
         self._steady = 0
         self._blocked_until = sys.maxsize if for_good else step + BACKOFF

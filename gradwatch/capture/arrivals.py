@@ -1,6 +1,6 @@
 """Which gradients arrived since the last step, how often, and whether they are still there.
 
-K parameters of one optimizer. What a backward left counts until somebody clears it: a batch given up, or a
+K parameters of one optimizer. What a backward left counts until it is cleared: a batch given up, or a
 critic that the generator's loss went through, leaves arrivals whose gradients the next step never sees.
 Nothing announces `zero_grad()`, so one gradient of the last backward is looked at when the next one begins.
 """
@@ -18,9 +18,9 @@ from gradwatch.reading.layouts import local
 
 
 class ArrivalCounts:
-    """The marks of K parameters heard between two steps; `positions` gives the k of a slot.
+    """The arrivals at K parameters between two steps; `positions` gives the k of a slot.
 
-    `count` backwards were heard, of which the first `cleared` no longer count. On a device only a gradient that
+    `count` backwards have ended, of which the first `cleared` no longer count. On a device only a gradient that
     is gone (`set_to_none`) is noticed: to find zeros there, the host would have to wait.
     """
 
@@ -28,8 +28,8 @@ class ArrivalCounts:
         self.count = 0
         self.cleared = 0
         self._params = params
-        self._bulk: NDArray[np.int32] | None = None  # marks heard in bulk
-        self._per_param = [0] * len(params)  # marks heard one by one
+        self._bulk: NDArray[np.int32] | None = None  # arrivals counted in bulk
+        self._per_param = [0] * len(params)  # arrivals counted one by one
         self._zero_grad_probe: tuple[int, int, int] | None = None  # position, identity, version
         # What `add_slots` was given last, and the positions that it stands for.
         self._usual: tuple[list[int], dict[int, int], list[int]] | None = None
@@ -44,13 +44,13 @@ class ArrivalCounts:
         return self.count - self.cleared
 
     def add(self, counts: NDArray[np.int32], last: int | None = None) -> None:
-        """One backward has ended: `counts[K]` marks heard, the last of them at position `last`."""
+        """One backward has ended: `counts[K]` arrivals, the last of them at position `last`."""
         self.count += 1
         self._bulk = counts if self._bulk is None else self._bulk + counts
         self._note(last)
 
     def add_slots(self, touched: Sequence[int], positions: dict[int, int]) -> bool:
-        """As `add`, from the slots of a handful of marks; numpy would cost more than it saves. True if any is here."""
+        """As `add`, from a handful of slots; numpy would cost more than it saves. True if any is here."""
         usual = self._usual
         if usual is None or usual[0] != touched or usual[1] is not positions:
             here = [positions[slot] for slot in touched if slot in positions]
@@ -96,11 +96,11 @@ class ArrivalCounts:
         return True
 
     def stash(self) -> None:
-        """Gradients are gone because we move them aside for the length of a backward: nobody cleared them."""
+        """gradwatch has stashed `.grad` until this backward ends: not a `zero_grad()`."""
         self._zero_grad_probe = None
 
     def drop(self) -> None:
-        """What was heard so far no longer counts."""
+        """What arrived so far no longer counts."""
         cleared = self.count
         self.restart()
         self.count = self.cleared = cleared

@@ -144,7 +144,7 @@ def _safe_root(norms: NDArray[np.float64]) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _untouched(count: int) -> NDArray[np.float32]:
-    """Coefficients of 1; shared, so nobody may write to them."""
+    """Coefficients of 1; shared, so not to be written to."""
     ones = np.ones(count, np.float32)
     ones.flags.writeable = False
     return ones

@@ -175,7 +175,7 @@ class Coverage:
         self._left = 0
 
     def hooks_lost(self, share: float) -> None:
-        """A share of a capture was measured at this boundary, but nothing was heard during its backward."""
+        """A share of a capture was measured at this boundary, but no hook was called during its backward."""
         self.ratio *= 1 - share
         self._left = 0
 

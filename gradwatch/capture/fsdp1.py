@@ -1,9 +1,9 @@
-"""FSDP1, and FSDP2 that offloads: where the end of backward is heard although no parameter is.
+"""FSDP1, and FSDP2 that offloads: where the end of a backward is seen though no hook on a parameter is called.
 
-FSDP1 accumulates into flat parameters of its own, so a mark on an original (`use_orig_params`) stays silent,
+FSDP1 accumulates into flat parameters of its own, so a hook on an original (`use_orig_params`) is never called,
 and one on a parameter that FSDP2 offloads would make it wait for every copy to the host. The gradients would
 be read only at the step, after the user's clipping. A tensor hook on what the wrapped module returns runs when
-its backward begins and queues the same nested callback that a mark does; that one runs after FSDP's own has
+its backward begins and queues the same nested callback as a hook on a parameter; that one runs after FSDP's own has
 put the sharded gradients in their places.
 """
 

@@ -36,7 +36,7 @@ from gradwatch.reading.rows import UNDERFLOW
 from gradwatch.reading.single import norm_of
 from gradwatch.records.snapshot import Sites
 
-UNTOUCHED = 1  # version of a gradient that compiled autograd made and nobody wrote to since
+UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
 NOTHING: Mapping[int, float] = {}
@@ -67,8 +67,8 @@ class OptimizerCapture:
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.pruned = False
         self.spans_two_steps = False  # this window cannot be one step's alone
-        self.hook_missed = False  # a gradient arrived that no mark announced, though there should be one
-        self.late = False  # the end of its last backward was not heard: read at the step boundary
+        self.hook_missed = False  # a gradient arrived and its hook was not called
+        self.late = False  # the end of its last backward was missed: read at the step boundary
         self.inside_backward = False  # its optimizers step inside backward: observed only
         self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
         self.closed_at = -1  # backwards when the window was closed; -1 while it is open
@@ -82,9 +82,9 @@ class OptimizerCapture:
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those of the pattern
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
-        self._left_alone = False  # nobody changed a gradient between the end of backward and the last step
+        self._left_alone = False  # no code changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
-        # Norms that hooks of ours have taken on the way, and that need not be read again.
+        # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self.recent_total_norm: float | None = (
             None  # total norm of a loop so calm that a closer look may wait
@@ -99,7 +99,7 @@ class OptimizerCapture:
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: State | None = None
-        self.ambiguous = False  # the thinned marks took the last step's gradient for a new one
+        self.ambiguous = False  # the few hooks left cannot tell the last step's gradient from a new one
         self.attached_mid_window = True  # made in the middle of a window, until a window has been closed
 
     def follows(self, before: OptimizerCapture) -> None:
@@ -113,12 +113,12 @@ class OptimizerCapture:
 
     @property
     def backwards(self) -> int:
-        """Backwards heard since the last step, whatever became of their gradients."""
+        """Backwards since the last step, whatever became of their gradients."""
         return self._arrivals.count
 
     @property
     def unread(self) -> bool:
-        """Whether a backward was heard whose gradients have not been read."""
+        """Whether a backward has ended whose gradients have not been read."""
         return self._read_at != self.backwards
 
     @property
@@ -142,12 +142,12 @@ class OptimizerCapture:
     # -- during backward ---------------------------------------------------------------------------------
 
     def arrived(self, counts: NDArray[np.int32], last: int | None = None, root: Root | None = None) -> None:
-        """One backward from `root` has ended that touched this capture: `counts[K]` marks heard, the last at `last`."""
+        """One backward from `root` has ended that touched this capture: `counts[K]` arrivals, the last at `last`."""
         self._arrivals.add(counts, last)
         self.losses.add(root)
 
     def add_arrivals(self, touched: list[int], root: Root | None = None) -> bool:
-        """As `arrived`, from the slots of a handful of marks; whether any of them is here."""
+        """As `arrived`, from the slots of a handful of arrivals; whether any of them is here."""
         if not self._arrivals.add_slots(touched, self.position):
             return False
         self.losses.add(root)
@@ -237,7 +237,7 @@ class OptimizerCapture:
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
         repeats, last = None, self._last
-        # What tells whether some gradient is the last step's: its mark could, had it one.
+        # What tells whether some gradient is the last step's: its hook could, had it one.
         if self.pruned and last is not None and isinstance(last[2], CpuNorms):
             repeats = ids, last[0], last[2]
         state = ids, versions, raw
@@ -268,7 +268,7 @@ class OptimizerCapture:
 
     def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
         """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
-        # A loop whose marks never speak is read at the boundary by design; any other unread window ended early.
+        # A loop whose hooks are never called is read at the boundary by design; any other unread window ended early.
         unread_early = unread and not (self._schedule.expected == 0 and self.backwards == 0)
         late = self.late and max(versions, default=0) > UNTOUCHED
         partial = self.distributed and bool(self.partial())
@@ -373,7 +373,7 @@ class OptimizerCapture:
         return self._norms.norms()
 
     def written(self) -> bool:
-        """Whether somebody has written to the gradients since the window was closed."""
+        """Whether any code has written to the gradients since the window was closed."""
         return self._last is not None and versions_of(self.grads()) != self._last[1]
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -388,10 +388,10 @@ class OptimizerCapture:
         """The norms of the gradients as they stand at the boundary, where they were read on a device."""
         return self._after if isinstance(self._after, DeviceNorms) else None
 
-    # -- thinning the marks ------------------------------------------------------------------------------
+    # -- removing hooks -----------------------------------------------------------------------------------
 
     def prunable(self) -> bool:
-        """Whether a few sentinels would tell the same as a mark on every parameter."""
+        """Whether a few hooks would count the same arrivals as one on every parameter."""
         return not self.pruned and self._schedule.steady(self.step)
 
     def kept_hooks(self, count: int = 4) -> list[int]:
@@ -399,7 +399,7 @@ class OptimizerCapture:
         return self._schedule.spread(count)
 
     def block(self) -> None:
-        """Thinning had to be undone: leave the marks alone for a while (for good if they cannot tell)."""
+        """Hooks had to be reinstalled: keep them all for a while (for good if a few cannot count right)."""
         self.pruned = False
         self._schedule.block(self.step, self.ambiguous)
 
@@ -463,7 +463,7 @@ class OptimizerCapture:
     def _presence(
         self, grads: Grads, state: State, current: int, repeats: Repeats | None
     ) -> tuple[NDArray[np.int32], bool]:
-        """How often each gradient arrived, and whether a thinned set of marks can still be trusted."""
+        """How often each gradient arrived, and whether the few hooks left still count right."""
         _, versions, raw = state
         if self.pruned:
             expected = self._versions if self._assumed else self._schedule.versions(current)
@@ -474,7 +474,9 @@ class OptimizerCapture:
                 trusted = not self.ambiguous
             return self._arrivals.by_versions(self._schedule.pattern if trusted else found), trusted
         counts = self._arrivals.per_param()
-        if -1 in versions:  # a custom Function may return None: its mark speaks, and no gradient has arrived
+        if (
+            -1 in versions
+        ):  # a custom Function may return None: its hook is called, and no gradient has arrived
             counts[:] = [0 if version == -1 else n for n, version in zip(counts, versions, strict=True)]
         if 0 in counts:
             for k, (count, grad) in enumerate(zip(counts, grads, strict=True)):
@@ -487,7 +489,7 @@ class OptimizerCapture:
         return self._arrivals.counted(), True
 
     def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
-        # What was heard is not the whole of one step, or that of two.
+        # What arrived is not the whole of one step, or that of two.
         if self.attached_mid_window or self.spans_two_steps:
             self.attached_mid_window = False
             return

@@ -1,8 +1,8 @@
-"""Marks and the end-of-backward read: which gradients arrived, and their norms before anybody touches them.
+"""Hooks and the end-of-backward read: which gradients arrived, and their norms before anybody touches them.
 
-`register_post_accumulate_grad_hook` only marks a parameter. The first mark of a graph task queues a callback
+`register_post_accumulate_grad_hook` only counts an arrival. The first of a graph task queues a callback
 that queues another: the nested one runs after DDP and FSDP have finished their reduction, on the caller's
-streams, and reads every marked gradient in one batch. Neither hook keeps a gradient alive (that would defeat
+streams, and reads every gradient that arrived in one batch. Neither hook keeps a gradient alive (that would defeat
 autograd's buffer stealing), and none holds a weak reference to a parameter (`swap_tensors` would raise).
 """
 
@@ -34,12 +34,12 @@ from gradwatch.taps.grad_ready import GradReadyHooks
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
-PRUNE_FROM = 32  # parameters; below this the marks cost nothing worth saving
+PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
 
 
 class Capture:
-    """The slots of one Watch: every watched parameter, its mark, and the captures (optimizers) they belong to.
+    """The slots of one Watch: every watched parameter, its hook, and the captures (optimizers) they belong to.
 
     `ended` is called at the end of every backward that touched a watched parameter, before anything is read, with the
     captures that it reached; it runs inside autograd and must not raise. `waiting` names optimizers that are known but
@@ -67,7 +67,7 @@ class Capture:
         self._slot_of: dict[int, int] = {}
         self._unhooked: set[int] = set()
         self._ends = backward.Ends(self._backward_end, self._abandon)
-        # A strong reference would tie parameter -> mark -> Capture -> parameter.
+        # A strong reference would tie parameter -> hook -> Capture -> parameter.
         self._itself = weakref.ref(self)
         self.ready = self._ends.ready  # by graph task of the backwards that have not ended
         self._grad_ready = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
@@ -85,8 +85,8 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
-        self.unmarked_backwards = 0  # that the few marks left did not announce, known by their gradients
-        self.replaced = False  # a capture was replaced: some of its parameters may be nobody's now
+        self.unmarked_backwards = 0  # that the few hooks left did not see, known by their gradients
+        self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
         self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
         self.coverage.attached(self.models())
@@ -127,7 +127,7 @@ class Capture:
             self.scan()
 
     def scan(self) -> None:
-        """Give every parameter of the models a slot and a mark; parameters already known keep theirs."""
+        """Give every parameter of the models a slot and a hook; parameters already known keep theirs."""
         models = self.models()
         self._grad_ready.spared = set(offloaded(models))
         for name, param in named_parameters(models):
@@ -140,7 +140,7 @@ class Capture:
         self._scanned = self.coverage.registrations[0]
 
     def slot(self, param: nn.Parameter, name: str) -> int:
-        """The slot of a parameter, made (and marked) where it is new."""
+        """The slot of a parameter, made (and hooked) where it is new."""
         slot = self._slot_of.get(id(param))
         if slot is None:
             slot = self._take_slot(param, name)
@@ -201,7 +201,7 @@ class Capture:
         return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
 
     def reinstall(self, captured: OptimizerCapture) -> None:
-        """Mark the parameters of an unthinned capture that have come to want a gradient again."""
+        """Hook the parameters of a capture with all its hooks that have come to want a gradient again."""
         if not captured.pruned:
             for slot in map(int, captured.slots):
                 self._grad_ready.put(slot, self.params[slot])
@@ -213,9 +213,9 @@ class Capture:
         return self.coverage.count(self.models(), self.captures)
 
     def look_after(self, captured: OptimizerCapture, window: Window) -> bool:
-        """At a step boundary: let go of what is gone, count coverage where it may have changed, renew lost marks.
+        """At a step boundary: let go of what is gone, count coverage where it may have changed, reinstall lost hooks.
 
-        True if marks of this capture were silenced (`swap_tensors`): other hooks on its parameters are, too.
+        True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.
         """
         self.let_go_of_dead()
         if captured.step % REINSTALL_EVERY == 0:
@@ -229,7 +229,7 @@ class Capture:
         return swapped_hooks > 0
 
     def _rehook(self, captured: OptimizerCapture) -> int:
-        """Mark those parameters again whose contents were swapped; how many there were."""
+        """Hook those parameters again whose contents were swapped; how many there were."""
         return sum(self._grad_ready.rehook(slot, self.params[slot]) for slot in map(int, captured.slots))
 
     @property
@@ -239,16 +239,16 @@ class Capture:
 
     @property
     def hooked(self) -> int:
-        """How many parameters carry a mark at present."""
+        """How many parameters have a hook at present."""
         return len(self._grad_ready)
 
     @property
     def can_be_reached(self) -> bool:
-        """Whether any backward can be heard."""
+        """Whether any hook is left to see a backward."""
         return len(self._grad_ready) > 0 or bool(self._grad_ready.spared)
 
     def close(self) -> None:
-        """Remove every mark and let go of every parameter."""
+        """Remove every hook and let go of every parameter."""
         self._grad_ready.close()
         self.losses.close()
         self._slot_of.clear()
@@ -306,7 +306,7 @@ class Capture:
         return built
 
     def adopt_inside(self, fresh: list[nn.Parameter], before: OptimizerCapture | None) -> OptimizerCapture:
-        """The one capture of all optimizers that step inside backward; it hears no marks and reads no `.grad`."""
+        """The one capture of all optimizers that step inside backward; it counts no arrivals and reads no `.grad`."""
         params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
         captured = OptimizerCapture(
             len(self.captures) if before is None else before.index, None, params, self._sites(kept, params)
@@ -470,14 +470,14 @@ class Capture:
     # -- backwards ---------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Arm the end of the running backward, also where no mark is called in it."""
+        """Arm the end of the running backward, also where no hook is called in it."""
         for captured in self.captures:
             if not captured.without_optimizer and captured.begins():
                 self.cleared(captured)
         self._ends.arm(self.losses.reached())
 
     def _abandon(self) -> None:
-        """A backward before this one raised, so its callback never ran: what it marked counts for nothing."""
+        """A backward before this one raised, so its callback never ran: its arrivals do not count."""
         self.after_backward()  # a step taken inside it has happened all the same
 
     def _backward_end(self, touched: list[int]) -> None:
@@ -514,13 +514,13 @@ class Capture:
             self.after_backward()
 
     def expect(self, params: list[nn.Parameter]) -> None:
-        """A backward has begun that will reach parameters whose marks stay silent (FSDP1)."""
+        """A backward has begun that will reach parameters whose hooks are not called (FSDP1)."""
         if backward.current() not in self.ready:
             _arm(self._itself)
         self._unhooked.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
     def _unmarked_arrivals(self, touched: list[int]) -> list[int]:
-        """The slots that `expect` told of, and that have a gradient now; without those whose mark spoke."""
+        """The slots that `expect` told of, and that have a gradient now; without those whose hook was called."""
         hook_missed = self._unhooked.difference(touched)
         self._unhooked.clear()
         return sorted(slot for slot in hook_missed if self.params[slot].grad is not None)
@@ -541,7 +541,7 @@ class Capture:
         return touched_captures
 
     def drain(self) -> None:
-        """Count marks whose callback never ran as one backward: compiled autograd has none, or it raised."""
+        """Count arrivals whose callback never ran as one backward: compiled autograd has none, or it raised."""
         touched = self._ends.left_over(self.losses.thread())
         if touched:
             self._backward_end(touched)
@@ -551,7 +551,7 @@ class Capture:
     # -- thinning ----------------------------------------------------------------------------------------
 
     def prune(self, captured: OptimizerCapture) -> None:
-        """Keep a few sentinels of a capture whose loop is learned; the rest of its marks are removed."""
+        """Remove all but a few hooks of a capture whose loop is learned."""
         if len(captured) < PRUNE_FROM:
             return
         keep = {int(captured.slots[k]) for k in captured.kept_hooks()}
@@ -562,13 +562,13 @@ class Capture:
         captured.pruned = True
 
     def mute(self, captured: OptimizerCapture, keep: int) -> None:
-        """Keep one mark, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
+        """Keep one hook, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
         for slot in map(int, captured.slots):
             if slot != keep:
                 self._grad_ready.remove(slot)
 
     def restore(self, captured: OptimizerCapture) -> None:
-        """Put every mark of a capture back."""
+        """Reinstall every hook of a capture."""
         captured.block()
         self.reinstall(captured)
 

@@ -62,7 +62,7 @@ class WriteProbes:
                 self._held.append((k, grad.data_ptr(), row, content))
 
     def let_go(self) -> None:
-        """Nobody will be asked about what is held."""
+        """Drop what is held; it will not be compared."""
         self._held = []
 
     def agree(

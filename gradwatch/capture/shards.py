@@ -62,10 +62,10 @@ def sharded_positions(params: Sequence[nn.Parameter], models: Iterable[nn.Module
 
 
 def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[Tensor | None]:
-    """The tensors whose hooks see this rank's own gradient of each of K parameters; None where nobody does.
+    """The tensors whose hooks see this rank's own gradient of each of K parameters; None where no hook does.
 
     Autograd accumulates into the parameter itself, under FSDP2 into its unsharded twin, which exists from the
-    first forward on. A slice of FSDP1 (`use_orig_params`) never hears of its gradient.
+    first forward on. A slice of FSDP1 (`use_orig_params`) has no hook that sees its gradient.
     """
     unsharded: dict[int, Tensor] = {}
     if any(hasattr(param, "to_local") for param in params):

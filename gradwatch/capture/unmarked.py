@@ -1,4 +1,4 @@
-"""Gradients that are there at a step though no mark announced them: set by hand, or left from the last step.
+"""Gradients that are there at a step though no hook was called for them: set by hand, or left from the last step.
 
 A norm that repeats says nothing (a sign, a normalised gradient have the same one in every step), and `id()` little: a
 new tensor may lie where the freed one did. A weak reference to the storage settles it. It keeps no memory, and unlike
@@ -16,7 +16,7 @@ from gradwatch.reading.layouts import local
 
 
 class Unmarked:
-    """Of K gradients, those of the last step that no mark announced: storage and version, by position."""
+    """Of K gradients, those of the last step that no hook was called for: storage and version, by position."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -30,7 +30,7 @@ class Unmarked:
     def is_new(self, k: int, grad: Tensor, now: State, before: State | None, backwards: int) -> bool:
         """Whether a gradient arrived since the last step: not the same tensor, never written to since.
 
-        `now` and `before` are the states at the two steps; `backwards` were heard in between, for any parameter. A
+        `now` and `before` are the states at the two steps; `backwards` have ended in between, for any parameter. A
         zero gradient after a backward that did not reach it is what `zero_grad(set_to_none=False)` left.
         """
         ids, versions, raw = now

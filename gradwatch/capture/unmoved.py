@@ -18,7 +18,7 @@ NAMED = 3
 
 
 class Unmoved:
-    """`named()` gives (name, parameter) of every parameter that is nobody's to move, as of now."""
+    """`named()` gives (name, parameter) of every parameter that no optimizer moves, as of now."""
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._named = named

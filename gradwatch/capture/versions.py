@@ -15,8 +15,8 @@ _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
     """How often each gradient was written to, -1 where there is none.
 
-    Equal identities and versions are a hint that nobody wrote to them, and no proof: writes through `.data` or numpy
-    do not bump the version.
+    Equal identities and versions are a hint that they were not written to, and no proof: writes through `.data` or
+    numpy do not bump the version.
     """
     try:
         return list(map(_version, grads))

@@ -27,7 +27,7 @@ from gradwatch.reading.layouts import dense
 FACTOR = 10.0
 """A root mean square beyond this many times the larger of its own and the model's is no training any more."""
 SHARE = 100.0
-"""Looks that nobody asked for are this many times their own cost apart: 1 % of the time at most."""
+"""Looks that were not asked for are this many times their own cost apart: 1 % of the time at most."""
 LEAST_SECONDS = 1.0
 BYTES_PER_SECOND = 1e9
 """Of weights read unasked on a device, whose time the host does not see: 1 % of 100 GB/s."""

@@ -27,7 +27,7 @@ class Window:
     """What one step boundary found; `resolve()` says how large the gradients were.
 
     `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `trusted` that thinned marks told the truth; `left` the loss scale still in the
+    `micro` backwards; `trusted` that the few hooks left counted right; `left` the loss scale still in the
     gradients at the boundary (fused optimizers). `deferrable`: nothing looked unusual, so `resolve` may wait a few
     steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
@@ -65,7 +65,7 @@ class Window:
         return self.raw.ready() and self.after.ready() and all(map(is_ready, numbers))
 
     def total_applied(self) -> float:
-        """Root sum of squares of what the optimizer gets, gradients that nobody renewed included."""
+        """Root sum of squares of what the optimizer gets, gradients that no backward renewed included."""
         norms = self.after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 

@@ -153,7 +153,7 @@ def _line(difference: Mapping[str, Any], others: list[Mapping[str, Any]]) -> str
         rest = [name for name in fields if name != "rule"]
         said = " ".join(_field(name, fields[name]) for name in rest)
         return paint(f"- {text}  {said}  (line {difference['line']})", "red")
-    # What somebody expected of this very rule and step is what there is to compare with.
+    # What was expected of this very rule and step is what there is to compare with.
     asked = {
         name for other in others if other["expected"] and _near(other, difference) for name in other["fields"]
     }

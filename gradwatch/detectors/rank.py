@@ -89,7 +89,7 @@ class RankOutlier(Robust):
 def _ratio(level: LevelState, sample: Sample) -> Array32:
     """r[W] in nats, float32, shifted so that most ranks are where they usually are.
 
-    NaN where missing, not finite, or where nobody else is.
+    NaN where missing, not finite, or where there is no other rank.
     """
     usable = sample.present & (sample.values >= 0) & (sample.values < math.inf)
     if np.count_nonzero(usable) < 2:

@@ -13,7 +13,7 @@ class DivergedError(GradwatchError):
 
 
 def by(reduced: ReducedFacts) -> DivergedError:
-    """Said by every rank one step later, when it has heard of it."""
+    """The error every rank reports one step later, when it has learned of it."""
     ranks = ", ".join(map(str, np.flatnonzero(reduced.diverged)))
     step = int(reduced.by_rank("step").max()) - 2  # sent as 1 + the step that follows
     return DivergedError(

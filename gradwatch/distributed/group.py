@@ -1,6 +1,6 @@
 """A process group of our own: how the ranks of a run find each other, and the one collective of a step.
 
-Never torch's default group: a collective of ours among the user's could be matched with one of theirs. The
+Never torch's default group: a collective of gradwatch's among the user's could be matched with one of theirs. The
 meeting goes through the store that `init_process_group` made. Every rank leaves a card there; rank 0 reads
 them and one verdict is written, by compare-and-set, so that all ranks hold the same: a rank that came too
 late, or not at all, cannot leave some of them waiting for it. Whatever fails later closes this rank's
@@ -131,7 +131,7 @@ class Group:
     """All ranks of a meeting, connected; `total` is their one collective.
 
     gloo over host memory, whatever the training uses: only a collective that can be given up may wait for
-    other ranks inside somebody's training (one of NCCL's would keep the device's stream for ever).
+    other ranks inside the training (one of NCCL's would keep the device's stream for ever).
     """
 
     def __init__(self, meeting: Meeting) -> None:

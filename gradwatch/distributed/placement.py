@@ -21,7 +21,7 @@ _named = itertools.count()
 def placed(run: RunInfo, named: bool) -> RunInfo:
     """The run as the rank it is: Lightning's own launcher, for one, sets no RANK as torchrun does.
 
-    Where nobody `named` the run, all ranks take the id that rank 0 made up, so that they share a folder.
+    Where the run is not `named`, all ranks take the id that rank 0 made up, so that they share a folder.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return run

@@ -148,7 +148,7 @@ class ReducedFacts:
 
     @property
     def loss(self) -> float | None:
-        """The mean of the losses observed on the ranks; None where nobody observed one."""
+        """The mean of the losses observed on the ranks; None where none was observed."""
         count = self.head("losses")
         return self.head("loss") / count if count else None
 

@@ -1,6 +1,6 @@
 """A watch among the ranks of a distributed training: meeting them, telling and hearing the facts of each step.
 
-Plain replicas (DDP) need nobody to know their reduced norms. The ranks meet once all the same where a rule may
+Plain replicas (DDP) need no other rank to know their reduced norms. The ranks meet once all the same where a rule may
 act, for a rank without a watch would not act with the others; and they talk at every step only where
 gradients are sharded, where ranks hold different parameters, or where a loaded rule asks about ranks.
 """
@@ -31,7 +31,7 @@ from gradwatch.records.snapshot import Column, Sites
 Report = Callable[[str, BaseException], None]
 REDUCING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 PARTIAL = (
-    "some gradients are sums over ranks that nobody has taken yet (SequenceParallel leaves DTensors so), or lie "
+    "some gradients are sums over ranks not taken yet (SequenceParallel leaves DTensors so), or lie "
     "otherwise than their parameters: these norms and the total are provisional, and no rule learns them; call "
     "`param.grad = param.grad.redistribute(placements=param.placements)` before the step to have them right"
 )
@@ -294,7 +294,7 @@ class Ranks:
             return None
         if reduced.head("blind"):
             ranks = ", ".join(map(str, reduced.blind))
-            self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; nobody acts on it"))
+            self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; no rank acts on it"))
         if reduced.diverged.any():
             self._report("ranks", divergence.by(reduced))
         return reduced
@@ -309,7 +309,7 @@ class Ranks:
     def norms_alone(
         self, membership: RankMembership | None, window: Window, values: Mapping[str, float]
     ) -> Shared | None:
-        """The step as every rank sees it but for extra columns: where a fault of ours has spoilt the whole of it.
+        """The step as every rank sees it but for extra columns: after an internal error on it.
 
         None where there are no others, where they cannot know it either, or where they have not been told yet.
         """

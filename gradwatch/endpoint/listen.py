@@ -1,6 +1,6 @@
 """Where the endpoint listens, and the file that tells others where it does.
 
-Addresses are numbers: looking a name up took 8 s under a DNS black hole, at the start of somebody's training.
+Addresses are numbers: looking a name up took 8 s under a DNS black hole, at the start of the training.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Endpoint:
                 with self._turn:
                     self._take_turn(ready)
             except Exception as error:
-                # Out of memory, or somebody closed our descriptors: report, and try again ever more rarely.
+                # Out of memory, or other code closed our descriptors: report, and try again ever more rarely.
                 self._on_error(error)
                 self._stop.wait(backoff.failed())
             self._allowance.spend(time.thread_time() - started, time.monotonic())
@@ -196,7 +196,7 @@ class Endpoint:
             accepted.setblocking(False)
             self._connections[accepted] = connection = _Connection(accepted, now)
             # Most requests are there already, and most answers fit the kernel's buffer: then there is nothing
-            # to wait for, and nobody can evict an honest peer before it is served.
+            # to wait for, and no peer can evict an honest one before it is served.
             self._advance(connection)
 
     def _oldest(self) -> _Connection:
@@ -310,7 +310,7 @@ _HELD: list[threading.Lock] = []
 
 
 def _before_fork() -> None:
-    """Let every endpoint finish its turn, so that no accepted socket is in nobody's books at the fork."""
+    """Let every endpoint finish its turn, so that no accepted socket is unaccounted for at the fork."""
     for endpoint in list(_ENDPOINTS):
         if endpoint._turn.acquire(timeout=1.0):
             _HELD.append(endpoint._turn)

@@ -25,7 +25,7 @@ from gradwatch.rules.model import Action
 
 Array32 = NDArray[np.float32]
 NO_ORDER = np.float32(np.inf)
-"""The factor of a site for which nobody ordered any: of two factors the smaller holds."""
+"""The factor of a site for which none was ordered: of two factors the smaller holds."""
 
 ESCALATED_CLIP = Action("clip", {"to": "baseline", "at": "step", "local": False})
 """What `escalate: {to: clip}` clips to."""
@@ -61,9 +61,9 @@ OVERRIDDEN = frozenset({"clip", "rescale", "zero_nonfinite"})
 
 
 def without_overridden(decision: Decision) -> Decision:
-    """The decision as it will be carried out: 1 where nobody ordered a factor, no word of what is overridden."""
+    """The decision as it will be carried out: 1 where no factor was ordered, no word of what is overridden."""
     if decision.skip or decision.stop:
-        # A step at which training stops is not taken: nobody has skipped it.
+        # A step at which training stops is not taken, which is no skip.
         overridden = OVERRIDDEN | {"skip_step"} if decision.stop else OVERRIDDEN
         kept = (order for order in decision.orders if order.shadow or order.action not in overridden)
         decision = replace(decision, orders=frozenset(kept))

@@ -71,7 +71,7 @@ def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
 def at_step(ruleset: RuleSet) -> RuleSet:
     """The rule file with every clip of parameters done at the step instead of in the backward.
 
-    What bounds the gradient between modules stays where it is: at the step nobody could.
+    What bounds the gradient between modules stays where it is: at the step it would be too late.
     """
     rules = tuple(
         rule

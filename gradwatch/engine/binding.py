@@ -37,7 +37,7 @@ OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 
 
 def raised(error: Exception) -> None:
-    """A fault of a policy where nobody counts it."""
+    """An error of a policy that is not counted."""
     raise error
 
 
@@ -170,8 +170,8 @@ class BoundEngine:
     def evaluate(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
         """Judge one step. Pure; raises `GradwatchError` for a snapshot or a state of other sites.
 
-        Facts (NaN, Inf, overflow) are judged first, because a step that is skipped for them is learned by
-        nobody. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
+        Facts (NaN, Inf, overflow) are judged first, because no baseline learns a step that is skipped
+        for them. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
         (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler; for all others it did not
         happen.
         """

@@ -5,7 +5,7 @@ of the gradients it finds, bit-equal to torch. All else is a factor per site; wh
 the smallest is applied, once.
 
 Norms are those of the gradients as found at the boundary, after the user's own clipping; what is learned is learned
-of them, before any factor of ours. A jump of the learning rate, at which detectors start afresh, leaves the states
+of them, before any factor of gradwatch. A jump of the learning rate, at which detectors start afresh, leaves the states
 alone: a clip that went blind at every such jump would be none. `rebaseline` is there for changes made on purpose.
 
 Axes: S sites, I sites of one policy, K its series (a site each, or a group of them).
@@ -63,7 +63,7 @@ class BoundPolicy:
         values, present = norms[self.index], calls[self.index]
         if self.owners is not None:
             count = len(self.names)
-            # A gradient that nobody renewed counts, as it does for torch's clip: the optimizer will use it.
+            # A gradient that no backward renewed counts, as it does for torch's clip: the optimizer will use it.
             values = np.sqrt(np.bincount(self.owners, weights=np.square(values), minlength=count))
             present = np.bincount(self.owners, weights=present, minlength=count) > 0
         return (values / self.roots if self.policy.of == "rms" else values), present

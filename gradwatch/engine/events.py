@@ -120,7 +120,7 @@ def _facts(event: Event, series: Series, worst: int, snapshot: Snapshot, rank: i
 
 
 def _on_rank(series: Series, worst: int, snapshot: Snapshot) -> str:
-    """The parameter to look at on a rank that is out of line; "" where nobody knows, or not about ranks."""
+    """The parameter to look at on a rank that is out of line; "" where that is not known, or not about ranks."""
     found = snapshot.columns.get("rank_site") if series.column in RANK_COLUMNS else None
     site = _site_of(series, worst, snapshot)
     if found is None or site is None or not found.present[site]:

@@ -20,7 +20,7 @@ def failed(
     """The Record of a step whose actions failed: `plain` is what was measured, `done` what was done instead.
 
     One Event of kind "failed" for each rule that had ordered an action; the standing clips of the file have no rule,
-    and their failure is counted as a fault of ours only.
+    and their failure is counted as an internal error only.
     """
     ordered = {order.rule for order in record.decision.orders if not order.shadow}
     events = tuple(_event(record, rule, error) for rule in rules if rule.id in ordered)

@@ -42,7 +42,7 @@ def reshaped(
     """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
 
     `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
-    nobody renewed, which is no gradient of this step and so not in `total_norm`. `left` are the norms that
+    no backward renewed, which is no gradient of this step and so not in `total_norm`. `left` are the norms that
     elementwise policies will leave, by site, and `zeroed` what zeroing leaves, before the bound on the total.
     """
     if not decision.touches or decision.skip or decision.stop:
@@ -108,6 +108,6 @@ def _by_rules(decision: Decision, snapshot: Snapshot) -> bool:
 
 
 def unclipped(snapshot: Snapshot) -> Snapshot:
-    """The Snapshot as if nobody had clipped anything: what a hook in the backward was given."""
+    """The Snapshot as if nothing had been clipped: what a hook in the backward was given."""
     coef = np.where(snapshot.calls > 0, np.float32(1), snapshot.coef)  # a module's is a rule's doing
     return replace(snapshot, coef=coef, total_norm_applied=snapshot.total_norm)

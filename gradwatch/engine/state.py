@@ -137,7 +137,7 @@ def _matches(names: tuple[str, ...], saved: list[str]) -> tuple[list[int], list[
 
 
 def _fill(state: State, segment: Series, part: slice, rows: Mapping[str, Any]) -> None:
-    """Write the saved rows into a state that `init` has just made and nobody else has."""
+    """Write the saved rows into a state that `init` has just made and nothing else refers to."""
     here, there = _matches(segment.names, rows["names"])
     if not here:
         return

@@ -35,7 +35,7 @@ class StepNorms:
 class Incident:
     """One incident. `name` is the id that log and journal give it; `step` counts optimizer steps from 0.
 
-    `event` is the transition that began it, `finding` its cause (None = nobody looked, or it was not found), `done`
+    `event` is the transition that began it, `finding` its cause (None = not looked for, or not found), `done`
     what was ordered for the step, by any rule, `around` the norms of the steps up to it and, in a journal, after it.
     `versions` are those of the libraries, `script` is what was run.
     """

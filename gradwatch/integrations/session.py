@@ -109,7 +109,7 @@ def observe_number(gw: Watch, loss: Any, times: int = 1) -> None:
 
 
 def resume(gw: Watch, state: Mapping[str, Any]) -> None:
-    """`gw.load_state_dict(state)`, a fault in it counted instead of raised into somebody's training."""
+    """`gw.load_state_dict(state)`, a fault in it counted instead of raised into the training."""
     try:
         gw.load_state_dict(state)
     except Exception as error:

@@ -102,7 +102,7 @@ class Fired:
 @dataclass(slots=True)
 class Audit:
     """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
-    whose gradients got smaller though nothing of ours was due: the script's own clipping. `unfinished`: some journal
+    whose gradients got smaller though no action was due: the script's own clipping. `unfinished`: some journal
     has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
     by rule and action, the incidents that were acknowledged at steps which are missing. `parts` are what each journal
     says of its process, `accounts` what they come to.

@@ -16,7 +16,7 @@ AFTER = 3
 
 
 def incidents(journal: JournalReader, name: str | None = None) -> Iterator[Incident]:
-    """The incident called `name`, or all that somebody looked for the cause of, in the order they began.
+    """The incident called `name`, or all whose cause was looked for, in the order they began.
 
     Reads the journal twice. `around` lacks the steps that were thinned out of it.
     """

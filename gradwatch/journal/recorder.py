@@ -56,9 +56,9 @@ class _Waiting:
 class Recorder:
     """Writes the journal of one process.
 
-    `report(error)` hears of every failure, and of None at the first success after one; `acknowledge(events)`
+    `report(error)` is called at every failure, and with None at the first success after one; `acknowledge(events)`
     is called once their fdatasync has returned; `pause()` between pieces of work, so that no other thread
-    waits long for the interpreter. `failures` counts what `report` heard.
+    waits long for the interpreter. `failures` counts the calls of `report` with an error.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ def become(words: Sequence[str]) -> None:
     The script runs in the real `__main__` module, so its classes pickle and multiprocessing finds it.
     Whatever it raises passes through.
     """
-    # Safe path (-I, -P): Python put no folder of ours first, and puts none of the script's either.
+    # Safe path (-I, -P): Python put no folder of gradwatch's first, and puts none of the script's either.
     replace_first = not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated
     if words and words[0] == "-m":
         _first_on_path(os.getcwd(), replace_first)

@@ -95,7 +95,7 @@ class FirstForwards:
             self._wraps = None
 
     def _wrapped(self, outer: nn.Module, name: str, module: nn.Module | None) -> None:
-        """torch.compile(model) after the optimizer was made: only the call of the wrapper can be heard."""
+        """torch.compile(model) after the optimizer was made: only the call of the wrapper can be seen."""
         pre_attach = self._pre_attach
         if name == "_orig_mod" and pre_attach is not None and module is not None:
             self._guarded(pre_attach.wraps, outer, module)

@@ -59,7 +59,7 @@ class Ask:
 class Localiser:
     """Holds the calls of `models` from step to step, and localises when asked.
 
-    `owns` says whether an optimizer is watched, `failed` counts a fault of ours, `max_bytes` caps what is held
+    `owns` says whether an optimizer is watched, `failed` counts an internal error, `max_bytes` caps what is held
     per model. `hold` False: no rule replays, so nothing is held.
     """
 
@@ -284,7 +284,7 @@ class Localiser:
         return {id(model): gather(model) for model in spread}
 
     def _agreed(self, together: RankAgreement, own: Finding) -> Finding:
-        """What the ranks found; where one of them knows the cause, nobody needs to record the next steps."""
+        """What the ranks found; where one of them knows the cause, the next steps need not be recorded."""
         try:
             finding = together.share(own)
         except Exception as error:
@@ -323,7 +323,7 @@ class Localiser:
             raise Refused(refusal)
 
     def _batch_of(self, finding: Finding) -> Batch | None:
-        """What went into the call at fault; None where that is not held, or nobody knows which call it was."""
+        """What went into the call at fault; None where that is not held, or it is not known which call it was."""
         if finding.batch is not None:
             return finding.batch
         try:

@@ -35,7 +35,7 @@ class Pace:
     def absence(self) -> str:
         """How long a target must be silent to count as dead: it may just have left in order.
 
-        Discovery hears of a clean exit after a refresh at most, and Prometheus passes such news on every 5 s.
+        Discovery learns of a clean exit after a refresh at most, and Prometheus passes such news on every 5 s.
         """
         return duration(2 * self.scrape_seconds + 10)
 

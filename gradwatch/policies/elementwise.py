@@ -24,7 +24,7 @@ class ElementwisePolicy(AnyPolicy):
     """Whether it looks at whole rows, which a sharded parameter may not have."""
 
     def idle(self, norm: float) -> bool:
-        """Whether a gradient of this L2 norm surely passes as found, so that nobody need look at it."""
+        """Whether a gradient of this L2 norm surely passes as found, and need not be looked at."""
         return False
 
 

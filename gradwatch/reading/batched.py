@@ -4,7 +4,7 @@ What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to
 accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
 loss gets). Rows of at most 2^13 elements cost the same bandwidth or less (`rows`), and are off by 7e-6 at the
 very worst. Many small tensors cost one dispatch each, so they are laid end to end first (`plan`). All rows land in
-one buffer, which is added up in float64 when somebody asks: numpy finds cold caches after a backward, and
+one buffer, which is added up in float64 on demand: numpy finds cold caches after a backward, and
 costs less for many steps at once.
 """
 

@@ -2,7 +2,7 @@
 
 One `_foreach_norm` per (device, dtype), one stack, one asynchronous copy into pinned memory and an event: the
 numbers are looked at once the event has passed (most often one step later), or waited for where a rule must
-act in this very step. Norms are accumulated in float64, because nobody can take a second look without waiting:
+act in this very step. Norms are accumulated in float64, because a second look would have to wait:
 so an infinite norm is an Inf element, and overflow and underflow of float32 are told apart from Inf and zero.
 
 What ran where: the op list, the numbers and the queue were tested on CPU tensors and on the `meta` device.
@@ -210,5 +210,5 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream: then nothing of ours may be enqueued."""
+    """Whether a CUDA graph is being captured on this thread's stream: then gradwatch may enqueue nothing."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What one read of CPU gradients gave: a glance at once, norm by norm when somebody asks."""
+"""What one read of CPU gradients gave: a glance at once, norm by norm on demand."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def alike(grad: Any, param: Any) -> bool:
 def addable(grad: Any, param: Any) -> bool:
     """Whether the norm of the whole gradient follows from the norms of the ranks' parts.
 
-    Not where it is still a sum that nobody has taken (`Partial`, as `SequenceParallel` leaves it), nor where it
+    Not where it is still a sum not taken yet (`Partial`, as `SequenceParallel` leaves it), nor where it
     is sharded another way than the parameter.
     """
     if alike(grad, param):

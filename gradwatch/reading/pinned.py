@@ -2,7 +2,7 @@
 
 Allocating pinned memory may make the driver wait for the device, so buffers are kept: a few per device, type
 and size (rounded up to a power of two). A buffer is free again once its numbers were taken out; one that
-nobody came for is simply dropped, and torch's allocator keeps its memory until the copy is through.
+no caller collects is dropped, and torch's allocator keeps its memory until the copy is through.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Plan:
         self.spare: list[RowBuffer] = []
 
     def sheet(self) -> RowBuffer:
-        """One that nobody uses."""
+        """A buffer not in use."""
         return self.spare.pop() if self.spare else self._kind(self.shapes)
 
 

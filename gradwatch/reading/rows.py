@@ -35,7 +35,7 @@ Order = tuple[int, ...] | None
 _FLOAT32 = np.dtype(np.float32)
 _vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
 
-# Sums beyond float32 are found out, and looked at twice: nobody needs numpy's warning. Since 2.0 it keeps that
+# Sums beyond float32 are found out, and looked at twice: numpy's warning adds nothing. Since 2.0 it keeps that
 # setting in a context variable, so a context made once does what `np.errstate` does, at a tenth of its cost.
 _no_warnings = contextvars.Context()
 if _vecdot is not None:

@@ -17,7 +17,7 @@ Phase = Literal[
 ]
 """Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs;
 in the batch, a weight or a buffer that was not finite before the step. Of gradients that are finite: where they grow
-or shrink most. Or nobody knows (`note` says why)."""
+or shrink most. Or it is not known (`note` says why)."""
 
 By = Literal["replay", "record", "closure"]
 """How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
@@ -102,7 +102,7 @@ class Batch:
 
     `hash` is that of `gradwatch.batch_hash` over the call's arguments ("" = not known). `nbytes` is how large their
     tensors are, and `complete` False where only the first of those bytes were hashed. `indices` are the positions in
-    the dataset that `Watch.batch` was told, at most 4,096 of `samples`; None = nobody told them.
+    the dataset that `Watch.batch` was given, at most 4,096 of `samples`; None = not given.
     """
 
     hash: str = ""

@@ -158,7 +158,7 @@ class Snapshot:
         return norms
 
     def nonfinite(self) -> BoolArray:
-        """bool[S]: the gradients that hold a NaN or Inf; by their norms where nobody counted elements."""
+        """bool[S]: the gradients that hold a NaN or Inf; by their norms where elements were not counted."""
         found: BoolArray = ~np.isfinite(self.norm)
         counted = self.columns.get("nonfinite")
         if counted is not None:
@@ -180,7 +180,7 @@ PARTLY = "some gradients had been changed when it failed"
 EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed"]
 OnError = Literal["pass", "skip_step", "stop"]
 ON_ERROR: tuple[OnError, ...] = ("pass", "skip_step", "stop")
-"""What a rule may ask for where an action of ours fails, mildest first."""
+"""What a rule may ask for where an action fails, mildest first."""
 
 
 @dataclass(frozen=True, slots=True)

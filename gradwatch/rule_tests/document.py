@@ -183,7 +183,7 @@ class _Reading:
         self._incomplete(section)
 
     def _incomplete(self, section: Map) -> None:
-        """A rule that reads two columns and is given one would be silent for a reason that nobody sees."""
+        """A rule that reads two columns and is given one would never fire, for a reason that is not shown."""
         for rule in () if self.ruleset is None else self.ruleset.rules:
             first, *others = rule.detect.columns
             # A one-per-step value beside is one that a training may not have, and so is a test's.

@@ -1,7 +1,7 @@
 """A test's series through the engine: what a Watch would publish of such steps, without a model and without torch.
 
 What needs elements and not norms is not simulated: elementwise policies change nothing here, and a search for the cause
-(`localise`) is an order that nobody carries out.
+(`localise`) is an order that is not carried out.
 
 Axes: S sites.
 """

@@ -14,7 +14,7 @@ MOST_NOTICES = 64
 class Health:
     """Counts of internal errors and which components are up; safe to use from any thread.
 
-    `report` raises nothing but what is no fault of ours: an exception that the script's signal handler raised, or one
+    `report` raises nothing but what is no internal error: an exception that the script's signal handler raised, or one
     of its threads sent, while this code ran, goes on to the script. `on_first` (if set) is called with (component,
     error) the first time a component fails, so that each failure is logged once and counted ever after.
     """

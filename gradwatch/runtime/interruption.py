@@ -1,7 +1,7 @@
 """Tells an exception that the script sent into code of gradwatch from a fault of gradwatch's.
 
 Python runs a signal handler between any two bytecodes of the main thread. While C++ runs a backward, the next
-bytecode is that of a hook of ours, so a `TimeoutError` or `Preempted` that the script raises from its handler
+bytecode is that of a gradwatch hook, so a `TimeoutError` or `Preempted` that the script raises from its handler
 arrives inside our guards: what is swallowed there never stops the script. The same holds for an exception that
 another thread of the script sends with `PyThreadState_SetAsyncExc` (a timeout, a notebook's interrupt).
 

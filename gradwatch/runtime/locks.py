@@ -8,7 +8,7 @@ import weakref
 
 
 class ForkSafeLock:
-    """A reentrant lock, `with lock.held:`, that nobody holds at the beginning of a forked child.
+    """A reentrant lock, `with lock.held:`, that no thread holds at the beginning of a forked child.
 
     Reentrant, since a signal handler may ask for what the code that it interrupted is doing.
     """

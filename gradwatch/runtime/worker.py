@@ -1,4 +1,4 @@
-"""One thread for every sink that talks to a network or waits for somebody's disk; training waits for neither.
+"""One thread for every sink that talks to a network or writes to a slow disk; training waits for neither.
 
 A sink hands over a *round*: something to do, done again after the seconds it asks for and whenever it is woken.
 Rounds take turns, so what one may wait for must be bounded (a timeout on every request); what is not gets a
@@ -55,7 +55,7 @@ class Job:
 
 
 class BackgroundWorker:
-    """The thread, and the rounds it makes; it ends when nobody has anything for it any more."""
+    """The thread, and the rounds it makes; it ends when no sink has anything for it any more."""
 
     def __init__(self, name: str = THREAD_NAME) -> None:
         self._name = name

@@ -171,7 +171,7 @@ class _Kept(BaseModel):
 class Summaries:
     """Summaries by journal, kept in `folder` ("" = only in memory) for the next start.
 
-    A file of ours that is half-written, of another version or of a journal that has changed since is as good as none.
+    A file that is half-written, of another version or of a journal that has changed since is as good as none.
     """
 
     folder: str

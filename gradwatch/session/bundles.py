@@ -61,7 +61,7 @@ class _Waiting:
 class Bundles:
     """The bundles of a watch's incidents; one per incident, the first `keep` of a run, each within its `max_bytes`.
 
-    `causes` holds the steps; `failed` counts a fault of ours. As a sink it is called `bundle`.
+    `causes` holds the steps; `failed` counts an internal error. As a sink it is called `bundle`.
     """
 
     name = "bundle"
@@ -104,7 +104,7 @@ class Bundles:
         return replace(decision, orders=frozenset(kept))
 
     def _guarded(self, *args: Any) -> bool:
-        """Whether something was taken for a rule; a fault of ours costs the bundle, not the verdict."""
+        """Whether something was taken for a rule; an internal error costs the bundle, not the verdict."""
         try:
             return self._take(*args)
         except Exception as error:

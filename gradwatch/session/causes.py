@@ -32,7 +32,7 @@ SUSPICIONS: dict[str, Suspicion] = {
 class Causes:
     """The causes of a watch's incidents; holds the steps of `models` so that they can be run again.
 
-    `owns` says whether an optimizer is watched; `failed` counts a fault of ours.
+    `owns` says whether an optimizer is watched; `failed` counts an internal error.
     """
 
     def __init__(

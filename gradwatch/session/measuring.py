@@ -78,7 +78,7 @@ class Measuring:
     def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
         """Read everything about a window that must be read now.
 
-        Where a rule may have something to say at once, `window.deferrable` is taken away.
+        Where a rule may fire at once, `window.deferrable` is taken away.
         """
         bound_rules, captured = ctx.rules, ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None

@@ -314,7 +314,7 @@ class StepPipeline:
             sampler.moved(moved, window.step)
 
     def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
-        """Whether the marks told the truth, and how long nothing has been out of the usual."""
+        """Count ordinary steps; reinstall hooks where the few left have miscounted."""
         captured, bound_rules, window = step.captured, step.bound_rules, step.window
         if captured.pruned and not window.trusted and window.repeats is not None:
             captured.ambiguous = True

@@ -58,7 +58,7 @@ def launch(env: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The resolved settings of one watch; None = nobody said anything."""
+    """The resolved settings of one watch; None = not set."""
 
     rules: str
     listen: str | None
@@ -175,7 +175,7 @@ def _version(package: str) -> str:
 
 
 def _shared_id(env: Mapping[str, str]) -> str:
-    """All ranks of one torchrun share a run; "none" is what torchrun says when nobody named it."""
+    """All ranks of one torchrun share a run; "none" is torchrun's default."""
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
     if elastic and elastic != "none" and "WORLD_SIZE" in env:
         return elastic

@@ -1,8 +1,8 @@
 """Alerts sent straight to Alertmanager (API v2): no Prometheus has to reach, or outlive, the training process.
 
-For laptops, Slurm nodes nobody may connect to, and for what cannot wait for a scrape: the alert of a rule with
+For laptops, Slurm nodes that accept no connections, and for what cannot wait for a scrape: the alert of a rule with
 `do: [stop]` is on its way before the process ends. Where a Prometheus with the exported alerts watches the same
-run, route one of the two (label `via: direct`) to nobody, or be told twice.
+run, route one of the two (label `via: direct`) to no receiver, or send it twice.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Alert:
 class AlertmanagerSink:
     """Posts every rule that fires to the Alertmanager at `url`, and again while it fires.
 
-    An alert lasts at least `hold_seconds`: one that is over before Alertmanager's `group_wait` would be told to
-    nobody. It is renewed every `renew_seconds`; of a process that was killed Alertmanager resolves it after its own
+    An alert lasts at least `hold_seconds`: one that is over before Alertmanager's `group_wait` would reach
+    no receiver. It is renewed every `renew_seconds`; of a process that was killed Alertmanager resolves it after its own
     `resolve_timeout` (5 minutes unless configured).
     `labels` are added to every alert. `runbooks` and `dashboard` are URLs for the links; the alert's name and
     `?var-run_id=` are appended. `token_file` holds a bearer token.

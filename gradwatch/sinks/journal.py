@@ -93,7 +93,7 @@ class JournalSink:
         return self._recorder.files.path if self._recorder else None
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Start the writer. The disk is first touched in its thread, so a slow one delays nobody."""
+        """Start the writer. The disk is first touched in its thread, so a slow one delays no step."""
         if self._thread is not None:
             raise RuntimeError("a JournalSink records one run")
         self._health = health

@@ -140,7 +140,7 @@ def _numbers(family: Family, start: int | None, now: int) -> Iterator[NumberData
 
 
 def _histograms(family: Family, start: int, now: int) -> Iterator[HistogramDataPoint]:
-    """Counts per bucket of the cumulated ones that Prometheus has; nobody has kept a least and a largest value."""
+    """Counts per bucket of the cumulated ones that Prometheus has; no smallest and no largest value was kept."""
     from opentelemetry.sdk.metrics.export import HistogramDataPoint
 
     unknown: Any = None

@@ -1,4 +1,4 @@
-"""One HTTP request to a server that somebody named in the rule file: bounded in time."""
+"""One HTTP request to a server named in the rule file: bounded in time."""
 
 from __future__ import annotations
 

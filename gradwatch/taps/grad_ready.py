@@ -1,6 +1,6 @@
-"""The marks: one post-accumulate hook on a parameter, which notes its slot and arms the end of the backward.
+"""One post-accumulate hook on each parameter, which notes its slot and arms the end of the backward.
 
-A mark keeps no gradient alive (that would defeat autograd's buffer stealing), and reaches neither a parameter
+The hook keeps no gradient alive (that would defeat autograd's buffer stealing), and reaches neither a parameter
 nor what holds one: torch never collects a cycle through a hook.
 """
 
@@ -19,28 +19,28 @@ from gradwatch.taps.swapped import contents, revive
 
 
 class GradReadyHooks:
-    """At most one mark a slot. `ready` takes the slots whose gradients are ready, by graph task.
+    """At most one hook a slot. `ready` takes the slots whose gradients are ready, by graph task.
 
-    `arm` is called by the first mark of every graph task, and makes room there; it must not raise.
+    `arm` is called by the first hook of every graph task, and makes room there; it must not raise.
     """
 
     def __init__(self, ready: dict[int, list[int]], arm: Callable[[], None]) -> None:
         self._ready = ready
         self._arm = arm
-        self.spared: set[int] = set()  # ids of parameters that must not be marked
+        self.spared: set[int] = set()  # ids of parameters that must not be hooked
         self._handles: dict[int, RemovableHandle] = {}
-        self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last mark
+        self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last hook
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def put(self, slot: int, param: nn.Parameter) -> None:
-        """Mark a parameter that has no mark, if it wants a gradient."""
+        """Hook a parameter that has no hook, if it wants a gradient."""
         if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
             self._handles[slot] = self._mark(slot, param)
 
     def rehook(self, slot: int, param: nn.Parameter) -> bool:
-        """Mark a parameter again if its contents were swapped, which silences hooks. True if they were."""
+        """Hook a parameter again if its contents were swapped, which disables hooks. True if they were."""
         if self._marked_as.get(slot, (0, 0))[0] == contents(param) or not param.requires_grad:
             return False
         if id(param) in self.spared:
@@ -50,7 +50,7 @@ class GradReadyHooks:
         return True
 
     def remove(self, slot: int) -> None:
-        """Take the mark of a slot away, if there is one."""
+        """Remove the hook of a slot, if there is one."""
         handle = self._handles.pop(slot, None)
         if handle is not None:
             handle.remove()
@@ -61,7 +61,7 @@ class GradReadyHooks:
         self._marked_as.pop(slot, None)
 
     def close(self) -> None:
-        """Take every mark away."""
+        """Remove every hook."""
         for slot in list(self._handles):
             self.remove(slot)
 
@@ -73,7 +73,7 @@ class GradReadyHooks:
         current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
 
         @untraced
-        def mark(_: torch.Tensor) -> None:
+        def arrived(_: torch.Tensor) -> None:
             try:
                 # Compiled autograd: what follows the first of these would break its graph.
                 task = NONE if tracing() else current()
@@ -87,6 +87,6 @@ class GradReadyHooks:
             except Exception as error:
                 guard.fault("capture", error)
 
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(mark)
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
         self._marked_as[slot] = contents(param), handle.id
         return handle

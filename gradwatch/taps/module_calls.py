@@ -8,10 +8,10 @@ warns about it.
 
 `Module.__call__` looks `_call_impl` up on the module. On the classes of modules that have listeners that name is a
 descriptor (on `nn.Module` itself the lookup of every part of a model would cost 0.2 us more). For a module that has
-listeners it gives a twin of torch's function: the same code object, with globals in which the global
-hooks are those of torch and one of ours. All others, and every lookup from elsewhere, get torch's own function. So the
-listeners run where torch's global hooks do, no frame of gradwatch stands in the traceback of a forward that raises, and
-`torch.nn.modules.module._has_any_global_hook()` stays False.
+listeners it gives a rebuilt copy of torch's function: the same code object, with globals in which the global
+hooks are those of torch and one of gradwatch. All others, and every lookup from elsewhere, get torch's own function. So
+the listeners run where torch's global hooks do, no frame of gradwatch stands in the traceback of a forward that
+raises, and `torch.nn.modules.module._has_any_global_hook()` stays False.
 
 Not noticed: `module.forward(...)` called directly, calls inside a compiled region, and `module.compile()`, which
 replaces the lookup.
@@ -100,7 +100,9 @@ class _Noticed:
     @untraced
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         try:
-            if _tracing() or instance is None:  # dynamo inlines this, and shall depend on nothing of ours
+            if (
+                _tracing() or instance is None
+            ):  # dynamo inlines this, and shall depend on nothing of gradwatch
                 return self.original.__get__(instance, owner)
             listened = _listened.get(id(instance))
             if listened is None:  # the path of almost every call of a module: as short as can be

@@ -49,7 +49,7 @@ try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     _listening = get_eval_frame_callback
-except ImportError:  # then nobody can tell, and the shield is always up
+except ImportError:  # then it cannot be known, and the shield is always up
     _listening = object
 
 
@@ -69,7 +69,7 @@ def listen(listener: StepListener) -> Callable[[], None]:
 
 
 def ignore(optimizer: Optimizer) -> None:
-    """No listener hears of this optimizer: one that stands in for another."""
+    """No listener is called for this optimizer: one that stands in for another."""
     vars(optimizer)[_IGNORED] = True
 
 
@@ -225,6 +225,6 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
 
 
 # Under a compiled `optimizer.step` the hooks are run and not traced. torch's own wrapper costs more than a cold hook
-# can afford, and so would one of ours: it is used only while dynamo traces, or listens.
+# can afford, and so would one of gradwatch's: it is used only while dynamo traces, or listens.
 _shield: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 _shielded_before, _shielded_after = _shield(_before), _shield(_after)

@@ -61,7 +61,7 @@ class BackwardClipState:
         self.off = ""
         self._captured = weakref.ref(captured)
         self._param_ids = captured.param_ids
-        # Small gradients are read together for less than it takes to hand over what was heard of each.
+        # Small gradients are read together for less than it takes to hand over what the hooks saw of each.
         floor = np.where(captured.sites.numels > SMALL, np.sqrt(captured.sites.numels * UNDERFLOW), np.inf)
         self._floor = floor.tolist()  # sync: numpy
         self._elementwise = elementwise
@@ -173,7 +173,7 @@ class BackwardClipState:
     def collect(self) -> dict[int, Acted]:
         """What was done since the last step, by position; starts the next window."""
         if backward.current() == backward.NONE and self._running:
-            self.ended()  # nobody heard its end
+            self.ended()  # its end was missed
         acted, self._acted, self._ended = self._acted, {}, 0
         self.seen[:] = [math.nan] * len(self.seen)
         if self._scale is not None:

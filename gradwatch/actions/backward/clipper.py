@@ -1,8 +1,8 @@
 """Acting inside the backward: a tensor hook on each parameter that returns its gradient clipped or rescaled.
 
 On the host a hook reads the norm, and returns nothing unless the norm is out of bounds: an unconditional multiply
-costs a third of a small model's step. On a device it multiplies by a 0-dim factor made of the norm, so that nobody
-waits; there the bounds are those of the latest step whose numbers have arrived.
+costs a third of a small model's step. On a device it multiplies by a 0-dim factor made of the norm, without
+waiting; there the bounds are those of the latest step whose numbers have arrived.
 
 A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
 accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
@@ -46,9 +46,9 @@ NOT_PLAIN = np.zeros(0, np.float64)
 class BackwardClipper:
     """Tensor hooks on the parameters of one capture; `covered[K]` says which of them may ever be multiplied.
 
-    `taps[K]` are the tensors that autograd accumulates into (None: nobody hears of that gradient). `local`: act
+    `taps[K]` are the tensors that autograd accumulates into (None: no hook sees that gradient). `local`: act
     whatever the gradients go through afterwards. `refused(reason)` is told once, when the Limiter switches itself
-    off; `failed` counts a fault of ours, at which the gradient passes unchanged.
+    off; `failed` counts an internal error, at which the gradient passes unchanged.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class BackwardClipper:
     def reusable_norms(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
         """Norms that need not be read again: the hook saw them, returned nothing, and `grads[K]` are what it saw.
 
-        Loss scale included. Only of the first backward since a step, and of parameters on which nobody else has a
+        Loss scale included. Only of the first backward since a step, and of parameters on which no other code has a
         tensor hook or a post-accumulate hook, which may put another gradient in its place.
         """
         found = self._turn.reusable_norms()
@@ -218,7 +218,7 @@ def _closely(
 
 
 def _ours(hooks: Mapping[int, Callable[..., object]] | None) -> bool:
-    """Whether all hooks on a parameter are marks of this package, which leave its gradient as it is."""
+    """Whether all hooks on a parameter are gradwatch's, which leave its gradient as it is."""
     return all(getattr(hook, "__module__", "") == grad_ready.__name__ for hook in (hooks or {}).values())
 
 

@@ -3,7 +3,7 @@
 Most loops over `group["params"]` find nothing to do there; a step that concatenates gradients, or divides by their
 number, raises. It must not raise inside the user's step, so it is run once beforehand, by itself, and whatever it
 has changed is put back. Where it may call another step that torch has hooked, it is not tried: other people's hooks
-would hear a step that nobody takes.
+would be called for a step that is not taken.
 """
 
 from __future__ import annotations

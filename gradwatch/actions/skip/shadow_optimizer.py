@@ -108,7 +108,7 @@ def _give_gradients(memo: dict[int, Any]) -> None:
 
 
 def _as_of(real: Optimizer, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of the user's that hears of the optimizer it was given for."""
+    """A hook of the user's that is called with the optimizer it was registered on."""
 
     @functools.wraps(hook)
     def call(_: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ fails), the step finds empty parameter lists, and what it counts or keeps beside
 `_params`, one that wraps another), or that cannot do with empty lists (`actions.skip.empty_groups`: tried before the
 first), takes its step, which is then taken back from copies. Tensors in attributes are not put back there.
 
-Nobody else's step hooks see any of this: the gradients go after the last of their pre-hooks has run, and are
+No other step hook sees any of this: the gradients go after the last of their pre-hooks has run, and are
 back before the first of their post-hooks. Only a global hook that is called for the `super().step()` of an
 optimizer of other people finds the stand-in there, and arguments that name it.
 """

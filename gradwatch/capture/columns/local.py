@@ -27,7 +27,7 @@ class LocalNorms:
     the loss scale, which `collect` divides out. NaN beats every number. A tensor hook also fires for
     `torch.autograd.grad`, which leaves nothing in `.grad`: what it saw counts once the gradient has been
     accumulated, and a second hook says so. What a backward that raised has left behind does not count either.
-    A parameter that cannot be heard is None.
+    A parameter that no hook can see is None.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalNorms:
         return sampled
 
     def backward_ended(self) -> None:
-        """The running backward has come to its end: what was heard of it counts."""
+        """The running backward has come to its end: what was measured in it counts."""
         for k, norm in self._running.norms.items():
             self._norms[k] = _larger_of(self._norms.get(k), norm)
         self._running.norms.clear()
@@ -87,7 +87,7 @@ class LocalNorms:
         self._norms.clear()
 
     def forget(self) -> None:
-        """What was heard belongs to no step, as when a GradScaler rejects one."""
+        """What was measured belongs to no step, as when a GradScaler rejects one."""
         self._norms.clear()
         self._running.norms.clear()
         self._running.arriving.clear()
@@ -98,7 +98,7 @@ class LocalNorms:
             self._let_go(param)
 
     def _let_go(self, param: Tensor) -> float | Tensor | None:
-        """Stop listening to one parameter; what was heard of it in this step."""
+        """Stop listening to one parameter; what was measured of it in this step."""
         if id(param) not in self._taps:
             return None
         k, _, stood_for, (seen, accumulated) = self._taps.pop(id(param))

@@ -192,4 +192,4 @@ def _sum(total: Value, value: Value) -> Value:
 
 
 def _nothing(_: str) -> None:
-    """Where nobody asked for reasons."""
+    """Where no reasons are asked for."""

@@ -96,7 +96,7 @@ class ModuleTaps:
                 self._ignore.append(module_calls.listen(module, around.before, around.after))
 
     def collect(self, step: int, scale: Number) -> Sampled:
-        """What the taps heard since the last step boundary; the loss scale is divided out of gradients."""
+        """What the taps measured since the last step boundary; the loss scale is divided out of gradients."""
         self._step = step + 1
         sampled = Sampled(len(self.names))
         for column, collected in self._collected.items():
@@ -120,7 +120,7 @@ class ModuleTaps:
         return sampled
 
     def _named_by_cadence(self, column: str, step: int, sampled: Sampled) -> None:
-        """Put what was heard of a column where the rules that are due at this step look for it."""
+        """Put what was measured of a column where the rules that are due at this step look for it."""
         part, present = sampled.parts.pop(column), sampled.present.pop(column)
         for name in (column, column + BURSTS):
             if self._needs.due(name, step):

@@ -21,8 +21,8 @@ def write_bundle(run: Path, name: str, files: Mapping[str, bytes], tensors: Call
     """Write a bundle into the folder of a run and return its own folder; `tensors` writes its tensors to a path.
 
     `name`, or `name.2`, `name.3`, … where that is taken. The folder is made under another name (0700, files 0600) and
-    renamed when all of it is on the disk, so that nobody ever sees half a bundle. Raises `OSError`, and leaves nothing
-    then; `NotADirectoryError` where the place is a link.
+    renamed when all of it is on the disk, so that no reader sees half a bundle. Raises
+    `OSError`, and leaves nothing then; `NotADirectoryError` where the place is a link.
     """
     make_directory(run)
     place = run / FOLDER
@@ -33,7 +33,7 @@ def write_bundle(run: Path, name: str, files: Mapping[str, bytes], tensors: Call
     try:
         for file, content in files.items():
             _write(fresh / file, content)
-        # Made here for its mode; a library that replaces it does so in a folder that is nobody else's.
+        # Made here for its mode; a library that replaces it does so in a folder of this bundle's own.
         _write(fresh / TENSORS, b"")
         tensors(fresh / TENSORS)
         _sync(fresh / TENSORS)

@@ -31,7 +31,7 @@ def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
 
 
 def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
-    """The Finding, and whether looking for it wrote where nobody puts back what was there."""
+    """The Finding, and whether looking for it wrote where what was there is not put back."""
     stray = next((trace.stray for trace in traces if trace.stray), "")
     if not stray:
         return finding

@@ -1,4 +1,4 @@
-"""What the losses of a loop are made of, looked at in the backwards of a few calls: for a loss that nobody keeps.
+"""The parts of the losses of a loop, looked at in the backwards of a few calls: for a loss the script does not keep.
 
 While a backward runs, torch holds the loss it began at, and the hook of an output can find it. That takes some 10 us,
 so it is done for calls that are looked at anyway; what a loop computes there is nearly always the same.

@@ -66,7 +66,7 @@ class ModuleAttribution:
         return self._modules[position] if position >= 0 and number < LEAF else ("", "")
 
     def _enters(self, module: nn.Module, args: Any) -> None:
-        # A module nobody registered belongs to the one that called it.
+        # A module that is not registered belongs to the one that called it.
         self._stack.append(self._names.get(id(module), self.now))
         self._note()
 

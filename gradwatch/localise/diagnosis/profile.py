@@ -28,7 +28,7 @@ class Profile:
     """A context manager around a forward; after its backward, `layers` in the order of the forward.
 
     The forward must be one that is run again: inputs of leaf modules are replaced by views of themselves, so
-    that a hook hears the module's own part of a gradient and not that of other readers of the same tensor.
+    that a hook sees the module's own part of a gradient and not that of other readers of the same tensor.
     """
 
     def __init__(self, models: Iterable[nn.Module], failed: Callable[[BaseException], None]) -> None:
@@ -100,7 +100,7 @@ def _root(squares: list[Tensor]) -> float:
 
 
 def suspect(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """The module, or the gap between two, with the most extreme gain; None where nothing was heard."""
+    """The module, or the gap between two, with the most extreme gain; None where no hook was called."""
     steps: list[tuple[float, str, str, str]] = [
         (
             layer.gain,

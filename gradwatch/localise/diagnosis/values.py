@@ -1,4 +1,4 @@
-"""What a tensor holds: finite or not at a glance, and counted when somebody will read it.
+"""What a tensor holds: finite or not by one reduction, and counted for a report.
 
 Everything here waits for the device. It runs while a step is replayed or recorded, never in a step that is
 only watched.

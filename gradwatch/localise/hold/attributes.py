@@ -93,8 +93,8 @@ def _names(module: nn.Module) -> Restore:
 
 
 def _numbers(tensor: Tensor) -> Restore:
-    """What it holds; written back only where somebody has written, and not as one more write of the user's."""
-    if tensor.is_inference():  # nobody can write into it here
+    """What it holds; written back only where it was written, and not as one more write of the user's."""
+    if tensor.is_inference():  # it cannot be written here
         return _nothing
     kept, version = tensor.detach().clone(), tensor._version
 

@@ -1,7 +1,7 @@
 """The criterion beside the model: modules that the lines which call a model have at hand.
 
 A loss that is a module of its own (`nn.CrossEntropyLoss()`, a focal loss of the user's) is called like a model, so its
-call can be held and run again like one. It belongs to nobody's parameters, so it is looked for where the model is
+call can be held and run again like one. It has no parameters, so it is looked for where the model is
 called from: in the locals there, in the globals that code names, and in what `self` holds.
 """
 

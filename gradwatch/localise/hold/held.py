@@ -99,7 +99,7 @@ class Call:
 
 
 class Outermost:
-    """Which of several holdings hears a call under way: what it calls in turn is a part of it."""
+    """Which of several recorders records a call under way: what it calls in turn is a part of it."""
 
     def __init__(self) -> None:
         self.now: RecordedCalls | None = None
@@ -109,8 +109,8 @@ class RecordedCalls:
     """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
-    `outermost` only one hears a call. `met` is told, in the first calls, from which frame the model is called.
-    `steps[0]` is how many optimizers have taken, and set by whoever owns it; `kind` is what is known of models like it.
+    `outermost` only one records a call. `met` is called, in the first calls, with the frame that calls the
+    model. `steps[0]` is how many optimizers have taken, and set by its owner; `kind` is shared by models like it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RecordedCalls:
         self._ignore = [module_calls.listen(model, before=self._guarded(self._begins), after=ended)]
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the model begins that no hook of this has heard."""
+        """A call of the model begins that no hook of this recorder has seen."""
         self._guarded(self._begins)(module, args, kwargs)
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class RecordedCalls:
 
     @property
     def is_over(self) -> bool:
-        """Whether it hears no further call, and holds none."""
+        """Whether it records no further call, and holds none."""
         return not (self._ignore or self.calls or self.refused)
 
     def moves(self, optimizer: Optimizer) -> bool:

@@ -103,11 +103,11 @@ class PreAttachRecorder(CallRecorder):
         self._wrappers.clear()
 
     def without(self, optimizer: Optimizer) -> None:
-        """Let go of the models that this optimizer trains: somebody else holds them."""
+        """Let go of the models that this optimizer trains: another recorder holds them."""
         self._close([one for one in self._families if one.recordings[0].moves(optimizer)])
 
     def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
-        """What is held of `models`, which goes on, and what has heard calls of their parts, wrappers and criteria.
+        """What is held of `models`, which goes on, and what has recorded calls of their parts, wrappers and criteria.
 
         The rest is let go, and its hooks removed.
         """

@@ -81,7 +81,7 @@ class Family:
         self._level += 1
         self.sought = self._level < LEVELS
         refused = any(recording.refused for recording in self.recordings)
-        if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook hears
+        if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook sees
             self.sought = False
             return
         for recording in self.recordings:
@@ -91,7 +91,7 @@ class Family:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Its children; those of a list of modules, which nobody calls, in its place."""
+    """Its children; those of a list of modules, which is never called, in its place."""
     for child in dict.fromkeys(model._modules.values()):
         if child is None:
             continue
@@ -124,7 +124,7 @@ class Inherited(NamedTuple):
 class CallRecorder:
     """The calls since the last step, of all models and criteria. Never raises into a forward.
 
-    `failed` counts a fault of ours; `max_bytes` caps what is held per model, and per call of a criterion.
+    `failed` counts an internal error; `max_bytes` caps what is held per model, and per call of a criterion.
     """
 
     def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int) -> None:
@@ -133,7 +133,7 @@ class CallRecorder:
         self._families: list[Family] = []
         self.kinds: Kinds = {}
         self._criteria: list[RecordedCalls] = []
-        self._former: list[RecordedCalls] = []  # that hear no further call
+        self._former: list[RecordedCalls] = []  # that record no further call
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
 
     def add(self, model: nn.Module) -> None:

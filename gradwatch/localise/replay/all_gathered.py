@@ -2,7 +2,7 @@
 
 FSDP2's own forward gathers them layer by layer, and a rank that failed in the midst of it would leave the others
 waiting for ever. So they are gathered before anything is run, in a fixed order, by ranks that have agreed to; the
-replay then runs the module inside, on whole parameters and without FSDP's hooks, and talks to nobody.
+replay then runs the module inside, on whole parameters and without FSDP's hooks and without communication.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ class Evidence:
             return ""
         self.tensors[name] = copied(tensor)
         self._nbytes += nbytes
-        self._known[id(tensor)] = (tensor, name)  # the tensor is held so that its id is nobody else's
+        self._known[id(tensor)] = (
+            tensor,
+            name,
+        )  # the tensor is held so that its id is given to no other object
         return name
 
     def let_go(self) -> None:

@@ -31,7 +31,7 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 class Origin:
     """Where a non-finite number came into being; `external` = it was there already when it was first read.
 
-    `intended`: an infinity that the operation was given as a number, or found in a tensor nobody computed.
+    `intended`: an infinity that the operation was given as a number, or found in a tensor that no operation computed.
     `order` counts origins; `source` is the key (see `key_of`) of an external tensor.
     """
 
@@ -51,7 +51,7 @@ class Origin:
 class ForwardTracer(DispatchMode):
     """Looks at every operation while it is entered; `of(tensor)` tells where what a tensor holds came from.
 
-    `module` says which module is under way, `function` which torch function of the user's. `failed` hears of a
+    `module` says which module is under way, `function` which torch function of the user's. `failed` is called at an
     fault of ours; the operation runs all the same. `asleep` True lets everything pass.
     """
 
@@ -110,7 +110,7 @@ class ForwardTracer(DispatchMode):
         return {id(tensor): state(tensor) for tensor in tensors((args, kwargs))}
 
     def _writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Remember an operation that writes into memory which is none of ours."""
+        """Remember an operation that writes into memory that the replay has not made."""
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -176,7 +176,7 @@ class ForwardTracer(DispatchMode):
         return kept.get(nan) or kept.get(not nan)
 
     def _keep(self, tensor: Tensor, nan: bool, origin: Origin) -> None:
-        # The tensor is kept so that its storage is nobody else's for as long as it is a key.
+        # The tensor is kept so that its storage is given to no other tensor for as long as it is a key.
         self._held.setdefault(key_of(tensor), (tensor, {}))[1].setdefault(nan, origin)
 
     def _new(self, name: str, arguments: Any, given: list[Tensor], made: Tensor, found: State) -> Origin:

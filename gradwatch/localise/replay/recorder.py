@@ -52,7 +52,7 @@ class Recorder:
 
     @property
     def innermost(self) -> bool:
-        """Whether nobody has entered a dispatch mode since `forward()` was entered, and not left it."""
+        """Whether no dispatch mode was entered since `forward()` was entered, and not left it."""
         return innermost_dispatch() is self._forward
 
     def expect(self, tensors: Iterable[Tensor]) -> None:

@@ -58,7 +58,7 @@ class Rerun:
 
     `loss_fn(output)` gives the loss of a model's output. It is used where the gradient at the outputs was not kept, or
     is not finite; otherwise that gradient is exact, and used. A loss that is a module, of the class of a criterion that
-    was called in the step, is run as that one; without it calls of criteria are left out, for nobody has built them.
+    was called in the step, is run as that one; without it calls of criteria are left out, for they were not built.
     """
 
     document: Document
@@ -248,7 +248,7 @@ class Rerun:
     def _held(self, module: nn.Module, call: Call, saved: CallDocument) -> tuple[nn.Module, Call]:
         """The call as it was, or, where its gradient is of no use, that of model and loss together."""
         given = tuple(call.gradients.values())
-        whole = any(module is inner(model) for model in self.models)  # of a part nobody knows the loss
+        whole = any(module is inner(model) for model in self.models)  # of a part the loss is not known
         if self.loss_fn is None or self._has_criterion or not whole or (given and finite(given)):
             return module, call
         scale = self.document.loss_scale or 1.0

@@ -1,7 +1,7 @@
 """A model run once more without a trace: what the run changes is put back, also when it raises.
 
 The run works on stand-ins: parameters that share the memory of the real ones but have no hooks and no `.grad`
-of their own, and copies of the buffers. So DDP's reducer, the user's tensor hooks and our own marks hear
+of their own, and copies of the buffers. So DDP's reducer, the user's tensor hooks and gradwatch's hooks see
 nothing, and `.grad` and the buffers need no putting back. What does: the generators, the anomaly flags, and
 what the forward sets on its modules (`self.calls += 1`) or writes in place into what their attributes hold
 (`self.ema.mul_(0.9)`, `torch.randn(…, generator=self.generator)`).

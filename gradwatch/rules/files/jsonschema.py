@@ -51,7 +51,7 @@ def json_schema() -> Schema:
     schema = _of(Document)
     _sections(schema)
     schema["properties"]["overrides"]["items"] = _ref("Override")
-    # A rule of a file that extends nothing has nobody else to say what it detects.
+    # A rule of a file that extends nothing has to say itself what it detects.
     complete = {
         "rules": {"additionalProperties": {"required": ["detect"]}},
         "groups": {"additionalProperties": {"required": ["params"]}},

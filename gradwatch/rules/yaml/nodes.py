@@ -190,7 +190,7 @@ class Problems:
         self._found[key] = Problem(path, mark.line, mark.column, code, message, _visible(line), width, hint)
 
     def closest(self, word: str, known: Iterable[str]) -> str:
-        """The known word most like `word`, or "" (also when so much is wrong that nobody needs
+        """The known word most like `word`, or "" (also when so much is wrong that a reader needs no
         suggestions).
         """
         if self._suggestions >= 2 * MAX_SUGGESTIONS or len(word) > MAX_SHOWN:

@@ -130,7 +130,7 @@ def parse(text: str, path: str, problems: Problems) -> Map | None:
         at = Mark(source, mark.line + 1, mark.column + 1) if mark else Mark(source, 1, 1)
         problems.add(at, *_syntax(error))
         return None
-    except Exception as error:  # ruamel's own faults on input nobody thought of; the place is still known
+    except Exception as error:  # ruamel's own faults on unforeseen input; the place is still known
         at = Mark(source, yaml.reader.line + 1, yaml.reader.column + 1)
         problems.add(at, "GW005", f"not valid YAML ({type(error).__name__})")
         return None

@@ -33,7 +33,7 @@ from gradwatch.session.binding.rank_rules import WHOLE_ROWS, sharded_rows
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.taps import grad_scaler
 
-LOCAL = frozenset({"norm_local", "rank_norm"})  # columns made of what tensor hooks hear
+LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
 
 class RuleBindings:
@@ -88,7 +88,7 @@ class RuleBindings:
             self.module_bounds.scaled(scale)
 
     def backward_ended(self) -> None:
-        """What tensor hooks heard of a backward, or did in it, counts."""
+        """What tensor hooks measured in a backward, or did in it, counts."""
         for bound_rules in self:
             if bound_rules.clipper is not None:
                 bound_rules.clipper.backward_ended()
@@ -98,7 +98,7 @@ class RuleBindings:
                     local.backward_ended()
 
     def forget(self, captured: OptimizerCapture) -> None:
-        """Nothing that tensor hooks heard since the capture's last Snapshot belongs to a step."""
+        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
         bound_rules = self._of(captured)
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.forget()
@@ -106,7 +106,7 @@ class RuleBindings:
             bound_rules.clipper.forget()
 
     def cleared(self, captured: OptimizerCapture) -> None:
-        """What tensor hooks heard of backwards whose gradients somebody cleared belongs to no step."""
+        """What tensor hooks measured in backwards whose gradients were cleared belongs to no step."""
         bound_rules = self._of(captured)
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.cleared()
@@ -176,7 +176,7 @@ class RuleBindings:
     def _local(
         self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None
     ) -> LocalNorms | None:
-        """Local norms, where a rule asks for them; the hooks before them hand over what they heard."""
+        """Local norms, where a rule asks for them; the hooks before them hand over what they measured."""
         former = self._before_captures if before is None or before.local is None else before.local
         local = LocalNorms(taps, self._activity.failed, former) if bound.needs.columns & LOCAL else None
         if former is not None and former is not self._before_captures:

@@ -54,7 +54,7 @@ class InBackward:
     def step(self, optimizer: Optimizer) -> None:
         """One of the optimizers is about to step, inside a running backward."""
         if id(optimizer) in self._stepped:
-            self.finish()  # the backward before this one ended where it could not be heard
+            self.finish()  # the backward before this one ended where gradwatch could not see it
         if optimizer not in self._capture.stepped_inside:
             self._join(optimizer)
         self._stepped.add(id(optimizer))

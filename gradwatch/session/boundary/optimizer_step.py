@@ -44,7 +44,7 @@ from gradwatch.taps import backward, closure_calls, grad_scaler, modes, process_
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
-RECHECK = 16  # steps between full comparisons of the optimizer's parameters while the marks are thinned
+RECHECK = 16  # steps between full comparisons of the optimizer's parameters while most hooks are removed
 
 
 class Boundary:
@@ -388,7 +388,7 @@ class Boundary:
         if distrusted:
             self._capture.restore(captured)
         if self._capture.look_after(captured, window):
-            self._binder.bind(captured)  # tensor hooks on its parameters were silenced with the marks
+            self._binder.bind(captured)  # tensor hooks on its parameters were disabled with gradwatch's
         return window
 
     def _current(
@@ -412,7 +412,7 @@ class Boundary:
             return True
         disturbed = captured.compared != self._registrations[0]
         if captured.pruned and captured.step % RECHECK and not disturbed:
-            return False  # a parameter replaced in place leaves a gap that untrusted marks report at once
+            return False  # a parameter replaced in place leaves a gap that the few hooks left show at once
         captured.compared = self._registrations[0]
         return (
             list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups))))

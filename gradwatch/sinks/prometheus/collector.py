@@ -1,4 +1,4 @@
-"""gradwatch inside somebody's own prometheus_client registry."""
+"""gradwatch inside a prometheus_client registry of the user's."""
 
 from __future__ import annotations
 

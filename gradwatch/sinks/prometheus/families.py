@@ -219,7 +219,7 @@ def _by_component(values: Mapping[str, float]) -> Iterable[Value]:
 
 
 def _of_process(view: View, name: str) -> Iterable[Value]:
-    """Absent where nobody counts: in what a journal gives back."""
+    """Absent where it is not counted: in what a journal gives back."""
     return _one(view.process[name]) if name in view.process else []
 
 
@@ -240,7 +240,7 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
     "gradwatch_process_grad_calls_total": lambda view: _of_process(view, "grad_calls"),
     "gradwatch_process_clips_total": lambda view: _of_process(view, "clips"),
     "gradwatch_rule_inactive": lambda view: [(pair, 1) for pair in view.inactive.items()],
-    # Nobody is attached with a rule file that did not load; reloading changes this from here on.
+    # No session has a rule file that did not load; reloading changes this from here on.
     "gradwatch_config_last_reload_successful": lambda _: _one(1),
 }
 

@@ -2,7 +2,7 @@
 
 Only that: https://prometheus.io/docs/practices/pushing says why nothing else should be pushed. What the gateway
 has it keeps for ever, so a run takes away what an earlier attempt of its own rank left; after that, delete the group
-`/metrics/job/gradwatch/run_id/RUN/rank/RANK` when nobody needs it any more.
+`/metrics/job/gradwatch/run_id/RUN/rank/RANK` when it is not needed any more.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class RunTotals:
 
 
 def _nonfinite_elements(snapshot: Snapshot) -> int:
-    """NaN and Inf elements of this step; one for each non-finite norm where nobody counted elements."""
+    """NaN and Inf elements of this step; one for each non-finite norm where elements were not counted."""
     counted = snapshot.columns.get("nonfinite")
     if counted is not None:
         values = counted.values[counted.present]

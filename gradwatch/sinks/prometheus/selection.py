@@ -19,7 +19,7 @@ ParamsMode = Literal["off", "worst", "match", "all"]
 MODES: tuple[ParamsMode, ...] = get_args(ParamsMode)
 
 REVIEW_STEPS = 100
-"""Steps between two looks at whether somebody is much worse than those who have a seat."""
+"""Steps between two looks at whether a series is much worse than those that have a seat."""
 _MUCH_WORSE = math.log(2.0)
 _NEWCOMERS = 5
 """Parameters one step may bring in because their gradient is not finite: the deepest, the first causes."""
@@ -50,10 +50,10 @@ class SeriesBudget:
 class Selection:
     """The choice for one optimizer, by mode:
 
-    `off` nobody · `all` everybody · `match` those whose name matches a glob · `worst` `top_k` seats, half of
+    `off` none · `all` every series · `match` those whose name matches a glob · `worst` `top_k` seats, half of
     them for the largest norms and half for the smallest rms among weight matrices (biases before a
     normalisation are rightly near zero), and beside them whoever a firing rule names or has a non-finite
-    gradient. One seat a side may change hands per 100 steps, for somebody at least twice as far out.
+    gradient. One seat a side may change hands per 100 steps, for a series at least twice as far out.
     """
 
     def __init__(self, mode: ParamsMode, top_k: int, match: Sequence[str], budget: SeriesBudget) -> None:
@@ -135,7 +135,7 @@ class Selection:
         )
 
     def _reseat(self, side: str, seats: int, badness: NDArray[np.float64]) -> bool:
-        """`badness[S]`: larger is further out, −inf is nobody's concern."""
+        """`badness[S]`: larger is further out, −inf is never selected."""
         seated, changed = self._seats[side], False
         held = {self._index[name] for name in seated}
         furthest = np.argsort(badness, kind="stable")[::-1][: seats + len(held)]

@@ -147,7 +147,7 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Stop serving, free the port, take `endpoint-rank{rank}.json` away."""
-        # Off the list first: a scrape that finds nobody at home would look like a death.
+        # Off the list first: a scrape that finds no server would look like a death.
         target, self._target_file = self._target_file, None
         if target is not None:
             remove_target(target)

@@ -1,7 +1,7 @@
 """Discovery by file: each training process puts itself on Prometheus' list of targets (`file_sd_configs`).
 
-One file a process, so nobody has to lock anything. It goes at a clean exit, at once. A process that was killed
-stays on the list, so that `up == 0` can alert, and is taken off 15 minutes after somebody noticed.
+One file a process, so no lock is needed. It goes at a clean exit, at once. A process that was killed
+stays on the list, so that `up == 0` can alert, and is taken off 15 minutes after that was noticed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _entries(directory: str) -> list[Path]:
 
 
 def _labels(path: str) -> dict[str, str]:
-    """The labels of an entry; empty where the file is gone, half-written or somebody else's."""
+    """The labels of an entry; empty where the file is gone, half-written or another program's."""
     try:
         return {str(key): str(value) for key, value in _groups(path)[0]["labels"].items()}
     except _NOT_AN_ENTRY:

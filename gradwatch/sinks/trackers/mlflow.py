@@ -79,7 +79,7 @@ class MLflowSink(Tracker):
         self._owns = self._owns or not self._run_id
         if not self._run_id:
             home = self._home(self._client)
-            # A name of ours: MLflow would draw one from Python's generator.
+            # A name made by gradwatch: MLflow would draw one from Python's generator.
             name = f"gradwatch-{run.run_id}"
             self._run_id = self._client.create_run(home, run_name=name).info.run_id
         self._client.set_tag(self._run_id, "gradwatch.run_id", run.run_id)
@@ -127,7 +127,7 @@ class MLflowSink(Tracker):
 def _without_telemetry() -> Iterator[None]:
     """Import MLflow in here, where the script has not: its telemetry would draw from Python's generator in a thread.
 
-    And nobody asked for it. Where the environment says something of it, that holds.
+    And it was not asked for. Where the environment says something of it, that holds.
     """
     unsaid = _TELEMETRY not in os.environ
     if unsaid:

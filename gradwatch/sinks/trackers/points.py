@@ -34,7 +34,7 @@ _WORDS = {"failed": "action failed"}
 class Note:
     """Something that happened at a step: a rule fires or is resolved, its action failed, a cause was found.
 
-    `notify` is True where somebody should be told: a rule begins to fire.
+    `notify` is True where a person should be notified: a rule begins to fire.
     """
 
     rule: str

@@ -1,6 +1,6 @@
 """Weights & Biases: a run of gradwatch's own, beside the script's.
 
-Never the script's run: a `log` of ours would move its step counter, and W&B drops what is then logged with a step
+Never the script's run: a `log` by gradwatch would move its step counter, and W&B drops what is then logged with a step
 below it.
 """
 
@@ -28,7 +28,7 @@ class WandbSink(Tracker):
     (`WANDB_MODE`, `wandb offline`). The x axis is the optimizer step. Rules that begin or cease to fire are texts under
     `gradwatch/event`; with `alerts` W&B also alerts, at most once a minute and rule.
 
-    NaN and Inf are logged as they are; the counter `gradwatch/nonfinite_steps_total` stands beside. Nobody is
+    NaN and Inf are logged as they are; the counter `gradwatch/nonfinite_steps_total` stands beside. No one is
     asked for a key: without one the sink is down, and `Health` says so. Closing waits at most 10 s; W&B itself goes
     on with what is left when the interpreter exits. Needs the extra `wandb`.
     """
