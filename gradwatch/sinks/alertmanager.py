@@ -41,7 +41,7 @@ class AlertmanagerSink:
     """Posts every rule that fires to the Alertmanager at `url`, and again while it fires.
 
     An alert lasts at least `hold_seconds`: one that is over before Alertmanager's `group_wait` would reach
-    no receiver. It is renewed every `renew_seconds`; of a process that was killed Alertmanager resolves it after its own
+    no receiver. It is renewed every `renew_seconds`; of a killed process Alertmanager resolves it after its own
     `resolve_timeout` (5 minutes unless configured).
     `labels` are added to every alert. `runbooks` and `dashboard` are URLs for the links; the alert's name and
     `?var-run_id=` are appended. `token_file` holds a bearer token.
