@@ -13,15 +13,22 @@ Axes: K series, T steps.
 from __future__ import annotations
 
 import json
+import math
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample, State, breaches
-from gradwatch.policies import Policy
+from gradwatch.policies import ElementwisePolicy, Policy
+from gradwatch.policies.norm import clip_coefficients
+from gradwatch.policies.norm_bound import at_site, factor_of
 from gradwatch.records.snapshot import BoolArray, FloatArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SERIES = 7
 STEPS = 60
@@ -237,8 +244,15 @@ def _equal(left: Iterable[FloatArray | BoolArray], right: Iterable[FloatArray | 
     return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
 
 
-def check_policy(policy: Policy, seed: int = 0) -> None:
-    """Run every law on one clip policy; the first that does not hold raises `AssertionError`."""
+def check_policy(policy: Policy | ElementwisePolicy, seed: int = 0) -> None:
+    """Run every law on one clip policy; the first that does not hold raises `AssertionError`.
+
+    Those of an elementwise policy need torch.
+    """
+    if isinstance(policy, ElementwisePolicy):
+        for shape_law in ELEMENTWISE_LAWS:
+            shape_law(policy, seed)
+        return
     for law in POLICY_LAWS:
         law(policy, seed)
 
@@ -359,6 +373,103 @@ def law_policy_nonfinite(policy: Policy, seed: int) -> None:
         assert _equal(state, expected), "nonfinite: NaN is not the same as missing"
 
 
+def law_policy_bound(policy: Policy, seed: int) -> None:
+    """Inside the backward (`bound`) every norm gets the factor that it gets at the step (`coefficients`)."""
+    if not policy.works_in_backward():
+        return
+    roots = np.sqrt(np.random.default_rng(seed).integers(1, 100, SERIES)).astype(np.float64)
+    for cut in (0, 1, 30, 150):
+        state = taught(policy, draw_norms(seed, cut))
+        bound = policy.bound(state, roots)
+        for norms, _ in draw_norms(seed + 1):
+            quantity = norms / roots if policy.of == "rms" else norms
+            at_step = policy.coefficients(state, quantity, np.ones(SERIES, np.bool_))
+            inside = [factor_of(at_site((bound,), k), float(norm)) for k, norm in enumerate(norms)]
+            assert np.allclose(inside, at_step, rtol=1e-5, atol=0), f"bound: {inside}, at the step {at_step}"
+
+
+def law_policy_device(policy: Policy, seed: int) -> None:
+    """On a device (`constant_bound`) every norm gets the factor that it gets on the host."""
+    if not policy.works_on_device():
+        return
+    for norms, present in draw_norms(seed):
+        factors = policy.coefficients(policy.init(SERIES), norms, present)
+        on_device = clip_coefficients(norms, policy.constant_bound(), present)
+        assert np.allclose(on_device, factors, rtol=1e-5, atol=0), (
+            f"device: {on_device}, on the host {factors}"
+        )
+
+
+def draw_gradients(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Gradients and their weights, float32, of no, one, two and four dimensions and of many sizes of norm."""
+    import torch
+
+    source = torch.Generator().manual_seed(seed)
+    for shape in ((), (7,), (5, 3), (4, 3, 2, 2)):
+        for size in (1e-12, 1e-4, 1.0, 1e3):
+            grad = torch.randn(shape, generator=source, dtype=torch.float32) * size
+            yield grad, torch.randn(shape, generator=source, dtype=torch.float32)
+
+
+def law_shape_pure(policy: ElementwisePolicy, seed: int) -> None:
+    """`shape` writes to neither argument, gives the same result twice, and keeps the shape and the device."""
+    for grad, param in draw_gradients(seed):
+        given = grad.clone(), param.clone()
+        made = policy.shape(grad, param, 1.0, False).clone()
+        assert made.shape == grad.shape, f"pure: {tuple(grad.shape)} became {tuple(made.shape)}"
+        assert made.device == grad.device, f"pure: the result is on {made.device}"
+        assert made.equal(policy.shape(grad, param, 1.0, True)), "pure: two results differ"
+        assert grad.equal(given[0]), "pure: the gradient was written to"
+        assert param.equal(given[1]), "pure: the weights were written to"
+
+
+def law_shape_nonfinite(policy: ElementwisePolicy, seed: int) -> None:
+    """NaN and Inf pass as found, and the other rows are as without them (a vector is one row)."""
+    for odd in (math.nan, math.inf, -math.inf):
+        for grad, param in draw_gradients(seed):
+            poisoned = grad.clone()
+            poisoned.view(-1)[0] = odd
+            made = policy.shape(poisoned, param, 1.0, False)
+            assert np.array_equal(made.view(-1)[0].item(), odd, equal_nan=True), (
+                f"nonfinite: {odd} was changed"
+            )
+            if grad.dim() > 1:
+                clean = policy.shape(grad, param, 1.0, False)
+                assert made[1:].equal(clean[1:]), "nonfinite: other rows were touched"
+
+
+def law_shape_bounds(policy: ElementwisePolicy, seed: int) -> None:
+    """No element grows, unless it `transforms`; one that is `idle` changes nothing; a clamp clamps."""
+    for grad, param in draw_gradients(seed):
+        made = policy.shape(grad, param, 1.0, False)
+        grown = bool((made.abs() > grad.abs() * (1 + 1e-6)).any())
+        assert policy.transforms or not grown, "bounds: an element became larger"
+        assert not policy.idle(float(grad.norm())) or made.equal(grad), "bounds: idle, and yet changed"
+        most = policy.clamps_at()
+        assert most is None or made.equal(grad.clamp(-most, most)), "bounds: more than a clamp"
+
+
+def law_shape_scale(policy: ElementwisePolicy, seed: int) -> None:
+    """Of a gradient that carries a loss scale it makes the same, times the scale; also as a 0-dim tensor."""
+    import torch
+
+    for grad, param in draw_gradients(seed):
+        expected = policy.shape(grad, param, 1.0, False) * 1024.0
+        for scale in (1024.0, torch.tensor(1024.0)):
+            made = policy.shape(grad * 1024.0, param, scale, False)
+            assert torch.allclose(made, expected, rtol=1e-4, atol=0), (
+                "scale: the loss scale changes the result"
+            )
+
+
+ELEMENTWISE_LAWS: tuple[Callable[[ElementwisePolicy, int], None], ...] = (
+    law_shape_pure,
+    law_shape_nonfinite,
+    law_shape_bounds,
+    law_shape_scale,
+)
+"""What `check_policy` runs on a policy that treats elements or rows apart."""
+
 POLICY_LAWS: tuple[PolicyLaw, ...] = (
     law_policy_pure,
     law_policy_shape,
@@ -367,5 +478,7 @@ POLICY_LAWS: tuple[PolicyLaw, ...] = (
     law_policy_permutation,
     law_policy_untouched,
     law_policy_nonfinite,
+    law_policy_bound,
+    law_policy_device,
 )
 """What `check_policy` runs, in this order."""

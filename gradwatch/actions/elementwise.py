@@ -1,10 +1,10 @@
-"""Clip policies that treat the elements or the rows of a gradient apart: `value`, `agc`, `centralize`.
+"""Clip policies that treat the elements or the rows of a gradient apart, carried out.
 
 What happens to a parameter that several policies of `clip:` cover, these and those that make one factor of a norm:
 
-1. `centralize` comes first, being a transformation and no bound: the rest works on its result.
+1. Those that transform and do not bound (`centralize`) come first: the rest works on their result.
 2. Every other policy makes its candidate from that one gradient, none from another's result. The factors come from
-   norms as found at the boundary, before `centralize`, which can only lower them: bounds still hold.
+   norms as found at the boundary, before that; `centralize` can only lower them, so bounds still hold.
 3. Of the candidates each element takes the one of smallest magnitude. So the strictest wins, once, and the order in
    the file never matters.
 
@@ -26,13 +26,10 @@ import torch
 from torch import Tensor
 
 from gradwatch.errors import GradwatchError
-from gradwatch.policies import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
+from gradwatch.policies import ElementwisePolicy
 from gradwatch.reading import foreach
-from gradwatch.reading.layouts import REDUCED, local
+from gradwatch.reading.layouts import local
 from gradwatch.records.snapshot import BoolArray
-
-LEAST = 1e-6
-"""The least that a row's gradient norm is taken for, as in timm and optax; it only keeps from dividing by 0."""
 
 Scale = float | Tensor
 
@@ -71,10 +68,10 @@ class Elementwise:
                 continue
             self._check_dense(k, grad)
             finite, factor = norms is not None and math.isfinite(norms[k]), factors.get(k, 1.0)
-            only = policies[0]
+            clamp = policies[0].clamps_at() if len(policies) == 1 else None
             whole = isinstance(factor, float) and factor >= 1.0 and isinstance(scale, float)
-            if finite and whole and len(policies) == 1 and isinstance(only, ClipByValue):
-                plain.setdefault(only.clip_value, []).append(k)
+            if finite and whole and clamp is not None:
+                plain.setdefault(clamp, []).append(k)
             else:
                 found[k] = shaped(grad, local(params[k].detach()), policies, factor, scale, finite)
         for bound, members in plain.items():
@@ -103,54 +100,13 @@ def shaped(
     `finite`: every element is known to be.
     """
     base = grad
-    if any(isinstance(policy, Centralize) for policy in policies):
-        base = centralized(grad)
-    made = (_candidate(policy, base, param, scale, finite) for policy in policies)
-    candidates = [candidate for candidate in made if candidate is not None]
+    for policy in policies:
+        if policy.transforms:
+            base = policy.shape(base, param, scale, finite)
+    candidates = [policy.shape(base, param, scale, finite) for policy in policies if not policy.transforms]
     if not candidates or isinstance(factor, Tensor) or factor < 1.0:  # else every candidate is smaller
         candidates.append(base if isinstance(factor, float) and factor == 1.0 else base * factor)
     smallest = candidates[0]
     for candidate in candidates[1:]:
         smallest = torch.where(candidate.abs() < smallest.abs(), candidate, smallest)
     return smallest
-
-
-def _candidate(
-    policy: ElementwisePolicy, grad: Tensor, param: Tensor, scale: Scale, finite: bool
-) -> Tensor | None:
-    if isinstance(policy, ClipByValue):
-        return clamped(grad, policy.clip_value * scale, finite)
-    if isinstance(policy, AdaptiveGradientClip):
-        return by_rows(grad, param, policy.ratio, policy.eps, scale)
-    return None
-
-
-def clamped(grad: Tensor, bound: Scale, finite: bool = False) -> Tensor:
-    """Every element within ±bound, but those that are not finite as found; `torch.nn.utils.clip_grad_value_`."""
-    inside = torch.clamp(grad, -bound, bound)  # type: ignore[arg-type]  # both numbers, or both tensors
-    return inside if finite else torch.where(torch.isfinite(grad), inside, grad)
-
-
-def by_rows(grad: Tensor, param: Tensor, ratio: float, eps: float, scale: Scale = 1.0) -> Tensor:
-    """Each row's norm at most ratio·max(‖row of the parameter‖, eps); `adaptive_clip_grad` of timm and optax."""
-    most = row_norms(param).clamp(min=eps) * ratio * scale
-    norms = row_norms(grad)
-    clipped = grad * (most / norms.clamp(min=LEAST))
-    return torch.where((norms > most) & torch.isfinite(norms), clipped, grad)
-
-
-def row_norms(tensor: Tensor) -> Tensor:
-    """The L2 norm of what each index of the first dimension selects, broadcastable; of all for a vector or scalar."""
-    dtype = torch.float32 if tensor.dtype in REDUCED else None
-    dims = tuple(range(1, tensor.dim())) if tensor.dim() > 1 else None
-    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=dims is not None, dtype=dtype)
-    return norms
-
-
-def centralized(grad: Tensor) -> Tensor:
-    """Less the mean over all dimensions but the first; as found with one dimension or none, or no finite mean."""
-    if grad.dim() < 2:
-        return grad
-    dtype = torch.float32 if grad.dtype in REDUCED else None
-    mean = grad.mean(dim=tuple(range(1, grad.dim())), keepdim=True, dtype=dtype)
-    return grad - torch.where(torch.isfinite(mean), mean, torch.zeros_like(mean))

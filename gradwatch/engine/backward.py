@@ -6,17 +6,14 @@ Axes: S sites (parameters, then modules), K series of one rule.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.level import LevelState
 from gradwatch.engine.baseline_bounds import bounds_of_rules, own_state
-from gradwatch.engine.clipping import BoundPolicy
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.engine.state import EngineState
-from gradwatch.policies import Baseline, BlockRMS, ClipByNorm, ElementwisePolicy, Normalize, State
+from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.snapshot import MODULE_COLUMNS, BoolArray
 from gradwatch.rules.model import Action, RuleSet
@@ -113,7 +110,8 @@ def bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
     found = bounds_of_rules(plan, state)
     if plan.clipping.at == "backward":
         for policy, known in zip(plan.clipping.policies, state.clips, strict=True):
-            found.append(_spread(_of_policy(policy, known), policy.index, len(plan.sites)))
+            bound = policy.policy.bound(known, policy.roots)
+            found.append(_spread(bound, policy.index, len(plan.sites)))
     return tuple(found)
 
 
@@ -150,28 +148,3 @@ def _spread(bound: Bound, index: NDArray[np.intp], size: int) -> Bound:
     low, high, target = np.full(size, -np.inf), np.full(size, np.inf), np.full(size, np.inf)
     low[index], high[index], target[index] = bound.low, bound.high, bound.target
     return bound._replace(low=low, high=high, target=target)
-
-
-def _of_policy(one: BoundPolicy, state: State) -> Bound:
-    """What a policy comes to at its own sites, one series each."""
-    policy, size = one.policy, len(one.index)
-    free = np.full(size, -np.inf)
-    if isinstance(policy, ClipByNorm):
-        most = np.full(size, policy.max_norm)
-        return Bound(free, most, most)
-    if isinstance(policy, BlockRMS):
-        return Bound(free, policy.threshold * one.roots, policy.threshold * one.roots, eps=0.0)
-    if isinstance(policy, Normalize):
-        return _normalizing(policy, size)
-    assert isinstance(policy, Baseline)  # refused when the file was read
-    level = cast(LevelState, state)
-    return Bound(free, policy.limits(level), policy.bounds(level))
-
-
-def _normalizing(policy: Normalize, size: int) -> Bound:
-    always = policy.low is None and policy.high is None
-    low = np.inf if always else 0.0 if policy.low is None else policy.low
-    high = -np.inf if always else np.inf if policy.high is None else policy.high
-    return Bound(
-        np.full(size, low), np.full(size, high), np.full(size, policy.target), policy.eps, enlarges=True
-    )

@@ -23,10 +23,7 @@ from numpy.typing import NDArray
 from gradwatch.engine.series import group_masks
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import (
-    AdaptiveGradientClip,
     AnyPolicy,
-    AutoClip,
-    ClipByNorm,
     ElementwisePolicy,
     Policy,
     State,
@@ -198,9 +195,6 @@ def _learned(
         return state
 
 
-MOST_REMEMBERED = 1 << 24
-"""Norms that one `autoclip` may remember: 64 MiB."""
-
 NO_CLIPPING = Clipping()
 """A rule file without `clip:`."""
 
@@ -220,10 +214,10 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
         if place == TOTAL and said.method == "norm" and said.params.get("scope", "total") == "total":
             max_norm = float(said.params["max_norm"])
         elif isinstance(policy, ElementwisePolicy):
-            mask = _reached(policy, mask, sites)
+            mask = policy.covered(mask, sites)
             if mask.any():
                 elementwise.append((policy, mask))
-        elif isinstance(policy, Policy) and mask.any():
+        elif isinstance(policy, Policy) and (mask := policy.covered(mask, sites)).any():
             found.append(_bound(place, policy, _scope(policy, said, place), mask, sites))
     return Clipping(max_norm, tuple(found), tuple(elementwise), clip.at)
 
@@ -237,7 +231,7 @@ def needs_host(clip: Clip | None) -> bool:
         return False
     said = (*clip.groups.values(), *(() if clip.total is None else (clip.total,)))
     classes = [find_policy(one.method) for one in said]
-    return any(cls is not None and issubclass(cls, Policy) and cls is not ClipByNorm for cls in classes)
+    return any(cls is not None and issubclass(cls, Policy) and not cls.works_on_device() for cls in classes)
 
 
 def clips_only_total(clip: Clip | None) -> bool:
@@ -263,17 +257,15 @@ def misfits(ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, str, str]]:
         if find_policy(said.method) is None:
             continue
         policy = make_policy(said)
-        if isinstance(policy, ElementwisePolicy) and mask.any() and not _reached(policy, mask, sites).any():
-            yield (
-                place,
-                "agc leaves the last layer alone, and nothing else is there",
-                "set `last_layer: true`",
-            )
-        if isinstance(policy, AutoClip) and mask.any():
-            series = len(_bound(place, policy, _scope(policy, said, place), mask, sites).names)
-            if series * policy.history > MOST_REMEMBERED:
-                advice = f"at most history: {max(1, MOST_REMEMBERED // series)} for so many, or another scope"
-                yield place, f"autoclip would remember {policy.history} norms of {series} series", advice
+        if not mask.any():
+            continue
+        covered = policy.covered(mask, sites)
+        series = int(covered.sum())
+        if isinstance(policy, Policy):
+            series = len(_bound(place, policy, _scope(policy, said, place), covered, sites).names)
+        misfit = policy.misfit(int(covered.sum()), series)
+        if misfit is not None:
+            yield place, *misfit
 
 
 def _covered(clip: Clip, ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, ClipPolicy, BoolArray]]:
@@ -285,21 +277,6 @@ def _covered(clip: Clip, ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, 
         masks = group_masks(ruleset.groups, sites)
         for name, said in clip.groups.items():
             yield f"groups.{name}", said, masks[name] & params
-
-
-def _reached(policy: ElementwisePolicy, mask: BoolArray, sites: Sites) -> BoolArray:
-    """What of the covered parameters a policy really treats."""
-    if isinstance(policy, AdaptiveGradientClip) and not policy.last_layer:
-        return mask & ~_of_last_layer(sites)
-    return mask
-
-
-def _of_last_layer(sites: Sites) -> BoolArray:
-    """bool[S]: the parameters of the module that registered the last one."""
-    depths = np.where([kind == "param" for kind in sites.kinds], sites.depths, -1)
-    modules = [name.rpartition(".")[0] for name in sites.names]
-    last = modules[int(np.argmax(depths))] if len(sites) else ""
-    return (depths >= 0) & np.array([module == last for module in modules], np.bool_)
 
 
 def _scope(policy: Policy, said: ClipPolicy, place: str) -> str:

@@ -1,6 +1,6 @@
 """Clip and rescale policies: how a norm becomes the multiplier of a gradient. numpy only; the hooks apply it.
 
-One file a method; `elementwise` names those that work on elements and rows, which torch carries out.
+One file a method; those on elements and rows stand in `elementwise`, and import torch when they are applied.
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ from gradwatch.policies.adagc import AdaGC
 from gradwatch.policies.autoclip import AutoClip
 from gradwatch.policies.baseline import Baseline
 from gradwatch.policies.block_rms import BlockRMS
-from gradwatch.policies.elementwise import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
+from gradwatch.policies.elementwise import AdaptiveGradientClip, Centralize, ClipByValue
 from gradwatch.policies.norm import ClipByNorm, clip_coefficient
 from gradwatch.policies.normalize import Normalize
-from gradwatch.policies.policy import POLICIES, AnyPolicy, Policy, State, find_policy, register_policy
+from gradwatch.policies.policy import (
+    POLICIES,
+    AnyPolicy,
+    ElementwisePolicy,
+    Policy,
+    State,
+    find_policy,
+    register_policy,
+)
 from gradwatch.policies.zclip import ZClip
 
 __all__ = [

@@ -14,6 +14,8 @@ from gradwatch.policies.policy import Coefficients, Count, Floats, Policy, State
 from gradwatch.records.snapshot import BoolArray
 
 SMALLEST = 16  # rows; doubled until there are `history` of them
+MOST_REMEMBERED = 1 << 24
+"""Norms that one `autoclip` may remember: 64 MiB."""
 
 
 class AutoClipState(NamedTuple):
@@ -37,6 +39,13 @@ class AutoClip(Policy):
 
     percentile: Annotated[float, Field(gt=0, le=100)] = 10.0
     history: Count = 10_000
+
+    def misfit(self, covered: int, series: int) -> tuple[str, str] | None:
+        """Where it would remember more than `MOST_REMEMBERED` norms."""
+        if not covered or series * self.history <= MOST_REMEMBERED:
+            return None
+        advice = f"at most history: {max(1, MOST_REMEMBERED // series)} for so many, or another scope"
+        return f"autoclip would remember {self.history} norms of {series} series", advice
 
     def state_key(self) -> tuple[Any, ...]:
         """The same norms serve any percentile."""

@@ -10,6 +10,7 @@ import numpy as np
 from gradwatch.detectors import Sample, Spike
 from gradwatch.detectors.level import LARGEST_EXPONENT, LevelState, deviation
 from gradwatch.policies.norm import clip_coefficients
+from gradwatch.policies.norm_bound import Bound
 from gradwatch.policies.policy import (
     Coefficients,
     Count,
@@ -71,6 +72,11 @@ class Baseline(Policy):
     def limits(self, state: LevelState) -> Floats:
         """float64[K]: the norm above which z > `above`; inf during warm-up."""
         return self._spike.limit(state)
+
+    def bound(self, state: State, roots: Floats) -> Bound:
+        """At `bounds`, for norms above `limits`."""
+        level = cast(LevelState, state)
+        return Bound(np.full(len(roots), -np.inf), self.limits(level), self.bounds(level))
 
     def learn(self, state: State, norms: Floats, present: BoolArray) -> LevelState:
         """As the detector: winsorised at 3σ̂."""

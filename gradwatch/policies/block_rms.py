@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from gradwatch.policies.norm_bound import Bound
 from gradwatch.policies.policy import (
     Coefficients,
     Floats,
@@ -38,3 +39,8 @@ class BlockRMS(Policy):
         """`norms[K]` are root mean squares here."""
         found = np.where(finite(norms, present), norms, 0.0)
         return (1.0 / np.maximum(1.0, found / self.threshold)).astype(np.float32)
+
+    def bound(self, state: State, roots: Floats) -> Bound:
+        """A norm of threshold·√numel."""
+        most = self.threshold * roots
+        return Bound(np.full(len(roots), -np.inf), most, most, eps=0.0)

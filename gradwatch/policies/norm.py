@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradwatch.policies.norm_bound import Bound
 from gradwatch.policies.policy import (
     LARGEST,
     Coefficients,
@@ -43,6 +44,15 @@ class ClipByNorm(Policy):
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
         """As `clip_coefficient`, for K norms."""
         return clip_coefficients(norms, self.max_norm, present)
+
+    def bound(self, state: State, roots: Floats) -> Bound:
+        """At most `max_norm`."""
+        most = np.full(len(roots), self.max_norm)
+        return Bound(np.full(len(roots), -np.inf), most, most)
+
+    def constant_bound(self) -> float:
+        """`max_norm`."""
+        return self.max_norm
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> np.float32:

@@ -60,7 +60,7 @@ class OneBound:
             return float(wide if self.enlarges else min(np.float32(1), wide))
         with np.errstate(over="ignore"):
             found = np.float32(1) / (np.float32(norm) + np.float32(self.eps)) * np.float32(self.target)
-        return float(found if self.enlarges else min(np.float32(1), found))
+        return float(min(np.float32(LARGEST if self.enlarges else 1), found))
 
 
 def factor_of(bounds: tuple[OneBound, ...], norm: float) -> float:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradwatch.policies.norm_bound import Bound
 from gradwatch.policies.policy import (
     LARGEST,
     Coefficients,
@@ -49,3 +50,12 @@ class Normalize(Policy):
             meant &= (norms < low) | (norms > high)
         factors = self.target / (np.where(meant, norms, 1.0) + self.eps)
         return np.where(meant, np.minimum(factors, LARGEST), 1.0).astype(np.float32)
+
+    def bound(self, state: State, roots: Floats) -> Bound:
+        """Outside [low, high], or everywhere: an interval that no norm is in."""
+        always = self.low is None and self.high is None
+        low = np.inf if always else 0.0 if self.low is None else self.low
+        high = -np.inf if always else np.inf if self.high is None else self.high
+        size = len(roots)
+        target = np.full(size, self.target)
+        return Bound(np.full(size, low), np.full(size, high), target, self.eps, enlarges=True)

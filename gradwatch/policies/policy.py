@@ -1,10 +1,13 @@
 """What a clip policy is, and the registry of methods that `clip:` can name.
 
-A policy is a frozen dataclass of hyper-parameters. Those that make one factor of one norm are pure functions over
-K series at once, numpy only: `init(count) -> state`, `coefficients(state, norms, present) -> float32[K]`,
+A policy is a frozen dataclass of hyper-parameters. Those that make one factor of one norm (`Policy`) are pure functions
+over K series at once, numpy only: `init(count) -> state`, `coefficients(state, norms, present) -> float32[K]`,
 `learn(state, norms, present) -> state`. K is the number of parameters where `scope` is param, and the number of
-groups (one for the whole) where it is group or total. Those that treat elements or rows apart are named in
-`gradwatch.policies.elementwise` and carried out by `gradwatch.actions.elementwise`.
+groups (one for the whole) where it is group or total. Those that treat elements or rows apart (`ElementwisePolicy`)
+make a new gradient of one parameter's.
+
+What a policy can do beside that it says itself, and all else asks it: `bound`, so that a hook inside the backward can
+carry it out; `constant_bound`, so that a device can; `covered`; `misfit`.
 
 Axes: K series.
 """
@@ -12,15 +15,19 @@ Axes: K series.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from gradwatch.errors import GradwatchError
-from gradwatch.records.snapshot import BoolArray
+from gradwatch.policies.norm_bound import Bound
+from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.runtime.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ENTRY_POINT_GROUP = "gradwatch.policies"
 
@@ -45,6 +52,19 @@ class AnyPolicy:
 
     method: ClassVar[str]
 
+    @classmethod
+    def works_in_backward(cls) -> bool:
+        """Whether a hook that sees one parameter's gradient can carry the policy out (`at: backward`)."""
+        return False
+
+    def covered(self, mask: BoolArray, sites: Sites) -> BoolArray:
+        """bool[S]: which of the parameters of `mask` the policy really treats."""
+        return mask
+
+    def misfit(self, covered: int, series: int) -> tuple[str, str] | None:
+        """(reason, advice) where it cannot work on so many covered parameters in so many series; None where it can."""
+        return None
+
 
 class Policy(AnyPolicy):
     """A method that multiplies the gradients of one series by one factor made of their norm.
@@ -63,6 +83,27 @@ class Policy(AnyPolicy):
     scoped: ClassVar[bool] = True
     enlarges: ClassVar[bool] = False
 
+    @classmethod
+    def works_in_backward(cls) -> bool:
+        """Where the class has a `bound`."""
+        return cls.bound is not Policy.bound
+
+    @classmethod
+    def works_on_device(cls) -> bool:
+        """Whether a device can carry it out by itself: the class has a `constant_bound`."""
+        return cls.constant_bound is not Policy.constant_bound
+
+    def bound(self, state: State, roots: Floats) -> Bound:
+        """What the policy comes to as a bound on K norms; `roots[K]` are √numel of the series, for bounds on an rms.
+
+        Within it the factor is 1; outside it is as `coefficients` says. Asked only where each series is a parameter.
+        """
+        raise NotImplementedError
+
+    def constant_bound(self) -> float:
+        """The number c of a policy whose factor is always min(1, c / (norm + 1e-6)): a device needs no more."""
+        raise NotImplementedError
+
     def state_key(self) -> tuple[Any, ...]:
         """What decides the meaning of a saved state: one with another key is not restored."""
         return (self.method, *(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
@@ -78,6 +119,42 @@ class Policy(AnyPolicy):
     def learn(self, state: State, norms: Floats, present: BoolArray) -> State:
         """The state after this step's norms. Never writes `state`; asked only of steps the optimizer takes."""
         return state
+
+
+class ElementwisePolicy(AnyPolicy):
+    """A method that makes a new gradient of one parameter's, and remembers nothing.
+
+    Class-level facts: `rowwise` whether it looks at whole rows, which a sharded parameter may not have; `transforms`
+    whether it comes before all others, which then work on its result (False: it bounds, and where several policies
+    cover a parameter each element takes the smallest).
+    """
+
+    __slots__ = ()
+
+    rowwise: ClassVar[bool] = False
+    transforms: ClassVar[bool] = False
+
+    @classmethod
+    def works_in_backward(cls) -> bool:
+        """Always: it needs one parameter only."""
+        return True
+
+    def shape(self, grad: Tensor, param: Tensor, scale: float | Tensor, finite: bool) -> Tensor:
+        """A new tensor, or `grad` where nothing is changed; neither argument is written to.
+
+        `grad` is dense and carries the loss scale `scale` (a number, or a 0-dim tensor where the host does not know
+        it: nothing may wait for it); `param` are the weights. `finite`: every element is known to be. What is not
+        finite must pass as found, and spread to no other element.
+        """
+        raise NotImplementedError
+
+    def clamps_at(self) -> float | None:
+        """c where `shape` clamps every element to ±c·scale and does no more, so that many take one call; else None."""
+        return None
+
+    def idle(self, norm: float) -> bool:
+        """Whether a gradient of this L2 norm surely passes as found, and need not be looked at."""
+        return False
 
 
 def usable(norms: Floats, present: BoolArray) -> BoolArray:
@@ -103,19 +180,19 @@ def register_policy(cls: P) -> P:
     """
     if not isinstance(getattr(cls, "method", None), str):
         raise GradwatchError(f"{cls!r} lacks the name of its clip method: `method: ClassVar[str] = ...`")
-    if cls.method not in POLICIES and not _carried_out(cls):
+    if cls.method not in POLICIES and not _does_something(cls):
         raise GradwatchError(
-            f"{cls!r} would not be carried out: of the policies on elements and rows only gradwatch's own are; derive "
-            "from gradwatch.policies.Policy, which makes one factor of a norm, or from one of those"
+            f"{cls!r} would change no gradient: give it `coefficients` (derived from gradwatch.policies.Policy) or "
+            "`shape` (derived from gradwatch.policies.ElementwisePolicy)"
         )
     POLICIES.register(cls.method, cls)
     return cls
 
 
-def _carried_out(cls: type[AnyPolicy]) -> bool:
-    """Whether the class makes factors of norms, or is one (or a subclass of one) that gradwatch.actions knows."""
-    own = (base for base in cls.__mro__ if base.__module__.startswith("gradwatch.policies."))
-    return issubclass(cls, Policy) or any("method" in vars(base) for base in own)
+def _does_something(cls: type[AnyPolicy]) -> bool:
+    if issubclass(cls, Policy):
+        return cls.coefficients is not Policy.coefficients
+    return issubclass(cls, ElementwisePolicy) and cls.shape is not ElementwisePolicy.shape
 
 
 def find_policy(method: str) -> type[AnyPolicy] | None:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwatch.actions.elementwise import Elementwise, by_rows, centralized, clamped, row_norms, shaped
+from gradwatch.actions.elementwise import Elementwise, shaped
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
+from gradwatch.policies.elementwise import by_rows, centralized, clamped, row_norms
 
 POLICIES: tuple[ElementwisePolicy, ...] = (
     ClipByValue(0.3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,15 +16,18 @@ from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.policies import (
     POLICIES,
     AdaGC,
+    AdaptiveGradientClip,
     AnyPolicy,
     AutoClip,
     Baseline,
     BlockRMS,
+    Centralize,
     ClipByNorm,
     ClipByValue,
     ElementwisePolicy,
     Normalize,
     Policy,
+    State,
     ZClip,
     clip_coefficient,
     find_policy,
@@ -31,11 +35,14 @@ from gradwatch.policies import (
 )
 from gradwatch.policies import policy as registry
 from gradwatch.policies.norm import clip_coefficients
+from gradwatch.policies.policy import Coefficients, Floats
+from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.model import ClipPolicy
-from gradwatch.testing import POLICY_LAWS, PolicyLaw, check_policy
+from gradwatch.testing import ELEMENTWISE_LAWS, POLICY_LAWS, PolicyLaw, check_policy
 
 torch = pytest.importorskip("torch")
+Tensor = torch.Tensor
 
 finite_norms = st.one_of(st.floats(0, 2.0**127, width=32), st.floats(0, 16, width=32))
 
@@ -127,6 +134,53 @@ def test_every_policy_keeps_every_law(policy: Policy, law: PolicyLaw) -> None:
     """Pure, float32 and finite, resumable through JSON, permutable; NaN gets 1, is never learned, never spreads."""
     for seed in range(2):
         law(policy, seed)
+
+
+@pytest.mark.parametrize("law", ELEMENTWISE_LAWS, ids=lambda law: law.__name__.removeprefix("law_shape_"))
+@pytest.mark.parametrize(
+    "policy",
+    [ClipByValue(1e-3), ClipByValue(2.0), AdaptiveGradientClip(), AdaptiveGradientClip(0.5), Centralize()],
+    ids=repr,
+)
+def test_every_elementwise_policy_keeps_every_law(
+    policy: ElementwisePolicy, law: Callable[[ElementwisePolicy, int], None]
+) -> None:
+    """Writes to no argument, keeps what is not finite, bounds unless it transforms, and knows the loss scale."""
+    for seed in range(2):
+        law(policy, seed)
+
+
+class Broken(ElementwisePolicy):
+    """Breaks one law on elements in each way that the laws are there to notice."""
+
+    method = "broken"
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def shape(self, grad: Tensor, param: Tensor, scale: float | Tensor, finite: bool) -> Tensor:
+        if self.how == "writes":
+            return grad.mul_(0.5)
+        if self.how == "flattens":
+            return grad.view(-1)
+        if self.how == "spreads":
+            return grad / grad.norm().clamp(min=1.0)
+        if self.how == "grows":
+            return grad * 2
+        return grad.clamp(-1.0, 1.0) if self.how == "scale" else grad * 0.5
+
+    def idle(self, norm: float) -> bool:
+        return self.how == "idle"
+
+    def clamps_at(self) -> float | None:
+        return 1.0 if self.how == "clamps" else None
+
+
+@pytest.mark.parametrize("how", ["writes", "flattens", "spreads", "grows", "scale", "idle", "clamps"])
+def test_a_policy_on_elements_that_breaks_a_law_is_found(how: str) -> None:
+    """`check_policy` says which."""
+    with pytest.raises(AssertionError, match=r"pure|nonfinite|bounds|scale"):
+        check_policy(Broken(how))
 
 
 class Forgetful(Policy):
@@ -228,6 +282,9 @@ def test_a_method_of_another_package_is_found_by_its_entry_point(monkeypatch: py
         method: ClassVar[str] = "halve"
         most: registry.Positive = 1.0
 
+        def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
+            return np.where(present & (norms > self.most), 0.5, 1.0).astype(np.float32)
+
     class Entry:
         def load(self) -> type[AnyPolicy]:
             return Halve
@@ -253,17 +310,24 @@ def test_elementwise_methods_are_in_the_registry_too() -> None:
     assert len(POLICIES) == 10
 
 
-def test_a_policy_on_elements_that_nothing_would_carry_out_is_refused() -> None:
-    """It would be accepted in a rule file and change no gradient; one that is of a known kind is taken."""
+def test_a_policy_that_would_change_no_gradient_is_refused() -> None:
+    """It would be accepted in a rule file and do nothing; one derived from a known one is taken."""
 
     class Halve(ElementwisePolicy):
+        method = "halve"
+
+    class Idle(Policy):
+        method = "halve"
+
+    class Neither(AnyPolicy):
         method = "halve"
 
     class Tighter(ClipByValue):
         method = "tighter"
 
-    with pytest.raises(GradwatchError, match="would not be carried out"):
-        register_policy(Halve)
+    for cls in (Halve, Idle, Neither):
+        with pytest.raises(GradwatchError, match="would change no gradient: give it `coefficients`"):
+            register_policy(cls)
     assert "halve" not in POLICIES
     assert register_policy(Tighter) is Tighter
     del POLICIES["tighter"]

@@ -22,7 +22,7 @@ from pytorch_optimizer import agc as reference_agc
 from pytorch_optimizer import centralize_gradient
 from torch import Tensor, nn
 
-from gradwatch.actions.elementwise import by_rows, centralized, clamped, shaped
+from gradwatch.actions.elementwise import shaped
 from gradwatch.detectors import Sample, Spike
 from gradwatch.policies import (
     AdaGC,
@@ -37,6 +37,7 @@ from gradwatch.policies import (
     Policy,
     ZClip,
 )
+from gradwatch.policies.elementwise import by_rows, centralized, clamped
 
 SHAPES = ((5, 3), (7,), (4, 3, 2, 2), (), (2, 6), (1, 1), (3, 4, 2, 2, 2))
 HERE = np.ones(1, np.bool_)

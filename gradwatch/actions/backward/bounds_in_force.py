@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwatch.actions.backward.norms_before import Acted
 from gradwatch.actions.elementwise import Elementwise, shaped
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.policies.norm_bound import Bound, OneBound, at_site, factor_of
+from gradwatch.policies.norm_bound import LARGEST, Bound, OneBound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.plan import SMALL
@@ -246,7 +246,7 @@ def factor_on_device(bounds: tuple[OneBound, ...], norm: Tensor) -> Tensor:
     found = torch.full_like(known, math.inf)
     for one in bounds:
         factor = torch.reciprocal(known + one.eps) * one.target
-        factor = factor if one.enlarges else factor.clamp(max=1.0)
+        factor = factor.clamp(max=LARGEST if one.enlarges else 1.0)
         speaks = (known > one.high) | (known < one.low) if one.low > 0 else known > one.high
         found = torch.where(speaks & (known > 0), torch.minimum(found, factor), found)
     return torch.where(torch.isinf(found), torch.ones_like(found), found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradwatch.policies import POLICIES, find_policy
+from gradwatch.policies import POLICIES, AnyPolicy, find_policy
 from gradwatch.rules.files.check import check
-from gradwatch.rules.files.schema import BACKWARD_METHODS, ClipEntry, policy_model
+from gradwatch.rules.files.schema import ClipEntry, policy_model
 from gradwatch.rules.model import Clip, ClipPolicy
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, quoted, shown, without
 
@@ -71,15 +71,15 @@ def _policy(node: Node | None, at_mark: Mark, place: str, at: str, problems: Pro
         if params["scope"] == "total" and place == "group":
             message = "a policy of a group covers that group, not the total"
             problems.add(node.key_mark("scope"), "GW212", message, "use `scope: group`, or leave it out")
-    _possible_policy(method, params, node, at, problems)
+    _possible_policy(policy, method, params, node, at, problems)
     return ClipPolicy(method.text, params)
 
 
 def _possible_policy(
-    method: Scalar, params: Mapping[str, Any], node: Map, at: str, problems: Problems
+    policy: type[AnyPolicy], method: Scalar, params: Mapping[str, Any], node: Map, at: str, problems: Problems
 ) -> None:
-    local = method.text in BACKWARD_METHODS and params.get("scope", "param") == "param"
-    if at == "backward" and not local:
+    alone = params.get("scope", "param") == "param"
+    if at == "backward" and not (alone and policy.works_in_backward()):
         message = f"method '{method.text}' over more than one parameter cannot work in the backward"
         problems.add(method.mark, "GW206", message, "use `at: step`, or `scope: param`")
     low, high = params.get("low"), params.get("high")

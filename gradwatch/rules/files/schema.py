@@ -255,9 +255,6 @@ def policy_model(cls: type[AnyPolicy]) -> type[BaseModel]:
     return model
 
 
-BACKWARD_METHODS = frozenset({"value", "norm", "agc", "baseline", "normalize", "centralize", "block_rms"})
-"""Methods that need one parameter only and can therefore work in its backward hook."""
-
 # --- detectors ---------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
-from gradwatch.policies import ClipByNorm
 from gradwatch.records.snapshot import Decision, Record, Sites
 
 ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
@@ -67,9 +66,9 @@ def clip_section_of(
     if clipping.at == "backward":
         return None
     bounds = tuple(
-        NormBound(one.policy.max_norm, tuple(tuple(members) for members in one.members()))
+        NormBound(one.policy.constant_bound(), tuple(tuple(members) for members in one.members()))
         for one in clipping.policies
-        if isinstance(one.policy, ClipByNorm)
+        if one.policy.works_on_device()
     )
     elementwise = None
     if clipping.elementwise:
