@@ -28,12 +28,6 @@ SAMPLED = frozenset(
 )
 """Columns that cost a second look at whole tensors; see `Rule.bursts`."""
 
-SINK_KINDS: set[str] = {
-    *("prometheus", "journal", "log", "alertmanager", "textfile", "pushgateway"),
-    *("otlp", "wandb", "tensorboard", "mlflow"),
-}
-"""Sink kinds a rule file may name. Whoever registers a further sink adds its name here."""
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.rules.model import SINK_KINDS
+from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.spelling import did_you_mean
@@ -51,19 +51,6 @@ class Sink(Protocol):
 
 SinkFactory = Callable[..., Sink]
 
-_REGISTERED: dict[str, SinkFactory | str] = {
-    "alertmanager": "gradwatch.sinks.alertmanager:AlertmanagerSink",
-    "journal": "gradwatch.sinks.journal:JournalSink",
-    "log": "gradwatch.sinks.log:LogSink",
-    "mlflow": "gradwatch.sinks.trackers.mlflow:MLflowSink",
-    "otlp": "gradwatch.sinks.otlp:OTLPSink",
-    "prometheus": "gradwatch.sinks.prometheus.sink:PrometheusSink",
-    "pushgateway": "gradwatch.sinks.prometheus.pushgateway:PushgatewaySink",
-    "tensorboard": "gradwatch.sinks.trackers.tensorboard:TensorBoardSink",
-    "textfile": "gradwatch.sinks.prometheus.textfile:TextfileSink",
-    "wandb": "gradwatch.sinks.trackers.wandb:WandbSink",
-}
-
 
 def register_sink(kind: str, factory: SinkFactory | str) -> None:
     """Make `kind` usable under `sinks:` in a rule file.
@@ -71,25 +58,24 @@ def register_sink(kind: str, factory: SinkFactory | str) -> None:
     `factory` is called with the options as keywords, or names such a callable as "package.module:attribute"
     and is then imported at first use. Raises ValueError when the kind is taken.
     """
-    if kind in _REGISTERED:
+    if kind in SINKS:
         raise ValueError(f"sink {kind!r} is registered already")
-    _REGISTERED[kind] = factory
-    SINK_KINDS.add(kind)
+    SINKS[kind] = SinkKind(factory)
 
 
 def sink_names() -> tuple[str, ...]:
     """Every kind that `make_sink` knows, including `gradwatch.sinks` entry points of installed plug-ins."""
     plugins = (entry.name for entry in entry_points(group="gradwatch.sinks"))
-    return tuple(sorted({*_REGISTERED, *plugins}))
+    return tuple(sorted({*SINKS, *plugins}))
 
 
 def find_sink(kind: str) -> SinkFactory:
     """The factory behind `kind`; raises AttachError when there is none or it cannot be imported."""
-    registered = _REGISTERED.get(kind)
-    if registered is not None and not isinstance(registered, str):
-        return registered
+    known = SINKS.get(kind)
+    if known is not None and not isinstance(known.factory, str):
+        return known.factory
     try:
-        return _imported(registered) if registered is not None else _plugin(kind)
+        return _plugin(kind) if known is None else _imported(str(known.factory))
     except (ImportError, AttributeError) as error:
         raise AttachError(f"sink {kind!r} cannot be loaded: {error}") from error
 
@@ -116,7 +102,7 @@ def make_sink(kind: str, options: Mapping[str, Any] | None = None) -> Sink:
 def _imported(path: str) -> SinkFactory:
     module, _, attribute = path.partition(":")
     with state_restored():
-        factory: SinkFactory = getattr(import_module(module), attribute)
+        factory: SinkFactory = getattr(import_module(module, __name__), attribute)
     return factory
 
 

@@ -22,9 +22,9 @@ from gradwatch.records.snapshot import Column, Sites, Snapshot
 from gradwatch.rules.files import canonical, json_schema, load_rules, pack_names, parse_rules
 from gradwatch.rules.files.annotations import PLACEHOLDERS
 from gradwatch.rules.files.resolve import BUILT_IN
+from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
 from gradwatch.rules.model import (
     NOT_BUILT,
-    SINK_KINDS,
     Action,
     Clip,
     ClipPolicy,
@@ -369,7 +369,7 @@ def test_third_party_sinks_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None
     """A sink kind that was registered may be named; its options are its own business."""
     text = "version: 1\nsinks: [{carrier_pigeon: {loft: 3}}]\n"
     assert refusals(text) == [("GW204", 2)]
-    monkeypatch.setattr("gradwatch.rules.files.items.SINK_KINDS", {*SINK_KINDS, "carrier_pigeon"})
+    monkeypatch.setitem(SINKS, "carrier_pigeon", SinkKind("aviary:Pigeon"))
     assert parse_rules(text).sinks == (SinkSpec("carrier_pigeon", {"loft": 3}),)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.rules.model import SINK_KINDS
-from gradwatch.sinks import _REGISTERED, Sink, find_sink, make_sink, register_sink, sink_names
+from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.sinks import Sink, find_sink, make_sink, register_sink, sink_names
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 
@@ -67,11 +67,10 @@ def test_what_is_wrong_is_said(kind: str, options: dict[str, object], says: str)
 @pytest.fixture
 def own_kinds() -> Iterator[None]:
     """What a test registers is gone after it."""
-    registered, kinds = dict(_REGISTERED), set(SINK_KINDS)
+    registered = set(SINKS)
     yield
-    for taken in _REGISTERED.keys() - registered.keys():
-        del _REGISTERED[taken]
-    SINK_KINDS.intersection_update(kinds)
+    for taken in SINKS.keys() - registered:
+        del SINKS[taken]
 
 
 @pytest.mark.usefixtures("own_kinds")

@@ -8,8 +8,8 @@ from typing import Any
 
 from gradwatch.rules.files.check import check
 from gradwatch.rules.files.schema import ACTIONS
-from gradwatch.rules.files.sink_options import SINKS
-from gradwatch.rules.model import SINK_KINDS, Action, SinkSpec
+from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.rules.model import Action, SinkSpec
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
 
 SINK_GROUP = "gradwatch.sinks"
@@ -95,12 +95,12 @@ def sinks(node: Node | None, problems: Problems) -> tuple[SinkSpec, ...]:
     """`sinks:` resolved; what is wrong is reported and left out."""
     result = []
     for name, mark, options in named_items(node, "sink", problems):
-        model = SINKS.get(name)
+        if name not in SINKS and not entry_points(group=SINK_GROUP, name=name):
+            _unknown_sink(name, mark, problems)
+            continue
+        model = SINKS[name].options if name in SINKS else None
         if model is None:
-            if _third_party(name):
-                result.append(SinkSpec(name, data(options)))
-            else:
-                _unknown_sink(name, mark, problems)
+            result.append(SinkSpec(name, data(options)))
             continue
         valid = check(options, model, problems, mark, f"sink '{name}'")
         if valid is not None:
@@ -108,11 +108,7 @@ def sinks(node: Node | None, problems: Problems) -> tuple[SinkSpec, ...]:
     return tuple(result)
 
 
-def _third_party(name: str) -> bool:
-    return name in SINK_KINDS or bool(entry_points(group=SINK_GROUP, name=name))
-
-
 def _unknown_sink(name: str, mark: Mark, problems: Problems) -> None:
-    known = sorted(SINK_KINDS)
+    known = sorted(SINKS)
     meant = problems.meant(name, known)
     problems.add(mark, "GW204", f"unknown sink {quoted(name)}{meant}", f"sinks: {', '.join(known)}")

@@ -28,8 +28,7 @@ from gradwatch.rules.files.schema import (
     detector_model,
     policy_model,
 )
-from gradwatch.rules.files.sink_options import SINKS
-from gradwatch.rules.model import SINK_KINDS
+from gradwatch.rules.files.sink_kinds import SINKS
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]
@@ -74,7 +73,8 @@ def _fill(definitions: dict[str, Schema]) -> None:
         "method", {method: policy_model(cls) for method, cls in sorted(POLICIES.items())}
     )
     definitions["Action"] = _items(ACTIONS, sorted(ACTIONS))
-    definitions["Sink"] = _items(SINKS, sorted(SINK_KINDS))
+    options = {name: kind.options for name, kind in SINKS.items() if kind.options is not None}
+    definitions["Sink"] = _items(options, sorted(SINKS))
     rule = definitions["Rule"]["properties"]
     rule["detect"] = _ref("Detect")
     rule["do"]["items"] = _ref("Action")

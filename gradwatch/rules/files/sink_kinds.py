@@ -1,9 +1,9 @@
-"""The options of each sink as pydantic models: what may stand below its name in `sinks:`."""
+"""Every kind of sink: what may stand below its name in `sinks:`, and where `gradwatch.sinks` finds it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -115,15 +115,26 @@ class MLflowOptions(Model):
     every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
 
 
-SINKS: Mapping[str, type[Model]] = {
-    "otlp": OTLPOptions,
-    "wandb": WandbOptions,
-    "tensorboard": TensorBoardOptions,
-    "mlflow": MLflowOptions,
-    "alertmanager": AlertmanagerOptions,
-    "textfile": TextfileOptions,
-    "pushgateway": PushgatewayOptions,
-    "prometheus": PrometheusOptions,
-    "journal": JournalOptions,
-    "log": LogOptions,
+class SinkKind(NamedTuple):
+    """`factory` makes the sink from its options as keywords, or names such a callable as "package.module:attribute".
+
+    A leading dot is `gradwatch.sinks`. `options` is None where they are the factory's own business.
+    """
+
+    factory: Callable[..., Any] | str
+    options: type[Model] | None = None
+
+
+SINKS: dict[str, SinkKind] = {
+    "alertmanager": SinkKind(".alertmanager:AlertmanagerSink", AlertmanagerOptions),
+    "journal": SinkKind(".journal:JournalSink", JournalOptions),
+    "log": SinkKind(".log:LogSink", LogOptions),
+    "mlflow": SinkKind(".trackers.mlflow:MLflowSink", MLflowOptions),
+    "otlp": SinkKind(".otlp:OTLPSink", OTLPOptions),
+    "prometheus": SinkKind(".prometheus.sink:PrometheusSink", PrometheusOptions),
+    "pushgateway": SinkKind(".prometheus.pushgateway:PushgatewaySink", PushgatewayOptions),
+    "tensorboard": SinkKind(".trackers.tensorboard:TensorBoardSink", TensorBoardOptions),
+    "textfile": SinkKind(".prometheus.textfile:TextfileSink", TextfileOptions),
+    "wandb": SinkKind(".trackers.wandb:WandbSink", WandbOptions),
 }
+"""By the name in a rule file; `gradwatch.sinks.register_sink` adds to it."""
