@@ -1,5 +1,7 @@
 """From a verdict to orders: what each rule that is due does to the gradients of this step, and what it says of it.
 
+`ORDERS` has a function for each action that is decided here.
+
 Factors are taken from the gradients as found at the boundary, after the user's own clip; what triggers a rule is
 `norm`, before it. Per parameter the smallest factor holds. A factor above 1 (`rescale` may have one) gives way to any
 clip in force.
@@ -10,7 +12,7 @@ Axes: S sites, K series of one rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from gradwatch.engine.ladder import due_actions
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
 from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
+from gradwatch.rules.action_kinds import ACTIONS, changing_gradients
 from gradwatch.rules.model import Action
 
 Array32 = NDArray[np.float32]
@@ -35,13 +38,10 @@ def orders(one: RulePlan, due: Due, acted: int, snapshot: Snapshot, plan: Plan) 
     """What one rule orders having acted on `acted` steps in a row; in shadow mode it only says so."""
     decision = Decision()
     for name in due_actions(one, acted, due.climbed):
-        if name == "clip":
-            decision |= _clip(one, one.action("clip") or ESCALATED_CLIP, due, snapshot, plan)
-        elif name == "zero_nonfinite":
-            decision |= _zero(one, due, snapshot)
-        elif name != "rescale":  # due from the next step on
-            said = frozenset({_plain(one, name, due, snapshot)})
-            decision |= Decision(skip=name == "skip_step", stop=name == "stop", orders=said)
+        if name in ORDERS:
+            decision |= ORDERS[name](one, due, snapshot, plan)
+        elif not ACTIONS[name].later:
+            decision |= Decision(orders=frozenset({_plain(one, name, due, snapshot)}))
     decision = replace(decision, on_error=one.rule.on_error)
     return decision.shadowed() if one.rule.mode == "shadow" else decision
 
@@ -52,19 +52,15 @@ def rescaled(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision
     assert action is not None  # only such rules have one
     factor = np.float32(action.params["factor"])
     found = _owned(one, np.full(len(firing_K), factor), members(one, firing_K, snapshot), snapshot)
-    decision = _clip_covers(one, "rescale", found, snapshot)
+    decision = _multiplying(one, "rescale", found, snapshot)
     return decision.shadowed() if one.rule.mode == "shadow" else decision
-
-
-OVERRIDDEN = frozenset({"clip", "rescale", "zero_nonfinite"})
-"""Actions on gradients that a skipped or stopped step never uses: stop over skip over these."""
 
 
 def without_overridden(decision: Decision) -> Decision:
     """The decision as it will be carried out: 1 where no factor was ordered, no word of what is overridden."""
     if decision.skip or decision.stop:
-        # A step at which training stops is not taken, which is no skip.
-        overridden = OVERRIDDEN | {"skip_step"} if decision.stop else OVERRIDDEN
+        # Stop over skip over what changes gradients, which the step never uses. No step is taken, which is no skip.
+        overridden = changing_gradients() | ({"skip_step"} if decision.stop else set())
         kept = (order for order in decision.orders if order.shadow or order.action not in overridden)
         decision = replace(decision, orders=frozenset(kept))
     if decision.coef is None:
@@ -76,8 +72,9 @@ def without_overridden(decision: Decision) -> Decision:
 # -- clip ------------------------------------------------------------------------------------------------
 
 
-def _clip(one: RulePlan, action: Action, due: Due, snapshot: Snapshot, plan: Plan) -> Decision:
+def _clip(one: RulePlan, due: Due, snapshot: Snapshot, plan: Plan) -> Decision:
     """A bound on the total where the rule judges a scalar, else a factor for each site of a breaching series."""
+    action = one.action("clip") or ESCALATED_CLIP
     to = action.params.get("to", "baseline")
     if action.params.get("at", "step") == "backward" and one.rule.mode == "act":
         return _done_by_hook(one, due, snapshot)
@@ -94,7 +91,7 @@ def _clip(one: RulePlan, action: Action, due: Due, snapshot: Snapshot, plan: Pla
         return Decision()
     else:
         target_K = due.usual * np.sqrt(elements_K) if one.series.column == "rms" else due.usual
-    return _clip_covers(one, "clip", _owned(one, _bounded(applied_K, target_K), here, snapshot), snapshot)
+    return _multiplying(one, "clip", _owned(one, _bounded(applied_K, target_K), here, snapshot), snapshot)
 
 
 def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
@@ -228,7 +225,7 @@ def _owned(one: RulePlan, coef_K: Array32, here: BoolArray, snapshot: Snapshot) 
 # -- what is said ----------------------------------------------------------------------------------------
 
 
-def _clip_covers(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
+def _multiplying(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
     """A Decision to multiply, told by the site that changes most; none where nothing changes."""
     ordered = np.flatnonzero(np.isfinite(coef_S) & (coef_S != 1))
     if not len(ordered):
@@ -261,7 +258,15 @@ def _site(one: RulePlan, k: int, snapshot: Snapshot) -> str:
     return one.shown.names[int(owners[found[0]])] if len(found) else ""
 
 
-def _zero(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
+def _skip(one: RulePlan, due: Due, snapshot: Snapshot, plan: Plan) -> Decision:
+    return Decision(skip=True, orders=frozenset({_plain(one, "skip_step", due, snapshot)}))
+
+
+def _stop(one: RulePlan, due: Due, snapshot: Snapshot, plan: Plan) -> Decision:
+    return Decision(stop=True, orders=frozenset({_plain(one, "stop", due, snapshot)}))
+
+
+def _zero(one: RulePlan, due: Due, snapshot: Snapshot, plan: Plan) -> Decision:
     """The non-finite elements of the breaching gradients become 0."""
     zero = members(one, due.breach, snapshot) & snapshot.nonfinite()
     if not zero.any():
@@ -290,3 +295,12 @@ def by_rule(plan: Plan, wanted: Any) -> Iterator[tuple[int, RulePlan]]:
     if not wanted:  # almost every step
         return iter(())
     return ((number, one) for number, one in enumerate(plan.rules) if one.rule.id in wanted)
+
+
+ORDERS: dict[str, Callable[[RulePlan, Due, Snapshot, Plan], Decision]] = {
+    "clip": _clip,
+    "zero_nonfinite": _zero,
+    "skip_step": _skip,
+    "stop": _stop,
+}
+"""What an action orders of the step at hand; those without an entry are carried out elsewhere, and only said."""

@@ -312,11 +312,7 @@ class BoundEngine:
 
 def _named(rule: Rule) -> tuple[str, ...]:
     """The actions a rule may carry out, those of its ladder included."""
-    return tuple(
-        dict.fromkeys(
-            str(action.params["to"]) if action.name == "escalate" else action.name for action in rule.do
-        )
-    )
+    return tuple(dict.fromkeys(action.does for action in rule.do))
 
 
 def _skips_on_device(rule: Rule) -> bool:

@@ -10,6 +10,7 @@ from functools import cache
 
 from gradwatch.engine.plan import RulePlan
 from gradwatch.engine.temporal import Track
+from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.model import Action
 
 
@@ -60,8 +61,13 @@ def due_actions(one: RulePlan, acted: int, rungs_reached: tuple[str, ...]) -> tu
     names = dict.fromkeys(action.name for action in one.rule.do if action.name != "escalate")
     names |= dict.fromkeys(rungs_reached)
     if not {"skip_step", "stop"}.isdisjoint(names):
-        names = {name: None for name in names if name not in ("clip", "zero_nonfinite")}  # overridden
+        names = {name: None for name in names if not _overridden(name)}
     return (*names, "stop") if exhausted(one, acted) and "stop" not in names else tuple(names)
+
+
+def _overridden(name: str) -> bool:
+    """Whether a step that is skipped or stopped leaves nothing to do for the action."""
+    return ACTIONS[name].changes_gradients and not ACTIONS[name].later
 
 
 def ordered(one: RulePlan, acted: int, rungs_reached: tuple[str, ...]) -> tuple[str, ...]:

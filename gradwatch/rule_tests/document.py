@@ -15,10 +15,10 @@ from gradwatch.errors import Problem, RuleFileError
 from gradwatch.records.snapshot import CLIP_SECTION, MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS, Sites
 from gradwatch.rule_tests.notation import NotationError, expand
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
+from gradwatch.rules.fields import Model
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.files.check import check
 from gradwatch.rules.files.files import locate, read, start
-from gradwatch.rules.files.schema import Model
 from gradwatch.rules.model import RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
 from gradwatch.rules.yaml.text import parse

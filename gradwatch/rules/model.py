@@ -48,14 +48,16 @@ class Group:
 class Action:
     """One item of `do:`; `params` are validated and complete.
 
-    Names and parameters: `skip_step` {max_consecutive: int | None, then: "continue" | "stop"}, `stop` {},
-    `clip` {to: "baseline" | float, at, local}, `rescale` {factor}, `zero_nonfinite` {}, `localise` {by,
-    else_record_steps, max_bytes}, `snapshot` {keep, batch, parameters, max_bytes}, `escalate` {after: "k in n",
-    to}, `drop_micro` {}.
+    `gradwatch.rules.action_kinds` has every name and its parameters.
     """
 
     name: str
     params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def does(self) -> str:
+        """The action that is carried out: itself, or the one that a rung of `escalate` leads to."""
+        return str(self.params["to"]) if self.name == "escalate" else self.name
 
 
 @dataclass(frozen=True, slots=True)

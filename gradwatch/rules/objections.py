@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gradwatch.policies import POLICIES, find_policy
 from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.rules.action_kinds import changing_gradients
 from gradwatch.rules.model import NOT_BUILT, Action, Clip, Rule, RuleSet
 
 BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
@@ -55,9 +56,8 @@ def at_backward(action: Action) -> bool:
 def _not_built(rule: Rule) -> Iterator[str]:
     """What a rule asks for that this version does not have."""
     for action in rule.do:
-        name = str(action.params["to"]) if action.name == "escalate" else action.name
-        if name in NOT_BUILT:
-            yield f"action {name!r} is not built yet; remove it from `do:`, or set `enabled: false`"
+        if action.does in NOT_BUILT:
+            yield f"action {action.does!r} is not built yet; remove it from `do:`, or set `enabled: false`"
 
 
 def _meaningless(rule: Rule) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _meaningless(rule: Rule) -> Iterator[str]:
     column, names = rule.detect.columns[0], {action.name for action in rule.do}
     clips = [action for action in rule.do if action.name == "clip"]
     escalates = any(action.name == "escalate" and action.params["to"] == "clip" for action in rule.do)
-    touching = names & {"clip", "rescale", "zero_nonfinite"} or ({"clip"} if escalates else set())
+    touching = names & changing_gradients() or ({"clip"} if escalates else set())
     local = all(action.params.get("at") == "backward" for action in clips)
     if touching and column in RANK_COLUMNS:
         yield f"{_listed(touching)} cannot act on ranks; skip_step, localise and stop can"

@@ -135,7 +135,7 @@ def localising(ruleset: RuleSet) -> dict[str, Action]:
 def _localise(action: Action) -> Action | None:
     if action.name == LOCALISE:
         return action
-    if action.name == "escalate" and action.params["to"] == LOCALISE:
+    if action.does == LOCALISE:
         return Action(LOCALISE, DEFAULTS)
     return None
 

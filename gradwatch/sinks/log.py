@@ -19,6 +19,7 @@ from gradwatch.errors import GradwatchError
 from gradwatch.incidents import explanation
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Event, Order, Record, RunInfo
+from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.runtime import stderr
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.numbers import json_number
@@ -36,7 +37,7 @@ LONGEST_TEXT = 2000
 
 _LOGGED = ("firing", "resolved", "repeat", "escalated", "failed")
 _WORDS = {"failed": "action failed"}
-_LATER = {"rescale": "rescale (from the next step on)"}
+_LATER = {name: kind.later for name, kind in ACTIONS.items()}
 _PROSE = (
     "event",
     "not_seen",
@@ -259,7 +260,7 @@ def _fields(event: Event, done: _Done) -> Iterator[tuple[str, Any]]:
         yield "first_cause", event.first_cause
     if event.kind != "resolved":
         if event.actions:
-            yield "actions", ",".join(_LATER.get(action, action) for action in event.actions)
+            yield "actions", ",".join(_LATER.get(action) or action for action in event.actions)
         yield from _done(done.orders)
         if done.weights:
             yield "weights", done.weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -45,6 +46,7 @@ CHECKS = {
     "detector": "from gradwatch.detectors import Rising\ncheck_detector(Rising())",
     "clip policy": "from gradwatch.policies import SoftValue\ncheck_policy(SoftValue(0.5))",
     "sink": "",
+    "action": "",
 }
 
 
@@ -73,12 +75,11 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("noun", CHECKS)
 def test_what_the_page_adds_works(noun: str, copy: Path) -> None:
-    """The first block is a new file, the second is added to the end of a file that is there; a rule file uses both."""
-    (new, source), (changed, addition) = blocks(noun, "python")
-    assert not (copy / "gradwatch" / new).exists()
-    (copy / "gradwatch" / new).write_text(source)
-    with (copy / "gradwatch" / changed).open("a") as file:
-        file.write(f"\n\n{addition}")
+    """A block is a new file, or is added to the end of one that is there; a rule file uses what they add."""
+    for number, (name, source) in enumerate(blocks(noun, "python")):
+        path = copy / "gradwatch" / name
+        assert path.exists() == (number > 0 or noun == "action")
+        path.write_text(f"{path.read_text()}\n\n{source}" if path.exists() else source)
     ((_, rules),) = blocks(noun, "yaml")
     (copy / "rules.yaml").write_text(rules)
     script = TRAINING.format(check=CHECKS[noun], own=noun != "sink")
@@ -95,6 +96,10 @@ def test_what_the_page_adds_works(noun: str, copy: Path) -> None:
     said = json.loads(ran.stdout.splitlines()[-1])
     if noun == "detector":
         assert said["fired"] == ["ever-larger"]
+    elif noun == "action":
+        assert said["fired"] == ["large"]
+        bare = [4.0 * step for step in range(1, 9)]  # each element; the bias has two, and is damped last
+        assert said["grads"] == pytest.approx([g * (0.25 if g * math.sqrt(2) > 15 else 1) for g in bare])
     elif noun == "clip policy":
         assert max(said["grads"]) == pytest.approx(0.01, rel=1e-3)
     else:
@@ -106,5 +111,5 @@ def test_what_the_page_adds_works(noun: str, copy: Path) -> None:
 def test_the_page_counts_files_as_they_are() -> None:
     """The table says how many files of the package each section touches."""
     for noun in CHECKS:
-        row = next(line for line in PAGE.splitlines() if line.startswith(f"| a {noun}"))
+        row = next(line for line in PAGE.splitlines() if re.match(rf"\| an? {noun}", line))
         assert int(row.split("|")[3]) == len(blocks(noun, "python"))

@@ -17,8 +17,8 @@ from ruamel.yaml import YAML
 from gradwatch.detectors import DETECTORS
 from gradwatch.errors import RuleFileError
 from gradwatch.policies import POLICIES
+from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import json_schema, pack_directory, parse_rules
-from gradwatch.rules.files.schema import ACTIONS
 from gradwatch.rules.files.sink_kinds import SINKS
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}

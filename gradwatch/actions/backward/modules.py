@@ -71,7 +71,7 @@ class ModuleBounds:
         try:
             if not self._bounds or capturing():
                 return None
-            return self._clip_covers(m, grad_input)
+            return self._multiplied_by(m, grad_input)
         except Exception as error:
             self._failed("action", error)
             return None
@@ -81,7 +81,7 @@ class ModuleBounds:
         squares, self._squares = self._squares, {}
         return {m: (after / before) ** 0.5 for m, (before, after) in squares.items()}
 
-    def _clip_covers(self, m: int, grad_input: Any) -> Any:
+    def _multiplied_by(self, m: int, grad_input: Any) -> Any:
         grads = grad_input if isinstance(grad_input, tuple) else (grad_input,)
         present = [grad for grad in grads if isinstance(grad, Tensor)]
         bounds = at_site(self._bounds, m)

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
+from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files.check import check
-from gradwatch.rules.files.schema import ACTIONS
 from gradwatch.rules.files.sink_kinds import SINKS
 from gradwatch.rules.model import Action, SinkSpec
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
 
 SINK_GROUP = "gradwatch.sinks"
-
-REPEATED = frozenset({"escalate"})
-"""Actions that may be listed more than once: each is a rung of one ladder."""
 
 
 def named_items(node: Node | None, what: str, problems: Problems) -> Iterator[tuple[str, Mark, Map]]:
@@ -26,7 +23,7 @@ def named_items(node: Node | None, what: str, problems: Problems) -> Iterator[tu
         if found is None:
             continue
         name, mark, _ = found
-        if name in seen and name not in REPEATED:
+        if name in seen and not (name in ACTIONS and ACTIONS[name].repeated):
             problems.add(mark, "GW209", f"{what} {quoted(name)} is there twice", "keep one of them")
         seen.add(name)
         yield found
@@ -61,12 +58,12 @@ def actions(node: Node | None, problems: Problems) -> tuple[Action, ...]:
     """`do:` resolved; what is wrong is reported and left out."""
     result = []
     for name, mark, params in named_items(node, "action", problems):
-        model = ACTIONS.get(name)
-        if model is None:
+        kind = ACTIONS.get(name)
+        if kind is None:
             message = f"unknown action {quoted(name)}{problems.meant(name, ACTIONS)}"
             problems.add(mark, "GW203", message, f"actions: {', '.join(ACTIONS)}")
             continue
-        valid = check(params, model, problems, mark, f"action '{name}'")
+        valid = check(params, kind.params, problems, mark, f"action '{name}'")
         if valid is None:
             continue
         values = valid.model_dump()

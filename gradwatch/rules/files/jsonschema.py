@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT
 from gradwatch.policies import POLICIES
+from gradwatch.rules.action_kinds import ACTIONS
+from gradwatch.rules.fields import NAME
 from gradwatch.rules.files.schema import (
-    ACTIONS,
-    NAME,
     ClipEntry,
     Defaults,
     Document,
@@ -72,7 +72,7 @@ def _fill(definitions: dict[str, Schema]) -> None:
     definitions["Policy"] = _dispatch(
         "method", {method: policy_model(cls) for method, cls in sorted(POLICIES.items())}
     )
-    definitions["Action"] = _items(ACTIONS, sorted(ACTIONS))
+    definitions["Action"] = _items({name: kind.params for name, kind in ACTIONS.items()}, sorted(ACTIONS))
     options = {name: kind.options for name, kind in SINKS.items() if kind.options is not None}
     definitions["Sink"] = _items(options, sorted(SINKS))
     rule = definitions["Rule"]["properties"]

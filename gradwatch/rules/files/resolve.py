@@ -8,6 +8,7 @@ from typing import Any
 
 from gradwatch.detectors.detector import Detector, rule_keys
 from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.check import check, keys_of
 from gradwatch.rules.files.clips import unknown_group
@@ -27,8 +28,6 @@ BUILT_IN: Mapping[str, Any] = {
 }
 """What applies where neither the rule nor `defaults` nor the kind says anything."""
 _BASELINE_KEYS = ("warmup", "half_life")
-_EVERY_STEP = ("skip_step", "clip", "zero_nonfinite", "drop_micro")
-"""Actions that are about the gradients of a step, so that their rule has to be asked on every step."""
 
 
 def groups(document: Map, problems: Problems) -> tuple[Group, ...]:
@@ -209,8 +208,7 @@ class Resolver:
         return not said and not SAMPLED.isdisjoint(detector.columns)
 
     def _every(self, node: Map, every: int, do: tuple[Action, ...]) -> None:
-        done = [str(action.params["to"]) if action.name == "escalate" else action.name for action in do]
-        named = [name for name in done if name in _EVERY_STEP]
+        named = [action.does for action in do if ACTIONS[action.does].every_step]
         if every > 1 and named:
             place = node if "every" in node.entries else self.defaults_node
             message = f"'every: {every}' with '{named[0]}': a step in between would go unjudged"

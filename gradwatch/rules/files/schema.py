@@ -7,47 +7,29 @@ number, no number a truth value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from gradwatch.detectors.detector import Detector
 from gradwatch.policies import AnyPolicy, Policy
 from gradwatch.records.snapshot import OnError, Severity
+from gradwatch.rules.fields import (
+    CONFIG,
+    Count,
+    Glob,
+    Globs,
+    Model,
+    Names,
+    Steps,
+    Words,
+    unset,
+)
 from gradwatch.rules.model import ClipAt, Mode, Scope, Tap
 
 MOST_FILES = 16
 MOST_OVERRIDES = 32
-MOST_STEPS = 1_000_000_000
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-LABEL = r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$"
-
-Glob = Annotated[str, Field(min_length=1, max_length=500)]
-Globs = Annotated[list[Glob], Field(min_length=1)]
-Text = Annotated[str, Field(max_length=2_000)]
-Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Count = Annotated[int, Field(ge=1, le=MOST_STEPS)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-Names = Annotated[list[str], Field(min_length=1)]
-Words = dict[Annotated[str, Field(pattern=LABEL)], Text]
-
-# Built when first used: a file that names no detector of a kind should not pay for it.
-CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
-
-
-class Model(BaseModel):
-    """One map of a rule file."""
-
-    model_config = CONFIG
-
-
-def unset(description: str, **constraints: Any) -> Any:
-    """A key that may be left out; what then applies depends on `defaults` and on the kind."""
-    return Field(default=None, description=description, **constraints)
 
 
 class Document(Model):
@@ -153,85 +135,6 @@ class ClipEntry(Model):
     at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
     local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
 
-
-# --- actions -----------------------------------------------------------------------------------------------
-
-
-class SkipStep(Model):
-    """Leave parameters and optimizer state bit-identical to before."""
-
-    max_consecutive: Count = Field(10, description="So many in a row, then `then`.")
-    then: Literal["continue", "stop"] = Field(
-        "continue", description="continue raises a second incident and goes on."
-    )
-
-
-class ClipTo(Model):
-    """Clip to the baseline's limit, or to a constant norm."""
-
-    to: Literal["baseline"] | Positive = Field("baseline", description="baseline, or a norm.")
-    at: ClipAt = Field("step", description="step, or backward.")
-    local: bool = Field(False, description="Force `at: backward` where gradients are sharded or accumulated.")
-
-
-class Rescale(Model):
-    """Multiply gradients by a standing factor, from the next step on."""
-
-    factor: Positive
-
-
-class Localise(Model):
-    """Find the operation that made the first NaN or Inf."""
-
-    by: Literal["replay", "record", "detect_anomaly"] = Field(
-        "replay",
-        description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
-    )
-    else_record_steps: Steps = Field(
-        2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
-    )
-    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
-        64 << 20, description="Held per model for a replay, beyond the batch at hand."
-    )
-
-
-class SnapshotTo(Model):
-    """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked."""
-
-    keep: Count = Field(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
-    batch: bool = Field(
-        False, description="Keep the model's inputs too: only then can `gradwatch replay` run the step again."
-    )
-    parameters: bool = Field(False, description="Keep the weights too, as far as max_bytes allows.")
-    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
-        64 << 20, description="Of the tensors of one bundle; what does not fit is named with its size."
-    )
-
-
-class Escalate(Model):
-    """Do more when it keeps happening; each such item is a rung of one ladder."""
-
-    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
-        description="k in n steps: acted on k of the last n optimizer steps."
-    )
-    to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
-
-
-class Bare(Model):
-    """An action without parameters."""
-
-
-ACTIONS: Mapping[str, type[Model]] = {
-    "skip_step": SkipStep,
-    "clip": ClipTo,
-    "rescale": Rescale,
-    "zero_nonfinite": Bare,
-    "localise": Localise,
-    "snapshot": SnapshotTo,
-    "stop": Bare,
-    "escalate": Escalate,
-    "drop_micro": Bare,
-}
 
 # --- clipping methods --------------------------------------------------------------------------------------
 

@@ -6,17 +6,16 @@ import re
 from dataclasses import fields
 
 from gradwatch.detectors.detector import DETECTORS
+from gradwatch.rules.fields import NAME, Model
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.check import check, keys_of
 from gradwatch.rules.files.items import actions, sinks
 from gradwatch.rules.files.schema import (
-    NAME,
     ClipEntry,
     Defaults,
     Document,
     GroupEntry,
     Match,
-    Model,
     ModulesEntry,
     Override,
     RuleEntry,

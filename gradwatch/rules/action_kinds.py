@@ -1,0 +1,111 @@
+"""Every action that `do:` may name: its parameters, and the facts that all else asks of it.
+
+What it orders of a step is decided in `gradwatch.engine.actions`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from gradwatch.rules.fields import Count, Model, Positive, Steps
+from gradwatch.rules.model import ClipAt
+
+
+class SkipStep(Model):
+    """Leave parameters and optimizer state bit-identical to before."""
+
+    max_consecutive: Count = Field(10, description="So many in a row, then `then`.")
+    then: Literal["continue", "stop"] = Field(
+        "continue", description="continue raises a second incident and goes on."
+    )
+
+
+class ClipTo(Model):
+    """Clip to the baseline's limit, or to a constant norm."""
+
+    to: Literal["baseline"] | Positive = Field("baseline", description="baseline, or a norm.")
+    at: ClipAt = Field("step", description="step, or backward.")
+    local: bool = Field(False, description="Force `at: backward` where gradients are sharded or accumulated.")
+
+
+class Rescale(Model):
+    """Multiply gradients by a standing factor, from the next step on."""
+
+    factor: Positive
+
+
+class Localise(Model):
+    """Find the operation that made the first NaN or Inf."""
+
+    by: Literal["replay", "record", "detect_anomaly"] = Field(
+        "replay",
+        description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
+    )
+    else_record_steps: Steps = Field(
+        2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
+    )
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Held per model for a replay, beyond the batch at hand."
+    )
+
+
+class SnapshotTo(Model):
+    """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked."""
+
+    keep: Count = Field(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
+    batch: bool = Field(
+        False, description="Keep the model's inputs too: only then can `gradwatch replay` run the step again."
+    )
+    parameters: bool = Field(False, description="Keep the weights too, as far as max_bytes allows.")
+    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+        64 << 20, description="Of the tensors of one bundle; what does not fit is named with its size."
+    )
+
+
+class Escalate(Model):
+    """Do more when it keeps happening; each such item is a rung of one ladder."""
+
+    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
+        description="k in n steps: acted on k of the last n optimizer steps."
+    )
+    to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
+
+
+class Bare(Model):
+    """An action without parameters."""
+
+
+class ActionKind(NamedTuple):
+    """`params` are its keys.
+
+    `changes_gradients`: of parameters, so it needs a rule on these, and a step that is skipped or stopped overrides it.
+    `every_step`: it is about the gradients of one step, so its rule is evaluated on every step. `later`: what the log
+    says of an action that works from the next step on. `repeated`: it may be listed more than once.
+    """
+
+    params: type[Model]
+    changes_gradients: bool = False
+    every_step: bool = False
+    later: str = ""
+    repeated: bool = False
+
+
+ACTIONS: dict[str, ActionKind] = {
+    "skip_step": ActionKind(SkipStep, every_step=True),
+    "clip": ActionKind(ClipTo, changes_gradients=True, every_step=True),
+    "rescale": ActionKind(Rescale, changes_gradients=True, later="rescale (from the next step on)"),
+    "zero_nonfinite": ActionKind(Bare, changes_gradients=True, every_step=True),
+    "localise": ActionKind(Localise),
+    "snapshot": ActionKind(SnapshotTo),
+    "stop": ActionKind(Bare),
+    "escalate": ActionKind(Escalate, repeated=True),
+    "drop_micro": ActionKind(Bare, every_step=True),
+}
+"""By the name in a rule file."""
+
+
+def changing_gradients() -> frozenset[str]:
+    """The names of the actions that change gradients."""
+    return frozenset(name for name, kind in ACTIONS.items() if kind.changes_gradients)
