@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # one worker per core: more threads than that only wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:  # at least one worker per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every script that they start.
@@ -28,6 +26,11 @@ settings.load_profile("gradwatch")
 
 # What is imported and collected stays to the end: looked at by no collection of garbage, not now and not in a test.
 gc.disable()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: one more than there are cores, since many tests wait for processes, servers and ranks."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:
