@@ -301,3 +301,24 @@ assert before == during == state(), (before, during, state())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def set_on_captures(tree: ast.AST) -> set[str]:
+    """Attributes of an `OptimizerCapture`, by the names it goes by, that some code assigns to."""
+    stored = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+    owners = {"captured", "built"}
+    return {ast.unparse(node) for node in stored if ast.unparse(node.value).rpartition(".")[2] in owners}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=place_of)
+def test_a_capture_sets_its_own_attributes(path: Path) -> None:
+    """What is known of one optimizer's gradients changes in one file: others call a method that says why."""
+    assert set_on_captures(ast.parse(path.read_text())) == set()
+
+
+def test_an_attribute_set_from_elsewhere_is_found() -> None:
+    """Also in a tuple, and where it is added to."""
+    code = "captured.step += 1\nctx.captured.late, x = True, 1\nbuilt.a: int = 0\nself.captured = 1\ncaptured.f()"
+    assert set_on_captures(ast.parse(code)) == {"captured.step", "ctx.captured.late", "built.a"}

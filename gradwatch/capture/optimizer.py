@@ -49,28 +49,44 @@ class OptimizerCapture:
     """The parameters of one optimizer and everything read of them since its last step."""
 
     def __init__(
-        self, index: int, optimizer: Optimizer | None, params: list[nn.Parameter], sites: Sites
+        self,
+        index: int,
+        optimizer: Optimizer | None,
+        params: list[nn.Parameter],
+        sites: Sites,
+        slots: NDArray[np.intp] | None = None,
+        given: Sequence[nn.Parameter] = (),
+        *,
+        inside_backward: bool = False,
+        without_optimizer: bool = False,
     ) -> None:
+        """`slots[K]` are those of `params`, `given` every parameter of the optimizer, frozen ones included.
+
+        `inside_backward`: its optimizers step inside the backward; `without_optimizer`: its weights are moved by the
+        loop's own code. Both are observed only.
+        """
         self.index = index
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.params = params
         self.param_ids = list(map(id, params))
         self.sites = sites
-        self.slots: NDArray[np.intp] = np.zeros(0, np.intp)
-        self.position: dict[int, int] = {}
+        self.slots = np.zeros(0, np.intp) if slots is None else slots
+        self.position = {int(slot): k for k, slot in enumerate(self.slots)}
         self.step = 0
-        self.watched_ids: list[int] = []  # every parameter of the optimizer when the capture was built
-        self.frozen: list[nn.Parameter] = []  # those that wanted no gradient then
+        self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
+        self.frozen = [param for param in given if not param.requires_grad]
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.distributed = any(hasattr(param, "to_local") for param in params)
-        self.by_hand = False  # other code than torch's may average over ranks: read again at the step
+        self.manual_allreduce = (
+            False  # other code than torch's may average over ranks: read again at the step
+        )
         self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.pruned = False
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
         self.late = False  # the end of its last backward was missed: read at the step boundary
-        self.inside_backward = False  # its optimizers step inside backward: observed only
-        self.without_optimizer = False  # its weights are moved by the loop's own code: observed only
+        self.inside_backward = inside_backward
+        self.without_optimizer = without_optimizer
         self.closed_at = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
@@ -100,13 +116,19 @@ class OptimizerCapture:
         self._versions: list[int] = []
         self._last: State | None = None
         self.ambiguous = False  # the few hooks left cannot tell the last step's gradient from a new one
-        self.attached_mid_window = True  # made in the middle of a window, until a window has been closed
+        # Made in the middle of a window, until a window has been closed.
+        self.attached_mid_window = not without_optimizer
 
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture; where the sizes are the same its plan of reading is used."""
         self.step = before.step
         if np.array_equal(self.sites.numels, before.sites.numels):
             self._reader = before._reader
+
+    def takes_place(self, index: int, before: OptimizerCapture | None) -> None:
+        """From now on it is the one at `index`, and counts on from the capture that was there."""
+        self.index = index
+        self.step = self.step if before is None else before.step
 
     def __len__(self) -> int:
         return len(self.params)
@@ -138,6 +160,54 @@ class OptimizerCapture:
     def partial(self) -> list[int]:
         """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
         return unsummed(self.params) if self.distributed else []
+
+    # -- what others know of it --------------------------------------------------------------------------
+
+    def attached_in_time(self) -> None:
+        """It was made before the first gradient of its window."""
+        self.attached_mid_window = False
+
+    def resume_at(self, step: int) -> None:
+        """The window that is open is that of this step: saved, or counted by another rank."""
+        self.step = step
+
+    def interrupt(self) -> None:
+        """Gradients came and went unseen (a pause): this window is no step's."""
+        self.discard()
+        self.spans_two_steps = True
+
+    def missed_end(self) -> None:
+        """The end of its last backward was not seen: it is read at the step boundary."""
+        self.late = self.backwards > 0
+
+    def take_hook_missed(self) -> bool:
+        """Whether a gradient arrived whose hook was not called, since this was last asked."""
+        missed, self.hook_missed = self.hook_missed, False
+        return missed
+
+    def expect_manual_allreduce(self, expected: bool) -> None:
+        """Whether the loop's own code may average over ranks, so that gradients are read again at the step."""
+        self.manual_allreduce = expected
+
+    def use_hook_norms(self, norms: Callable[[Grads], Mapping[int, float]] | None) -> None:
+        """Norms, by position, that hooks inside the backward have taken, and need not be read again; None: none."""
+        self.norms_from_hooks = norms
+
+    def compared_at(self, registrations: int) -> None:
+        """Its parameters are those of the optimizer, after so many registrations in the models."""
+        self.compared = registrations
+
+    def know_reduced_total(self, total: float | None) -> None:
+        """The total norm over all ranks, where this one's is not all of it."""
+        self.reduced_total = total
+
+    def know_total(self, total: float, ordinary: bool) -> None:
+        """A step was judged; while steps are `ordinary` a quick look at the total is enough.
+
+        Between the last totals: one step out of two that differs must not make the next one unusual as well.
+        """
+        before = self.recent_total_norm or total
+        self.recent_total_norm = math.sqrt(before * total) if ordinary else None
 
     # -- during backward ---------------------------------------------------------------------------------
 
@@ -394,9 +464,14 @@ class OptimizerCapture:
         """Whether a few hooks would count the same arrivals as one on every parameter."""
         return not self.pruned and self._schedule.steady(self.step)
 
-    def kept_hooks(self, count: int = 4) -> list[int]:
-        """Positions of a few parameters, spread over the capture, that received a gradient in the last step."""
+    def prune(self, count: int = 4) -> list[int]:
+        """All hooks go but those at these positions: spread over the capture, with a gradient in the last step."""
+        self.pruned = True
         return self._schedule.spread(count)
+
+    def miscounted(self) -> None:
+        """The few hooks left cannot tell the last step's gradient from a new one."""
+        self.ambiguous = True
 
     def block(self) -> None:
         """Hooks had to be reinstalled: keep them all for a while (for good if a few cannot count right)."""
@@ -427,7 +502,7 @@ class OptimizerCapture:
         self, grads: Grads, raw: Reading, scale: Number, factor: float = 1.0, but: Container[int] = ()
     ) -> bool:
         """Whether gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
-        if self.distributed or self.by_hand:  # a clip of DTensors bumps no version
+        if self.distributed or self.manual_allreduce:  # a clip of DTensors bumps no version
             return False
         if not isinstance(raw, CpuNorms):
             return True

@@ -220,8 +220,7 @@ class Capture:
         self.let_go_of_dead()
         if captured.step % REINSTALL_EVERY == 0:
             self.reinstall(captured)
-        swapped_hooks = self._rehook(captured) if captured.hook_missed or not window.trusted else 0
-        captured.hook_missed = False
+        swapped_hooks = self._rehook(captured) if captured.take_hook_missed() or not window.trusted else 0
         if self.coverage.due(captured, window.calls):
             self.count_coverage()
         if swapped_hooks:
@@ -275,7 +274,7 @@ class Capture:
         with self.arranging.held:
             made = [self.adopt(each) for each in self._waiting() if each not in self.stepped_inside]
             for captured in made if from_first_backward else ():
-                captured.attached_mid_window = False
+                captured.attached_in_time()
         return made
 
     def adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None = None) -> OptimizerCapture:
@@ -290,9 +289,7 @@ class Capture:
         captured = self._predecessor(set(map(id, params))) if captured is None else captured
         index = len(self.captures) if captured is None else captured.index
         self._unowned_slots = None
-        built = OptimizerCapture(index, optimizer, params, self._sites(kept, params))
-        built.slots = kept
-        built.position = {int(slot): k for k, slot in enumerate(kept)}
+        built = OptimizerCapture(index, optimizer, params, self._sites(kept, params), kept, fresh)
         if captured is None:
             self.captures.append(built)
         else:
@@ -300,24 +297,20 @@ class Capture:
             self.restore(captured)
             self.replaced = self.replaced or bool(captured.params)
             self.captures[self.captures.index(captured)] = built
-        built.watched_ids = list(map(id, fresh))
-        built.frozen = [param for param in fresh if not param.requires_grad]
         self.coverage.outdated()
         return built
 
     def adopt_inside(self, fresh: list[nn.Parameter], before: OptimizerCapture | None) -> OptimizerCapture:
         """The one capture of all optimizers that step inside backward; it counts no arrivals and reads no `.grad`."""
         params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
-        captured = OptimizerCapture(
-            len(self.captures) if before is None else before.index, None, params, self._sites(kept, params)
-        )
-        captured.inside_backward = True
-        captured.watched_ids = list(map(id, fresh))
+        index = len(self.captures) if before is None else before.index
+        sites = self._sites(kept, params)
+        captured = OptimizerCapture(index, None, params, sites, None, fresh, inside_backward=True)
         self._unowned_slots = None
         if before is None:
             self.captures.append(captured)
         else:
-            captured.step = before.step
+            captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured
             self.replaced = True
         self.coverage.outdated()
@@ -338,14 +331,11 @@ class Capture:
             within |= set() if slots.isdisjoint(reached) else slots
         wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
         params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
-        captured = OptimizerCapture(
-            len(self.captures) if before is None else before.index, None, params, self._sites(kept, params)
-        )
-        captured.without_optimizer, captured.attached_mid_window = True, False
-        captured.slots = kept
-        captured.position = {int(slot): k for k, slot in enumerate(kept)}
+        index = len(self.captures) if before is None else before.index
+        sites = self._sites(kept, params)
+        captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
         if before is not None:
-            captured.step = before.step
+            captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured
             self.replaced = True
         return captured
@@ -354,12 +344,9 @@ class Capture:
         """A capture that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
         self.drop_dead()
         gone = (k for k, one in enumerate(self.captures) if one.without_optimizer and not one.params)
-        captured.index = next(gone, len(self.captures))
-        if captured.index < len(self.captures):
-            captured.step = self.captures[captured.index].step
-            self.captures[captured.index] = captured
-        else:
-            self.captures.append(captured)
+        index = next(gone, len(self.captures))
+        captured.takes_place(index, self.captures[index] if index < len(self.captures) else None)
+        self.captures[index : index + 1] = [captured]
         self.restore(captured)
 
     def unowned_slots(self) -> frozenset[int]:
@@ -546,20 +533,19 @@ class Capture:
         if touched:
             self._backward_end(touched)
             for captured in self.captures:
-                captured.late = captured.backwards > 0
+                captured.missed_end()
 
-    # -- thinning ----------------------------------------------------------------------------------------
+    # -- removing hooks ----------------------------------------------------------------------------------
 
     def prune(self, captured: OptimizerCapture) -> None:
         """Remove all but a few hooks of a capture whose loop is learned."""
         if len(captured) < PRUNE_FROM:
             return
-        keep = {int(captured.slots[k]) for k in captured.kept_hooks()}
+        keep = {int(captured.slots[k]) for k in captured.prune()}
         shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
         for slot in map(int, captured.slots):
             if slot not in keep and slot not in shared:
                 self._grad_ready.remove(slot)
-        captured.pruned = True
 
     def mute(self, captured: OptimizerCapture, keep: int) -> None:
         """Keep one hook, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""

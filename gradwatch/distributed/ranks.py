@@ -148,7 +148,7 @@ class Ranks:
             membership.close()
         held = placements(captured.params, self._models())
         sites, sharded = whole(captured.sites, held), any(one.sharded for one in held)
-        captured.by_hand = self.several and not sharded and not _reduced(self._models())
+        captured.expect_manual_allreduce(self.several and not sharded and not _reduced(self._models()))
         membership = RankMembership(captured.sites, sites, sharded, owes=True)
         if self.several:
             try:
@@ -325,7 +325,8 @@ class Ranks:
     def _catch_up(self, captured: OptimizerCapture, window: Window, reduced: ReducedFacts | None) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
         if reduced is not None and reduced.head("facts"):
-            captured.step += max(0, int(reduced.by_rank("step").max()) - 1 - window.step)
+            ahead = int(reduced.by_rank("step").max()) - 1 - window.step
+            captured.resume_at(captured.step + max(0, ahead))
 
     def depart(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """Leave a step boundary. Where nothing was sent, because of an internal error, take part all the same.

@@ -249,8 +249,7 @@ class Attached:
     def resumed(self) -> None:
         """A pause is over: what was captured in it is no step's."""
         for captured in self.capture.captures:
-            captured.discard()
-            captured.spans_two_steps = True
+            captured.interrupt()
 
     def close(self) -> None:
         """Remove every hook; models and optimizers are as found."""

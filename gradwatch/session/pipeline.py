@@ -170,7 +170,7 @@ class StepPipeline:
             self._activity.failed("boundary", error)
             if shared is None:
                 return Judged(bound_rules.decided or bound_rules.bound.fallback(window.total()))
-            captured.reduced_total = shared.total_applied
+            captured.know_reduced_total(shared.total_applied)
             if bound_rules.decided is not None:
                 return Judged(bound_rules.decided)
             return self._second_look(ctx, measurement, shared, at_hand)
@@ -200,7 +200,7 @@ class StepPipeline:
         )
         if shared is None:  # the other ranks' part of these numbers is missing
             return Judged(Decision())
-        captured.reduced_total = shared.total_applied
+        captured.know_reduced_total(shared.total_applied)
         self._sources.notices.unmeasured(coverage.missing)
         found = assemble(
             captured.index, bound_rules.sites, shared.window, shared.extras, shared.values, coverage.ratio
@@ -317,7 +317,7 @@ class StepPipeline:
         """Count ordinary steps; reinstall hooks where the few left have miscounted."""
         captured, bound_rules, window = step.captured, step.bound_rules, step.window
         if captured.pruned and not window.trusted and window.repeats is not None:
-            captured.ambiguous = True
+            captured.miscounted()
             self._sources.capture.restore(captured)
         unusual = verdict.events or verdict.breaching or step.shared.window.details or snapshot.provisional
         if unusual or bound_rules.state.ordinary is None:
@@ -327,9 +327,7 @@ class StepPipeline:
         else:
             bound_rules.ordinary_steps += 1
         ordinary = self._defers and bound_rules.ordinary_steps >= ORDINARY and not step.ctx.exchanges
-        # Between the last totals: one step out of two that differs must not make the next one unusual as well.
-        before = captured.recent_total_norm or snapshot.total_norm
-        captured.recent_total_norm = math.sqrt(before * snapshot.total_norm) if ordinary else None
+        captured.know_total(snapshot.total_norm, ordinary)
 
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
         """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""

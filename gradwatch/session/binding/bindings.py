@@ -207,9 +207,7 @@ class RuleBindings:
                 acted,
             )
         bound_rules.own = own_sites(bound_rules.bound, captured)
-        captured.norms_from_hooks = (
-            None if bound_rules.clipper is None else bound_rules.clipper.reusable_norms
-        )
+        captured.use_hook_norms(None if bound_rules.clipper is None else bound_rules.clipper.reusable_norms)
 
     def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
         """What tells the micro-batches of a capture apart, kept while it is of this capture."""
@@ -332,7 +330,7 @@ class RuleBindings:
         bound_rules.state = EngineState.from_dict(saved["engine"], bound_rules.bound)
         bound_rules.health_tracker.load(saved.get("checkpoint"))
         self.publish_bounds(bound_rules)
-        captured.step = int(saved["step"])
+        captured.resume_at(int(saved["step"]))
         self._restored = {key: value for key, value in self._restored.items() if key != str(captured.index)}
 
 

@@ -222,7 +222,7 @@ class Boundary:
         if not math.isfinite(total):
             evaluations.later_nonfinite = True
             ctx.nested = 0
-            captured.step += 1  # a Snapshot of its own
+            captured.resume_at(captured.step + 1)  # a Snapshot of its own
             self._at_step(optimizer, ctx)
             return
         decision = self._pipeline.clips_again(ctx, norms)
@@ -413,7 +413,7 @@ class Boundary:
         disturbed = captured.compared != self._registrations[0]
         if captured.pruned and captured.step % RECHECK and not disturbed:
             return False  # a parameter replaced in place leaves a gap that the few hooks left show at once
-        captured.compared = self._registrations[0]
+        captured.compared_at(self._registrations[0])
         return (
             list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups))))
             != captured.watched_ids
