@@ -163,7 +163,7 @@ def test_every_line(rules: str, kind: type[BaseException], tmp_path: Path) -> No
 
 # (file, function) of everything that torch calls for its own ends; the rest is called by these.
 ENTRIES = [
-    ("taps/grad_ready.py", "mark"),
+    ("taps/grad_ready.py", "arrived"),
     ("taps/backward.py", "_end"),
     ("taps/step_hooks.py", "_before"),
     ("taps/step_hooks.py", "_after"),
