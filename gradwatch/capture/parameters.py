@@ -24,7 +24,6 @@ from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, sh
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard, offloaded
 from gradwatch.capture.window import Window
-from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.spent import Spent
@@ -76,7 +75,6 @@ class Capture:
         self.spent = Spent()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[OptimizerCapture], None] = _nothing  # gradients of earlier backwards are gone
-        self.unowned_unscaled: Callable[[Optimizer, Number], None] = _nothing
         self.unowned: Callable[[list[int], Root | None], None] = (
             _nothing  # reached parameters of no optimizer
         )

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gradwatch.actions.apply import StepActions
+from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.skip.empty_groups import EmptiedGroups
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
+from gradwatch.reading.device import Number
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.deferral import Deferral
 
@@ -28,6 +30,8 @@ class OptimizerContext:
     bound_rules: OptimizerRules | None = None
     membership: RankMembership | None = None
     nested: int = 0  # calls of the optimizer's `step` under way
+    closure_calls: ClosureCalls | None = None  # of the `step(closure)` under way, or of one that raised
+    scale_removed: Number | None = None  # what a GradScaler has divided its gradients by since its last step
     needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
 
     @property

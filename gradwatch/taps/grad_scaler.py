@@ -172,8 +172,8 @@ def _before_step(scaler: GradScaler, call: _Call) -> None:
 
 
 def _after_step(scaler: GradScaler, call: _Call) -> None:
-    # An optimizer that never ran torch's own constructor fires no hooks: then nothing follows from silence.
-    if step_hooks.begun() == call.begun and getattr(type(call.argument).step, "hooked", False):
+    # One that never ran torch's own constructor fires no hooks: then nothing follows from silence.
+    if step_hooks.begun() == call.begun and announces_steps(call.argument):
         step_rejected(call.argument)
         for listener in tuple(_listeners):
             listener.rejected(call.argument)
@@ -210,6 +210,11 @@ def _unscaled_only(scaler: GradScaler) -> dict[int, Tensor | None]:
 def _is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     state = scaler._per_optimizer_states.get(id(optimizer))
     return state is not None and state["stage"] is not OptState.READY
+
+
+def announces_steps(optimizer: Optimizer) -> bool:
+    """True if torch calls its global hooks at the steps of this optimizer, whose class its constructor has wrapped."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def supports_scaling(optimizer: Optimizer) -> bool:

@@ -40,7 +40,8 @@ class Recorder:
         session.attached.before_clip.close()
         self._bind, session.attached.binder.bind = session.attached.binder.bind, self.bound  # type: ignore[method-assign]
         noting = Noting.of(session.attached.pipeline, self)
-        for one in (self.boundary, self.boundary._in_backward, self.boundary._by_hand):
+        parts = (self.boundary._in_backward, self.boundary._by_hand, self.boundary._closures)
+        for one in (self.boundary, *parts):
             one._pipeline = noting  # type: ignore[attr-defined]
 
     def __enter__(self) -> Recorder:

@@ -60,7 +60,6 @@ class ByHand:
         self._unowned: frozenset[int] = frozenset()
         self._ending = False  # a step is being ended, for which everything is asked to be settled
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
-        capture.unowned_unscaled = self._unscaled
         capture.before_drop = self.flush  # a model may be gone before another backward begins
         self._removes = [backward_entry.listen(self._begins), clip_functions.listen(self._clipped)]
 
@@ -117,7 +116,7 @@ class ByHand:
                 return
         self._loops.append(_Loop(self._capture.captures, captured))
 
-    def _unscaled(self, optimizer: Optimizer, scale: Number) -> None:
+    def unscaled(self, optimizer: Optimizer, scale: Number) -> None:
         """A GradScaler divides the gradients of an optimizer whose steps torch does not announce."""
         params = set(map(id, params_of(optimizer)))
         for loop in self._open():

@@ -7,32 +7,29 @@ inside `step`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.actions.apply import Outcome, why_stopped
-from gradwatch.actions.closures import ClosureCalls, WeightBackup, evaluates_often
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading.device import Number, arrived, capturing, kept, on_host
+from gradwatch.reading.device import arrived, capturing, kept, on_host
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.distinct import Distinct
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.boundary.by_hand import ByHand
+from gradwatch.session.boundary.closures import Closures
 from gradwatch.session.boundary.in_backward import InBackward
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.session.notices import Notices
@@ -40,6 +37,7 @@ from gradwatch.session.ownership import Ownership
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.session.publish import Judged
 from gradwatch.taps import backward, closure_calls, grad_scaler, modes, process_totals, step_hooks
+from gradwatch.taps.grad_scaler import announces_steps
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
@@ -75,8 +73,7 @@ class Boundary:
         self._activity = activity
         self._notices = notices
         self._reset = reset
-        self._evaluations: dict[int, ClosureCalls] = {}  # by id of the optimizer whose step is running
-        self._scales: dict[int, Number] = {}  # by optimizer: what its gradients have just been divided by
+        self._closures = Closures(capture, pipeline, self._context, self._at_step, self._guarded, reset)
         self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
         self._by_hand = ByHand(capture, binder, pipeline, self._judging_failed)
         self._registrations = capture.coverage.registrations
@@ -130,26 +127,17 @@ class Boundary:
             return None  # a subclass whose step calls super().step(closure): wrapped already
         ctx = self._context(optimizer)
         nested = ctx is not None and ctx.nested > 0 and self._is_nested(optimizer, ctx.captured)
-        if not nested and id(optimizer) in self._evaluations and step_hooks.steps_under_way(optimizer) < 2:
-            del self._evaluations[id(optimizer)]  # of a step that raised
+        if ctx is not None and ctx.closure_calls is not None and not nested:
+            self._closures.discard_raised(optimizer, ctx)
         if not callable(closure):
             self._guarded(self._at_step, optimizer, ctx, nested)
             return None
-        if ctx is None and not self.owns(optimizer):
+        if ctx is None and self.owns(optimizer):
+            self._guarded(self._current, optimizer, None)
+            ctx = self._context(optimizer)
+        if ctx is None:
             return None  # another watch may own it: what is wrapped once is not wrapped again
-        evaluations = self._evaluations.get(
-            id(optimizer)
-        )  # there in a `super().step()` with a closure of its own
-        depth = (
-            step_hooks.steps_under_way(optimizer) if evaluations is not None and evaluations.running else 1
-        )
-        if evaluations is None or depth > evaluations.depth:
-            self._evaluations[id(optimizer)] = evaluations = ClosureCalls(None, evaluations, depth)
-            self._guarded(self._remember, optimizer, evaluations)
-        about = optimizer, evaluations, object()
-        instead = closure_calls.notice(
-            closure, partial(self._before_evaluation, *about), partial(self._after_evaluation, *about)
-        )
+        instead = self._closures.wrapped(optimizer, ctx, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": instead}
         return (args[0], instead, *args[2:]), kwargs
@@ -182,54 +170,6 @@ class Boundary:
             self._in_backward.step(optimizer)
             self._count(optimizer)
 
-    # -- closures ----------------------------------------------------------------------------------------
-
-    def _remember(self, optimizer: Optimizer, evaluations: ClosureCalls) -> None:
-        """Keep what a skip must bring back, where a step may move the weights before its last evaluation."""
-        if evaluates_often(optimizer) and self.owns(optimizer):
-            ctx = self._context(optimizer)
-            if ctx is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
-                evaluations.memory = WeightBackup(optimizer)
-
-    def _before_evaluation(self, optimizer: Optimizer, evaluations: ClosureCalls, closure: object) -> None:
-        if evaluations.begins(closure) and evaluations.count:
-            modes.unseen(self._guarded, self._next_evaluation, optimizer)
-
-    def _after_evaluation(self, optimizer: Optimizer, evaluations: ClosureCalls, closure: object) -> None:
-        if evaluations.ends(closure):
-            modes.unseen(self._guarded, self._evaluated, optimizer, evaluations)
-
-    def _next_evaluation(self, optimizer: Optimizer) -> None:
-        captured = self._capture.capture_of(optimizer)
-        if captured is not None:
-            captured.discard()
-            self._reset(captured)
-
-    def _evaluated(self, optimizer: Optimizer, evaluations: ClosureCalls) -> None:
-        """The closure has run once more: the first gradient is the step's, a later one must be finite."""
-        ctx = self._context(optimizer)
-        if evaluations.count == 1 or ctx is None:
-            self._at_step(optimizer, ctx)
-            return
-        if evaluations.skipped or evaluations.later_nonfinite:
-            return
-        captured = ctx.captured
-        if ctx.pooled:
-            return  # a rank knows only its own part of a later evaluation, and must not act on it alone
-        self._capture.drain()
-        norms = captured.norms_read()
-        total = math.sqrt(np.dot(norms, norms))
-        if not math.isfinite(total):
-            evaluations.later_nonfinite = True
-            ctx.nested = 0
-            captured.resume_at(captured.step + 1)  # a Snapshot of its own
-            self._at_step(optimizer, ctx)
-            return
-        decision = self._pipeline.clips_again(ctx, norms)
-        if evaluations.max_norm is not None:  # a rule's bound on the first gradient holds for the whole step
-            decision |= Decision(max_norm=evaluations.max_norm)
-        ctx.acting.clip_again(captured, decision, total, ctx.rules.clip_section)
-
     def _is_nested(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
         """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
 
@@ -251,7 +191,7 @@ class Boundary:
             self._among_ranks(known, optimizer, _nothing)
             return
         if known is not None and nested:
-            if id(optimizer) in self._evaluations or known.captured.closed_at == known.captured.backwards:
+            if known.closure_calls is not None or known.captured.closed_at == known.captured.backwards:
                 known.nested += 1  # the outer call has judged these gradients, or will
                 return
         elif known is not None and known.acting.held and known.acting.emptied:
@@ -325,9 +265,8 @@ class Boundary:
             return
         measurement = pipeline.measure(ctx, window)
         self._count(optimizer)
-        evaluations = self._evaluations.get(id(optimizer)) if self._evaluations else None
         max_norm = ctx.rules.bound.max_norm
-        if max_norm is not None and evaluations is not None:
+        if max_norm is not None and ctx.closure_calls is not None:
             window.deferrable = (
                 False  # what is decided of a closure's first gradients clips the later ones too
             )
@@ -336,18 +275,18 @@ class Boundary:
         if not window.deferrable or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
             ctx.deferral.flush(self._judging_failed)
         if not window.deferrable:
-            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), evaluations, max_norm)
+            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), max_norm)
 
     def _act(
         self,
         optimizer: Optimizer,
         ctx: OptimizerContext,
         judged: Judged,
-        evaluations: ClosureCalls | None,
         max_norm: float | None,
     ) -> None:
         """Carry out what was decided of a step, and publish what was really done. Raises `TrainingStopped`."""
         outcome: Outcome | None = None
+        evaluations = ctx.closure_calls
         try:
             outcome = ctx.acting.apply(
                 optimizer, ctx.captured, judged.decision, evaluations, max_norm, ctx.rules.clip_section
@@ -375,8 +314,7 @@ class Boundary:
         window = captured.close_window(left)
         if divisor is not None:
             captured.divide_applied(window, divisor)
-        if self._scales:
-            window.loss_scale = self._scales.pop(id(optimizer), None)
+        window.loss_scale, ctx.scale_removed = ctx.scale_removed, None
         if skipped is not None:
             window.loss_scale = left if window.loss_scale is None else window.loss_scale
         elif window.loss_scale is not None:
@@ -427,17 +365,21 @@ class Boundary:
 
     def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """The gradients are about to lose the loss scale; what was read of them loses it too."""
-        captured = self._capture.capture_of(optimizer)
-        if (captured is None or not captured.on_cpu) and capturing():
+        ctx = self._context(optimizer)
+        if (ctx is None or not ctx.captured.on_cpu) and capturing():
             return
-        if captured is None and not self.owns(optimizer):
+        if ctx is None and not self.owns(optimizer):
             return
-        self._scales[id(optimizer)] = number = kept(scale)
-        if captured is not None:
-            self._capture.drain()
-            captured.unscaled(number)
+        number = kept(scale)
+        if ctx is None and not announces_steps(optimizer):
+            self._by_hand.unscaled(optimizer, number)
+            return
+        if ctx is None:
+            ctx = self._current(optimizer, None)
         else:
-            self._capture.unowned_unscaled(optimizer, number)
+            self._capture.drain()
+        ctx.scale_removed = number
+        ctx.captured.unscaled(number)
 
     def rejected(self, optimizer: Optimizer) -> None:
         """The scaler found an overflow and did not call the optimizer: a step all the same, judged as such."""
@@ -481,7 +423,7 @@ class Boundary:
             if overflow is not None and on_host(overflow) and arrived(kept(overflow)):
                 self.rejected(optimizer)
             else:
-                self._scales.pop(id(optimizer), None)
+                self._contexts.of(captured).scale_removed = None
                 captured.discard()
                 self._reset(captured)
 
@@ -498,26 +440,16 @@ class Boundary:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         ctx = self._context(optimizer)
-        evaluations = self._evaluations.get(id(optimizer)) if self._evaluations else None
-        inside = 0 if ctx is None else ctx.nested
-        depth = 1 if evaluations is None else step_hooks.steps_under_way(optimizer)
-        while (
-            evaluations is not None and evaluations.outer is not None and evaluations.depth > depth
-        ):  # it raised
-            evaluations = evaluations.outer
-        if evaluations is not None and depth > evaluations.depth:
-            if ctx is not None and inside:  # its `super().step()` has returned, and no more
-                ctx.nested = max(1, inside - 1)
+        if ctx is None:
             return
+        evaluations = ctx.closure_calls
         if evaluations is not None:
-            del self._evaluations[id(optimizer)]
-            if evaluations.outer is not None:
-                self._evaluations[id(optimizer)] = evaluations.outer
-            if evaluations.count > 1 and ctx is not None and inside:
-                self._reset(ctx.captured)
-        if ctx is not None and inside:
-            ctx.nested = inside - 1
-            if inside == 1:
+            evaluations = self._closures.step_ended(optimizer, ctx, evaluations)
+            if evaluations is None:
+                return
+        if ctx.nested:
+            ctx.nested -= 1
+            if not ctx.nested:
                 self._leave(ctx)
         # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
         if evaluations is not None and evaluations.skipped and evaluations.memory is not None:
