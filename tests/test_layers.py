@@ -322,3 +322,45 @@ def test_an_attribute_set_from_elsewhere_is_found() -> None:
     """Also in a tuple, and where it is added to."""
     code = "captured.step += 1\nctx.captured.late, x = True, 1\nbuilt.a: int = 0\nself.captured = 1\ncaptured.f()"
     assert set_on_captures(ast.parse(code)) == {"captured.step", "ctx.captured.late", "built.a"}
+
+
+# A sink knows Records; of many optimizers that step inside one backward there is one context.
+KEYED_BY_INDEX = {"session/bundles.py", "session/boundary/in_backward.py"}
+LOOK_UPS = {"get", "pop", "setdefault"}
+OF_ONE_OPTIMIZER = ("capture/", "distributed/", "actions/", "session/")
+
+
+def keyed_by_optimizer(tree: ast.AST) -> set[str]:
+    """Look-ups by an optimizer's `id`, or by the index of its capture, in something that is kept in an attribute."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):
+            owner, key = node.value, ast.unparse(node.slice)
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOK_UPS
+        ):
+            owner, key = node.func.value, ast.unparse(node.args[0])
+        else:
+            continue
+        if isinstance(owner, ast.Attribute) and key.endswith(
+            ("id(optimizer)", "captured.index", "id(captured)")
+        ):
+            found.add(f"{ast.unparse(owner)}: {key}")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=place_of)
+def test_what_is_known_of_one_optimizer_lies_in_its_context(path: Path) -> None:
+    """Below the sinks one container is keyed by optimizer: that of the contexts."""
+    place = place_of(path)
+    found = keyed_by_optimizer(ast.parse(path.read_text())) if place.startswith(OF_ONE_OPTIMIZER) else set()
+    if place == "session/context.py":
+        assert found == {"self._by_index: captured.index"}
+    elif place not in KEYED_BY_INDEX:
+        assert found == set()
+
+
+def test_a_container_keyed_by_optimizer_is_found() -> None:
+    """However it is asked, or written to."""
+    code = "self._a[id(optimizer)] = 1\nself._b.get(captured.index)\nself._c.pop(id(one.captured), None)"
+    assert len(keyed_by_optimizer(ast.parse(code))) == 2

@@ -111,7 +111,6 @@ class Coverage:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
-        self._last: dict[int, NDArray[np.int32]] = {}  # the arrivals of each capture's last step
 
     def attached(self, models: Iterable[nn.Module]) -> None:
         """These models are watched from now on, with the parameters they have."""
@@ -163,7 +162,7 @@ class Coverage:
     def due(self, captured: OptimizerCapture, calls: NDArray[np.int32]) -> bool:
         """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
-        gone = () if self._last.get(captured.index) is calls else self._gone(captured.index, calls)
+        gone = () if captured.last_calls is calls else captured.no_longer_arrived(calls)
         replaced = gone and any(self._replaced(captured.params[k]) for k in gone)
         if not replaced and self._left > 0 and self._counted == self._registrations.counted[0]:
             return False
@@ -202,11 +201,3 @@ class Coverage:
     def _replaced(self, param: nn.Parameter) -> bool:
         """Whether something else stands where this parameter stood in its model."""
         return self._places.lost(self._slot_of.get(id(param), -1), param)
-
-    def _gone(self, captured: int, calls: NDArray[np.int32]) -> list[int]:
-        """Positions with a gradient in the capture's last step and none in this one."""
-        before, self._last[captured] = self._last.get(captured), calls
-        if before is None or len(before) != len(calls):
-            return []
-        gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
-        return gone

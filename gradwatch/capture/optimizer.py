@@ -115,13 +115,16 @@ class OptimizerCapture:
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: State | None = None
+        self.last_calls: NDArray[np.int32] | None = (
+            None  # arrivals of the last step whose coverage was looked at
+        )
         self.ambiguous = False  # the few hooks left cannot tell the last step's gradient from a new one
         # Made in the middle of a window, until a window has been closed.
         self.attached_mid_window = not without_optimizer
 
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture; where the sizes are the same its plan of reading is used."""
-        self.step = before.step
+        self.step, self.last_calls = before.step, before.last_calls
         if np.array_equal(self.sites.numels, before.sites.numels):
             self._reader = before._reader
 
@@ -129,6 +132,14 @@ class OptimizerCapture:
         """From now on it is the one at `index`, and counts on from the capture that was there."""
         self.index = index
         self.step = self.step if before is None else before.step
+
+    def no_longer_arrived(self, calls: NDArray[np.int32]) -> Sequence[int]:
+        """Positions with a gradient in the step before and none in this one, which had `calls[K]`."""
+        before, self.last_calls = self.last_calls, calls
+        if before is None or len(before) != len(calls):
+            return ()
+        gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
+        return gone
 
     def __len__(self) -> int:
         return len(self.params)

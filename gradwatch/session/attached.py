@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from gradwatch.capture.assemble import with_modules
 from gradwatch.capture.columns.modules import ModuleTaps
 from gradwatch.capture.columns.running_statistics import RunningStatistics
-from gradwatch.capture.discarded import Discarded
 from gradwatch.capture.fsdp1 import FlatTaps
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
@@ -147,7 +146,6 @@ class Attached:
             self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
             self.rule_bindings.module_bounds = self.taps.bounds
         self.rule_bindings.listen(local_taps(wanted, capture.models()))
-        self._discarded = Discarded()
 
     def _hold(self, models: list[nn.Module]) -> None:
         """Hold steps to find causes and keep bundles, where rules ask for that.
@@ -304,9 +302,8 @@ class Attached:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
         self.rule_bindings.cleared(captured)
         if not self._activity.resting():  # while it pauses it sees no steps, either
-            self._services.publishing.totals.cleared += self._discarded.unused(
-                captured, self.capture.captures
-            )
+            discarded = self.contexts.of(captured).discarded
+            self._services.publishing.totals.cleared += discarded.unused(captured, self.capture.captures)
         if self.causes is not None:
             self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradwatch.actions.apply import StepActions
 from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.skip.empty_groups import EmptiedGroups
+from gradwatch.capture.discarded import DiscardedGradients
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.reading.device import Number
@@ -32,6 +33,7 @@ class OptimizerContext:
     nested: int = 0  # calls of the optimizer's `step` under way
     closure_calls: ClosureCalls | None = None  # of the `step(closure)` under way, or of one that raised
     scale_removed: Number | None = None  # what a GradScaler has divided its gradients by since its last step
+    discarded: DiscardedGradients = field(default_factory=DiscardedGradients)  # cleared, and used by no step
     needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
 
     @property

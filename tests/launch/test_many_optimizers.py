@@ -27,6 +27,8 @@ from gradwatch.session.session import live_sessions
 net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 meta = torch.optim.SGD(net.parameters(), 0.1)
 other, calls, sizes = [], {}, {}
+# The fewest of some: what is due by the clock falls into any of them.
+EARLY, LATE, AGAIN = range(7, 10), range(47, 50), range(60, 64)
 
 def size(gw):
     at = gw.attached; capture, causes = at.capture, at.causes
@@ -52,7 +54,7 @@ def step(model, optimizer):
 
 for k in range(60):
     counted = [0]
-    if k in (9, 49):
+    if k in (*EARLY, *LATE):
         sys.setprofile(count)
     copied = copy.deepcopy(net)
     inner = torch.optim.SGD(copied.parameters(), 0.05)
@@ -68,14 +70,15 @@ for k in range(60):
     step(odd, torch.optim.AdamW(odd.parameters(), 1e-3))
     if k in (10, 59):
         sizes[k] = size(*live_sessions())
-for k in range(60, 63):  # the model that the last one trained
+for k in AGAIN:  # the model that the last one trained
     counted = [0]
     inner = torch.optim.SGD(copied.parameters(), 0.05)
     sys.setprofile(count)
     step(copied, inner)
     sys.setprofile(None)
     calls[k] = counted[0]
-print(json.dumps({"calls": [calls[9], calls[49]], "again": calls[62], "sizes": [sizes[10], sizes[59]]}))
+fewest = [min(calls[k] for k in some) for some in (EARLY, LATE, AGAIN)]
+print(json.dumps({"calls": fewest[:2], "again": fewest[2], "sizes": [sizes[10], sizes[59]]}))
 """
 )
 
@@ -106,11 +109,11 @@ def test_each_optimizer_costs_the_same(told: tuple[dict[str, Any], Path]) -> Non
 
 
 def test_every_optimizer_counts_once(told: tuple[dict[str, Any], Path]) -> None:
-    """The account has all 124, whatever took over the place of another, and the parameters there were at one time."""
+    """The account has all 125, whatever took over the place of another, and the parameters there were at one time."""
     ((*_, end),) = [list(journal.entries()) for journal in read_journal(told[1] / "runs" / "r")]
     assert isinstance(end, EndEntry)
     account = Account.from_dict(end.account)
-    assert (account.watched.optimizers, account.taken.stepped) == (124, 124)
+    assert (account.watched.optimizers, account.taken.stepped) == (125, 125)
     assert account.watched.parameters == 12
 
 
@@ -118,7 +121,7 @@ def test_a_slot_taken_again_is_of_its_new_parameter(told: tuple[dict[str, Any], 
     """Names, sizes and norms in the journal are the model's that was trained, whatever had its slot before."""
     (journal,) = read_journal(told[1] / "runs" / "r")
     records = [one.record.snapshot for one in journal.records()]
-    assert len(records) == 60 * 4 + 3
+    assert len(records) == 60 * 4 + 4
     found = {}
     for one in records:
         sizes = dict(zip([name[-8:] for name in one.sites.names], one.sites.numels.tolist(), strict=True))

@@ -71,7 +71,7 @@ class Closures:
     def step_ended(
         self, optimizer: Optimizer, ctx: OptimizerContext, calls: ClosureCalls
     ) -> ClosureCalls | None:
-        """The calls of the step that has returned, no longer those under way; None where only its `super().step()` has."""
+        """Discard the calls of the step that returned, and return them; None if only its `super().step()` returned."""
         depth = step_hooks.steps_under_way(optimizer)
         while calls.outer is not None and calls.depth > depth:  # it raised
             calls = calls.outer
