@@ -339,7 +339,7 @@ def keyed_by_optimizer(tree: ast.AST) -> set[str]:
         elif (
             isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOK_UPS
         ):
-            owner, key = node.func.value, ast.unparse(node.args[0])
+            owner, key = node.func.value, "".join(map(ast.unparse, node.args[:1]))
         else:
             continue
         if isinstance(owner, ast.Attribute) and key.endswith(
