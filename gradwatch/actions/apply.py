@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from gradwatch.actions.clip import ClipSection, Found, carried_scale, put
 from gradwatch.actions.closures import ClosureCalls
-from gradwatch.actions.skip.empty_groups import EmptiedGroups
 from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.versions import versions_of
@@ -51,14 +50,13 @@ class Outcome(NamedTuple):
 class StepActions:
     """Carries out Decisions on the gradients of one optimizer, and undoes what lasts for the length of a step.
 
-    `failed(component, error)` counts an internal error; `empty_lists` is what is known of types of optimizers.
+    `failed(component, error)` counts an internal error.
     """
 
-    __slots__ = ("_amp_overrides", "_empty_lists", "_failed", "_skipper", "held")
+    __slots__ = ("_amp_overrides", "_failed", "_skipper", "held")
 
-    def __init__(self, failed: Callable[[str, BaseException], None], empty_lists: EmptiedGroups) -> None:
+    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self._failed = failed
-        self._empty_lists = empty_lists
         self._skipper: StepSkipper | None = None
         self._amp_overrides: list[AmpOverride] = []
         self.held = False  # something may be set aside for the step under way, or set on its optimizer
@@ -169,10 +167,8 @@ class StepActions:
         if decision.skip:
             if evaluations is None or not evaluations.must_finish:
                 self.held = True
-                at_once, known = evaluations is not None, self._empty_lists
-                skipper = StepSkipper(optimizer, lambda: known.do_for(optimizer, at_once))
-                self._skipper = skipper
-                skipper.begin(at_once)
+                self._skipper = StepSkipper(optimizer)
+                self._skipper.begin(at_once=evaluations is not None)
         elif decision.max_norm is not None and only_total(decision):
             coefficient = clip_coefficient(captured.total_applied(), decision.max_norm)
             self._multiply(optimizer if evaluations is None else None, captured, coefficient)
@@ -263,23 +259,15 @@ class StepActions:
         finally:
             self.restore_amp()
 
-    @property
-    def emptied(self) -> bool:
-        """Whether the optimizer's parameter lists are empty for the length of a step: it raised if it is over."""
-        return self._skipper is not None and self._skipper.emptied
-
     def give_back(self, finished: bool = True) -> None:
         """Put back what a skip set aside, but no gradient where a newer backward has already made one.
 
         `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
         """
         skipper, self._skipper = self._skipper, None
-        if skipper is None:
-            return
-        if not finished and skipper.emptied:  # it raised for another reason, or not: copies from now on
-            self._empty_lists.refuse(skipper.optimizer)
-        skipper.give_back(finished)
-        skipper.let_go()
+        if skipper is not None:
+            skipper.give_back(finished)
+            skipper.let_go()
 
 
 class AmpOverride(NamedTuple):

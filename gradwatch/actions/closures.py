@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from gradwatch.taps.optimizers.groups import params_of
+
 
 class ClosureCalls:
     """One call of `optimizer.step(closure)`: how often the closure ran, and what was decided.
@@ -67,9 +69,7 @@ class WeightBackup:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = [
-            (param, param.detach().clone()) for group in optimizer.param_groups for param in group["params"]
-        ]
+        self._weights = [(param, param.detach().clone()) for param in params_of(optimizer)]
         self._state: dict[Any, dict[str, Any]] | None = None
         if isinstance(optimizer, LBFGS):
             self._state = {

@@ -29,6 +29,7 @@ from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.spent import Spent
 from gradwatch.taps import backward, modes, tree
 from gradwatch.taps.grad_ready import GradReadyHooks
+from gradwatch.taps.optimizers.groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
@@ -120,7 +121,7 @@ class Capture:
         """Have the next backward announce the parameters of these optimizers."""
         self.drop_dead()
         self.add_loose(loose)
-        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        params = params_of(*optimizers)
         if not all(id(param) in self._slot_of for param in params):
             self.scan()
 
@@ -172,7 +173,7 @@ class Capture:
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer owns a parameter of the watched models, also one that joined them unseen."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         if any(id(param) in self._slot_of for param in params):
             return True
         return self.coverage.joined(optimizer, params, self.models())
@@ -281,7 +282,7 @@ class Capture:
             return self._adopt(optimizer, captured)
 
     def _adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None) -> OptimizerCapture:
-        fresh = [param for group in optimizer.param_groups for param in group["params"]]
+        fresh = params_of(optimizer)
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
         # One without parameters is falsy.
         captured = self._predecessor(set(map(id, params))) if captured is None else captured

@@ -311,12 +311,15 @@ class Ranks:
     ) -> Shared | None:
         """The step as every rank sees it but for extra columns: after an internal error on it.
 
-        None where there are no others, where they cannot know it either, or where they have not been told yet.
+        None where the others cannot know it, or have not been told yet.
         """
-        if membership is None or membership.alone or not self.several:
+        mine = slice(0, len(window.sites))
+        if not self.several:
+            return Shared(window, Extras(), values, mine, may_act=True)
+        if membership is None or membership.alone:
             return None
         if membership.layout is None:
-            return Shared(window, Extras(), values, slice(0, len(window.sites)), may_act=True)
+            return Shared(window, Extras(), values, mine, may_act=True)
         reduced = membership.reduced
         if reduced is None or not reduced.complete or membership.owes:
             return None

@@ -278,7 +278,7 @@ class BoundEngine:
         return self._every_step if coef is None else self._every_step | Decision(coef=coef)
 
     def fallback(self, total_norm: float) -> Decision:
-        """The orders that hold without a verdict, should `evaluate` fail on one rank of several.
+        """The orders that hold without a verdict, should `evaluate` fail.
 
         The standing clip of the total (`clip` adds the others), and the skip of a step whose gradients are not
         finite where a rule asks for it.

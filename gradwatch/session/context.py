@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from gradwatch.actions.apply import StepActions
 from gradwatch.actions.closures import ClosureCalls
-from gradwatch.actions.skip.empty_groups import EmptiedGroups
 from gradwatch.capture.discarded import DiscardedGradients
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
@@ -65,7 +64,6 @@ class Contexts:
 
     def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self._failed = failed
-        self._empty_lists = EmptiedGroups()
         self._by_index: dict[int, OptimizerContext] = {}
 
     def __iter__(self) -> Iterator[OptimizerContext]:
@@ -82,7 +80,7 @@ class Contexts:
         """The context of a capture, made where there is none; `captured` is what it captures from now on."""
         found = self._by_index.get(captured.index)
         if found is None:
-            acting = StepActions(self._failed, self._empty_lists)
+            acting = StepActions(self._failed)
             found = self._by_index[captured.index] = OptimizerContext(captured, acting, Deferral())
         elif found.captured is not captured:
             found.captured, found.needs_no_ranks = captured, False

@@ -147,103 +147,80 @@ class StepPipeline:
     def judge(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool = False) -> Judged:
         """Decide of a step; `at_hand`: its gradients are here, and its decision is about to be carried out.
 
-        An internal error does not make this rank diverge from the others.
-
-        Where it knows the numbers that they judge, it looks again, at the norms alone: rules and policies on norms
-        decide and learn as theirs do. What cannot be had so: rules on other columns (`max_abs`, ranks) miss this
-        step here; an engine that fails (`_ask`) leaves the standing clips and the skip of non-finite gradients,
-        and its baselines miss the step. And plain replicas, which exchange nothing, cannot learn
-        of an error before there is a window to look at (in `OptimizerCapture.close_window`): the others clip that
-        step, this one does not.
+        An internal error does not make this rank diverge from the others, where it knows the numbers that they judge.
+        What cannot be measured here is left out: rules on other columns than norms (`max_abs`, ranks) miss the step.
+        Without a verdict there is one fallback: the standing clips, and the skip of non-finite gradients. What fails
+        after the decision costs the Record. Plain replicas, which exchange nothing, cannot learn of an error before
+        there is a window to look at (in `OptimizerCapture.close_window`): the others clip that step, this one does not.
         """
-        bound_rules, captured, window = measurement.bound_rules, measurement.captured, measurement.window
-        bound_rules.decided = None
+        bound_rules = measurement.bound_rules
+        shared = self._shared(ctx, measurement)
+        if shared is None:  # the other ranks' part of these numbers is missing
+            return Judged(Decision())
+        measurement.captured.know_reduced_total(shared.total_applied)
+        decision: Decision | None = None
         try:
-            judged = self._judged(ctx, measurement, at_hand)
+            step = self._step(ctx, measurement, shared)
+            # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
+            verdict, decision = (UNJUDGED, Decision()) if shared.blind else self._ask(bound_rules, step.found)
+            decision = self._permitted(step, verdict, decision)
+            judged = self._judged(step, verdict, decision, at_hand)
             self._rule_bindings.publish_bounds(bound_rules)
             return judged
         except Exception as error:
-            bound_rules.health_tracker.unjudged(captured.step)
-            shared = self._ranks.norms_alone(ctx.membership, window, measurement.values())
-            if shared is None and self._ranks.several:
-                raise  # the other ranks cannot know what this one would do
-            self._activity.failed("boundary", error)
-            if shared is None:
-                return Judged(bound_rules.decided or bound_rules.bound.fallback(window.total()))
-            captured.know_reduced_total(shared.total_applied)
-            if bound_rules.decided is not None:
-                return Judged(bound_rules.decided)
-            return self._second_look(ctx, measurement, shared, at_hand)
+            self._judging_failed(measurement, error)
+            if decision is None:
+                decision = bound_rules.bound.fallback(shared.window.total())
+            return Judged(decision.at(shared.own))
 
-    def _second_look(
-        self, ctx: OptimizerContext, measurement: Measurement, shared: Shared, at_hand: bool
-    ) -> Judged:
-        """What is decided by the norms alone; by their total alone, should that fail too."""
-        bound_rules, captured = measurement.bound_rules, measurement.captured
+    def _judging_failed(self, measurement: Measurement, error: Exception) -> None:
+        measurement.bound_rules.health_tracker.unjudged(measurement.captured.step)
+        self._activity.failed("boundary", error)
+
+    def _shared(self, ctx: OptimizerContext, measurement: Measurement) -> Shared | None:
+        """The step as all ranks see it; after an error only its norms. Raises where this rank cannot know these."""
+        window, values = measurement.window, measurement.values()
         try:
-            found = of_norms(captured.index, bound_rules.sites, shared.window, shared.values)
-            return self._decided(ctx, measurement, shared, found, at_hand)
+            return self._ranks.share(measurement.captured, ctx.membership, window, measurement.extras, values)
         except Exception as error:
-            self._activity.failed("boundary", error)
-            bound_rules.health_tracker.unjudged(captured.step)
-            return Judged(bound_rules.decided or bound_rules.bound.fallback(shared.window.total()))
+            shared = self._ranks.norms_alone(ctx.membership, window, values)
+            if shared is None:  # the other ranks cannot know what this one would do
+                measurement.bound_rules.health_tracker.unjudged(measurement.captured.step)
+                raise
+            self._judging_failed(measurement, error)
+            return shared
 
-    def _judged(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool) -> Judged:
-        """Judge a window as all ranks see it."""
-        captured, bound_rules, coverage = (
-            measurement.captured,
-            measurement.bound_rules,
-            self._sources.capture.coverage,
-        )
-        shared = self._ranks.share(
-            captured, ctx.membership, measurement.window, measurement.extras, measurement.values()
-        )
-        if shared is None:  # the other ranks' part of these numbers is missing
-            return Judged(Decision())
-        captured.know_reduced_total(shared.total_applied)
+    def _step(self, ctx: OptimizerContext, measurement: Measurement, shared: Shared) -> StepContext:
+        """The step with its Snapshot; after an error one of its norms alone."""
+        captured, bound_rules = measurement.captured, measurement.bound_rules
+        coverage = self._sources.capture.coverage
         self._sources.notices.unmeasured(coverage.missing)
-        found = assemble(
-            captured.index, bound_rules.sites, shared.window, shared.extras, shared.values, coverage.ratio
-        )
-        return self._decided(ctx, measurement, shared, found, at_hand)
+        about = captured.index, bound_rules.sites, shared.window
+        try:
+            found = assemble(*about, shared.extras, shared.values, coverage.ratio)
+        except Exception as error:
+            self._judging_failed(measurement, error)
+            found = of_norms(*about, shared.values)
+        step = StepContext(ctx, captured, bound_rules, measurement.window, measurement.clock, shared, found)
+        self._sources.checkpoints.look_if_due(bound_rules, not math.isfinite(found.total_norm))
+        return self._with_confirmed(step)
 
-    def _decided(
-        self,
-        ctx: OptimizerContext,
-        measurement: Measurement,
-        shared: Shared,
-        found: Snapshot,
-        at_hand: bool,
-    ) -> Judged:
-        """Decide of a Snapshot, and foresee what that makes of it."""
-        captured, bound_rules, window, clock = (
-            measurement.captured,
-            measurement.bound_rules,
-            measurement.window,
-            measurement.clock,
-        )
-        step = StepContext(ctx, captured, bound_rules, window, clock, shared, found)
-        broken = not math.isfinite(step.found.total_norm)
-        self._sources.checkpoints.look_if_due(bound_rules, broken)
-        step = self._with_confirmed(step)
-        own, found = step.shared.own, step.found
-        # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
-        verdict, decision = (UNJUDGED, Decision()) if step.shared.blind else self._ask(bound_rules, found)
-        bound_rules.decided = decision.at(own)  # the engine has learned this step, and must not do so again
-        decision = self._permitted(step, verdict, decision)
-        bound_rules.decided = decision.at(own)
+    def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, at_hand: bool) -> Judged:
+        """What the decision will make of the step, and why it was taken: all that its Record says."""
+        captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
         decision, snapshot = self._foreseen(step, decision, at_hand)
         self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
+        broken = not math.isfinite(found.total_norm)
         bound_rules.health_tracker.nonfinite_statistics = self._sources.statistics.nonfinite(broken)
         self._publishing.totals.unjudged += verdict is UNJUDGED
         findings = self._causes(step, snapshot, verdict, decision)
         if self._sources.bundles is not None:
-            decision = self._sources.bundles.take(step.captured, snapshot, verdict, decision, findings)
+            decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
         facts = Facts(
             bound_rules, found, snapshot, verdict, decision, clock, findings, verdict is not UNJUDGED
         )
-        return Judged(decision.at(own), facts)
+        return Judged(decision.at(step.shared.own), facts)
 
     def publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None = None) -> None:
         """Publish the Record of a step: as it was decided, or with what was really done of it."""
@@ -370,15 +347,14 @@ class StepPipeline:
             )
         except Exception as error:
             self._activity.failed("engine", error)
-            return UNJUDGED, self._unjudged(bound_rules, snapshot)
+            return UNJUDGED, self._without_verdict(bound_rules, snapshot)
         self._activity.judged()
         return verdict, decision
 
-    def _unjudged(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> Decision:
-        """What holds without a verdict: as the other ranks are about to do, who have the same numbers and no error."""
-        alone = bound_rules.bound.fallback(snapshot.total_norm)
+    def _without_verdict(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> Decision:
+        """As the other ranks are about to do, who have the same numbers and no error."""
         decision, bound_rules.state = bound_rules.bound.clip(
-            alone, bound_rules.state, snapshot, self._policy_failed
+            bound_rules.bound.fallback(snapshot.total_norm), bound_rules.state, snapshot, self._policy_failed
         )
         return decision
 

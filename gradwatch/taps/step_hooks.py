@@ -8,24 +8,20 @@ step, before the next backward outside one.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_entry, closure_calls, modes
 from gradwatch.taps.optimizers.inner import with_inner
-from gradwatch.taps.patch import Patch
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 
@@ -40,7 +36,6 @@ class StepListener(Protocol):
 
 
 _listeners: list[StepListener] = []
-_IGNORED = "_gradwatch_ignores"  # an attribute of optimizers that we have made
 _handles: list[RemovableHandle] = []
 _later: list[Callable[[], None]] = []  # ends what waits for the next backward
 _tracing = torch.compiler.is_dynamo_compiling
@@ -68,27 +63,9 @@ def listen(listener: StepListener) -> Callable[[], None]:
     return remove
 
 
-def ignore(optimizer: Optimizer) -> None:
-    """No listener is called for this optimizer: one that stands in for another."""
-    vars(optimizer)[_IGNORED] = True
-
-
 def installed() -> int:
     """How many of torch's global step hooks are ours at present."""
     return len(_handles)
-
-
-@contextlib.contextmanager
-def global_hooks_silenced() -> Iterator[None]:
-    """No step calls torch's global hooks meanwhile; their dicts stay whole, for torch may be walking over them."""
-    with _pre_hooks.listening(None), _post_hooks.listening(None):
-        yield
-
-
-_pre_hooks, _post_hooks = (
-    Patch[None](torch_optimizer, f"_global_optimizer_{kind}_hooks", lambda _: OrderedDict())
-    for kind in ("pre", "post")
-)
 
 
 def begun() -> int:
@@ -152,7 +129,7 @@ def _part_of(optimizer: Optimizer) -> list[bool]:
     while frame is not None:
         if frame.f_code is _WRAPPER:  # torch's wrapper keeps the optimizer in its local `self`
             outer = frame.f_locals.get("self")
-            if isinstance(outer, Optimizer) and _IGNORED not in outer.__dict__:
+            if isinstance(outer, Optimizer):
                 found.append((outer, _closure_code(frame.f_locals) in codes))
             codes = set()
         codes.add(frame.f_code)
@@ -186,8 +163,6 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         changed = None
         if not shielded and (_tracing() or _listening() is not None):
             return _shielded_before(optimizer, args, kwargs, True)
-        if _IGNORED in optimizer.__dict__:
-            return None
         step_begins(optimizer, partial(_part_of, optimizer))
         aside = modes.Aside() if modes.dispatching() or modes.functions() else None
         try:
@@ -209,8 +184,6 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
     try:
         if not shielded and (_tracing() or _listening() is not None):
             _shielded_after(optimizer, args, kwargs, True)
-            return
-        if _IGNORED in optimizer.__dict__:
             return
         step_ends(optimizer)
         aside = modes.Aside() if modes.dispatching() or modes.functions() else None

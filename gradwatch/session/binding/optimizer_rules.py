@@ -19,7 +19,7 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping
-from gradwatch.records.snapshot import Decision, Record, Sites
+from gradwatch.records.snapshot import Record, Sites
 
 ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 ORDINARY_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
@@ -48,7 +48,6 @@ class OptimizerRules:
     observed: int = 0
     ordinary_steps: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
     record: Record | None = field(default=None)
-    decided: Decision | None = None  # of the window at hand, should telling it fail
     clip_section: ClipSection | None = None  # what `clip:` asks of it beside the total
     clipper: BackwardClipper | None = None
     micro: MicroDrop | None = None

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.skip.copies import params_of
 from gradwatch.capture.columns.loss import Root
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
@@ -31,6 +30,7 @@ from gradwatch.session.binding.binder import Binder
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Multiplication
+from gradwatch.taps.optimizers.groups import params_of
 
 PROBED = 8  # parameters compared, and elements of each
 MOST = 1 << 22  # elements of a gradient of which the largest is looked for

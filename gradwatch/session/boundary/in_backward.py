@@ -28,6 +28,7 @@ from gradwatch.reading.single import exact_norm
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.taps import grad_scaler
+from gradwatch.taps.optimizers.groups import params_of
 
 
 class InBackward:
@@ -103,7 +104,7 @@ class InBackward:
     def _current(self) -> OptimizerCapture:
         """The capture of all these optimizers, made anew when one has joined, left or changed its parameters."""
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        params = params_of(*optimizers)
         if self._captured is None or self._captured.watched_ids != list(map(id, params)):
             self._captured = self._capture.adopt_inside(params, self._captured)
             self._binder.bind(self._captured)

@@ -190,13 +190,13 @@ class Boundary:
         if self._activity.resting() if known is not None else not self.owns(optimizer):
             self._among_ranks(known, optimizer, _nothing)
             return
-        if known is not None and nested:
-            if known.closure_calls is not None or known.captured.closed_at == known.captured.backwards:
-                known.nested += 1  # the outer call has judged these gradients, or will
-                return
-        elif known is not None and known.acting.held and known.acting.emptied:
-            # The step that was skipped raised all the same.
-            known.acting.give_back(finished=False)
+        if (
+            known is not None
+            and nested
+            and (known.closure_calls is not None or known.captured.closed_at == known.captured.backwards)
+        ):
+            known.nested += 1  # the outer call has judged these gradients, or will
+            return
         if self._capture.ready:
             self._capture.drain()
         if known is None:

@@ -1,20 +1,24 @@
-"""A stand-in takes the withheld step of an optimizer of other people, which notices nothing, whatever it holds."""
+"""A skipped step of an optimizer of other people is taken back, whatever it holds and wherever."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradwatch.actions.skip.shadow_optimizer import stand_in_for
+from gradwatch.actions.skip.backup import OptimizerBackup
 from gradwatch.records.snapshot import Decision
 from tests.actions.test_skip import digest
 from tests.support.recorder import Recorder
@@ -182,13 +186,21 @@ class Locked(Stepping):
         self.lock = threading.Lock()
 
 
-KINDS = [HoldsModel, Masters, Flat, Boxed, Momentum, NeedsLists, Averaged]
-WITHOUT = [
-    Wraps,
-    ByWeakReference,
-    ByIdentity,
-    Locked,
-]  # of these there is no stand-in: the older ways take them
+class Raises(Stepping):
+    """Raises for a gradient that is not finite, and decays gradients in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.reached():
+            if param.grad is None or not param.grad.isfinite().all():
+                raise RuntimeError("not finite")
+            param.sub_(param.grad.add_(param, alpha=0.5), alpha=0.1)
+
+
+KINDS = [
+    HoldsModel, Masters, Flat, Boxed, Momentum, NeedsLists, Averaged,
+    Wraps, ByWeakReference, ByIdentity, Locked, Raises,
+]  # fmt: skip
 
 
 def held(value: Any, seen: set[int]) -> list[Any]:
@@ -228,7 +240,7 @@ def job(kind: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer, C
 
 
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("kind", [*KINDS, *WITHOUT])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_step_leaves_everything_that_the_optimizer_holds(
     kind: Callable[[nn.Module], Optimizer], first: int
 ) -> None:
@@ -261,55 +273,9 @@ def test_a_skipped_step_leaves_everything_that_the_optimizer_holds(
     assert digest(list(model.parameters())) == digest(weights)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stand_in_shares_nothing_and_steps_as_the_real_one_would(
-    kind: Callable[[nn.Module], Optimizer],
-) -> None:
-    """Its step leads to the very bits of the real step, and neither moves the other."""
-    _, optimizer, backward = job(kind)
-    for _ in range(2):
-        backward()
-        optimizer.step()
-    backward()
-    before = digest(held(optimizer, set()))
-    stand_in = stand_in_for(optimizer, (optimizer,), {}, set())
-    assert stand_in is not None
-    assert type(stand_in) is type(optimizer)
-    drawn = torch.get_rng_state()
-    stand_in.step()
-    assert digest(held(optimizer, set())) == before
-    stepped = [each.clone() for each in held(stand_in, set()) if isinstance(each, torch.Tensor)]
-    torch.set_rng_state(drawn)
-    optimizer.step()
-    real = [each for each in held(optimizer, set()) if isinstance(each, torch.Tensor)]
-    assert digest(real) != before
-    if kind is not Flat:  # a Parameter's copy is no view of the copied buffer
-        assert digest(stepped) == digest(real)
-
-
-@pytest.mark.parametrize("kind", WITHOUT)
-def test_where_copies_do_not_do_there_is_no_stand_in(kind: Callable[[nn.Module], Optimizer]) -> None:
-    """A trial that raises or moves a weight leaves no trace."""
-    _, optimizer, backward = job(kind)
-    backward()
-    before = digest(held(optimizer, set()))
-    assert stand_in_for(optimizer, (optimizer,), {}, set()) is None
-    assert digest(held(optimizer, set())) == before
-
-
-def test_a_step_that_is_handed_something_has_no_stand_in() -> None:
-    """A closure's gradients are made in the step, and a scaler knows the real optimizer."""
-    _, optimizer, backward = job(HoldsModel)
-    backward()
-    assert stand_in_for(optimizer, (optimizer, lambda: None), {}, set()) is None
-    assert stand_in_for(optimizer, (optimizer,), {"grad_scaler": object()}, set()) is None
-    assert stand_in_for(optimizer, (optimizer, None), {}, set()) is not None
-    assert stand_in_for(optimizer, (optimizer,), {"closure": None}, set()) is not None
-
-
 @pytest.mark.parametrize("kind", [Masters, Averaged])
 def test_hooks_of_the_user_are_called_as_often_as_ever(kind: Callable[[nn.Module], Optimizer]) -> None:
-    """Those of the instance hear of the real optimizer, at both levels of a step; no trial is heard by anybody."""
+    """Those of the instance hear of the real optimizer, at both levels of a step; each is called once."""
     model, optimizer, backward = job(kind)
     heard: list[tuple[str, bool]] = []
 
@@ -374,3 +340,106 @@ def test_a_skip_under_a_grad_scaler(unscale: bool) -> None:
             after = digest(list(model.parameters()), optimizer.masters)  # type: ignore[attr-defined]
             assert (before == after) == skip
         assert scaler.get_scale() == 2048.0
+
+
+@dataclass(slots=True)
+class Slots:
+    """Has no `__dict__`."""
+
+    buffer: torch.Tensor
+    count: int = 0
+
+
+class Holds(Stepping):
+    """Changes, in a step, something of every kind that it holds."""
+
+    def prepare(self, model: nn.Module) -> None:
+        self.slots = Slots(torch.zeros(2))
+        self.seen, self.last = {1}, deque([1, 2], maxlen=2)
+        self.table, self.generator = np.zeros(2), torch.Generator()
+        self.history: list[Any] = [torch.zeros(2)]
+        self.inside = {"a": (torch.zeros(2), [3])}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.slots.buffer += 1
+        self.slots.count += 1
+        self.seen.add(len(self.seen) + 1)
+        self.last.append(self.last[-1] + 1)
+        self.table += 1
+        torch.rand((), generator=self.generator)
+        self.history.append(torch.ones(2))
+        self.inside["a"][0].add_(1)
+        self.inside["a"][1].clear()
+        self.inside["b"] = (torch.ones(2), [])
+        self.fresh = 1
+
+    def all(self) -> str:
+        """Every bit of it."""
+        kept = {name: vars(self)[name] for name in ("seen", "last", "table", "history", "inside")}
+        return digest(
+            list(map(repr, kept.values())), self.slots.buffer, self.slots.count, self.generator.get_state()
+        )
+
+
+def test_a_backup_puts_everything_back_into_the_same_objects() -> None:
+    """Slots, sets, deques, arrays, generators, containers in containers; attributes that are new are gone."""
+    optimizer = Holds(nn.Linear(3, 2))
+    before, objects = optimizer.all(), {name: id(value) for name, value in vars(optimizer).items()}
+    backup = OptimizerBackup(optimizer)
+    optimizer.step()
+    assert optimizer.all() != before
+    backup.restore()
+    assert optimizer.all() == before
+    assert {name: id(value) for name, value in vars(optimizer).items()} == objects
+
+
+def test_a_backup_leaves_alone_what_lies_behind_many_objects() -> None:
+    """An optimizer that knows its trainer does not have the data copied."""
+    optimizer = Stepping(nn.Linear(3, 2))
+    data = torch.zeros(2)
+    optimizer.trainer = SimpleNamespace(  # type: ignore[attr-defined]
+        near=data.clone(), loader=SimpleNamespace(dataset=SimpleNamespace(storage=SimpleNamespace(data=data)))
+    )
+    near = optimizer.trainer.near  # type: ignore[attr-defined]
+    backup = OptimizerBackup(optimizer)
+    data.add_(1)
+    near.add_(1)
+    backup.restore()
+    assert near.tolist() == [0, 0]
+    assert data.tolist() == [1, 1]
+
+
+def test_a_backup_lies_on_the_host_where_a_device_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error of a full device is no reason to take a step that should be skipped."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    _, optimizer, backward = job(Momentum)
+    backward()
+    before = digest(held(optimizer, set()))
+    with monkeypatch.context() as device:
+        device.setattr(torch.Tensor, "clone", full)
+        backup = OptimizerBackup(optimizer)
+    optimizer.step()
+    assert digest(held(optimizer, set())) != before
+    backup.restore()
+    assert digest(held(optimizer, set())) == before
+
+
+def test_a_step_that_refuses_a_nan_does_not_raise_where_it_is_skipped() -> None:
+    """It finds zeros, and what it wrote to them is not in the gradients, which are the same tensors as before."""
+    model, optimizer, backward = job(Raises)
+    with Recorder(model) as recorder:
+        backward()
+        optimizer.step()
+        recorder.decide = lambda snapshot: Decision(skip=True)
+        backward()
+        grads = [param.grad for param in model.parameters()]
+        grads[0].fill_(float("nan"))  # type: ignore[union-attr]
+        before = digest(held(optimizer, set()))
+        optimizer.step()
+        assert digest(held(optimizer, set())) == before
+        assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+        assert recorder.errors == []
