@@ -191,7 +191,7 @@ class StepPipeline:
             return shared
 
     def _step(self, ctx: OptimizerContext, measurement: Measurement, shared: Shared) -> StepContext:
-        """The step with its Snapshot; after an error one of its norms alone."""
+        """The step with its Snapshot; after an error one of its norms alone, by which the other ranks judge it too."""
         captured, bound_rules = measurement.captured, measurement.bound_rules
         coverage = self._sources.capture.coverage
         self._sources.notices.unmeasured(coverage.missing)
@@ -199,6 +199,8 @@ class StepPipeline:
         try:
             found = assemble(*about, shared.extras, shared.values, coverage.ratio)
         except Exception as error:
+            if not self._ranks.several:
+                raise
             self._judging_failed(measurement, error)
             found = of_norms(*about, shared.values)
         step = StepContext(ctx, captured, bound_rules, measurement.window, measurement.clock, shared, found)
