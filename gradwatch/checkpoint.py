@@ -11,7 +11,7 @@ A checkpoint taken now is *healthy* unless
 - a rule of severity critical is firing;
 - a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
 - the total norm of a step that was taken was 100 times the largest so far or more, and the weights have not been
-  looked at since;
+  checked since;
 - training was stopped by a rule;
 - a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
 - running statistics of a normalisation layer are not finite: a skipped step does not take them back;
@@ -174,7 +174,7 @@ class CheckpointHealthTracker:
         reasons = [*self._found, *self.ruin]
         if self.suspected is not None and not self.ruin:
             jumped = f"the total norm jumped at step {self.suspected}"
-            reasons.append(f"{jumped}, and the weights have not been looked at since")
+            reasons.append(f"{jumped}, and the weights have not been checked since")
         if self.poisoned_at is not None:
             reasons.append(f"a non-finite gradient reached the optimizer at step {self.poisoned_at}")
         self._last = self._last if reasons or self._step is None else self._step
@@ -264,4 +264,4 @@ def _read(path: Path) -> CheckpointHealth:
             None if looked is None else int(looked),
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no checkpoint tag of this version: {error}") from error
+        raise ValueError(f"{path} is not a checkpoint health tag of this version: {error}") from error

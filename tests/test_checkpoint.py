@@ -206,7 +206,7 @@ def test_what_is_no_tag_is_refused(tmp_path: Path) -> None:
         '{"format":1}',
     ):
         (tmp_path / tag_name(0)).write_text(text)
-        with pytest.raises(ValueError, match="no checkpoint tag"):
+        with pytest.raises(ValueError, match="not a checkpoint health tag"):
             read_tag(tmp_path)
 
 

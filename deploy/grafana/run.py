@@ -108,7 +108,7 @@ def healthy() -> tuple[Any, ...]:
         ),
         number(
             "Coverage",
-            "Share of the parameters that can be measured; below 100 % gradwatch is partly blind.",
+            "Share of the parameters that can be measured; below 100 % some gradients are not watched.",
             f"min(gradwatch_coverage_ratio{{{RANK}}})",
             "percentunit",
             steps((None, "red"), (1, "green")),
@@ -288,7 +288,7 @@ def ranks() -> tuple[Any, ...]:
         ),
         states(
             "Answering",
-            "Whether each rank answered the last scrape (1) or not (0).",
+            "1 if the rank answered the last scrape, else 0.",
             query(f"max by (rank) (up{{{RANK}}})", "rank {{rank}}"),
         ),
     )
@@ -318,7 +318,7 @@ def ourselves() -> tuple[Any, ...]:
         ),
         states(
             "Components",
-            "Which parts work (1) and which are switched off after repeated faults (0).",
+            "1 if a component works, 0 if it is switched off after repeated errors.",
             query(f"min by (component) (gradwatch_component_up{{{RANK}}})", "{{component}}"),
         ),
         lines(

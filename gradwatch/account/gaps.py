@@ -48,7 +48,7 @@ def _raised(account: Account) -> Iterator[str]:
 
 def _guess(account: Account) -> str:
     if not account.watched.steps:
-        return "nothing was attached"
+        return "gradwatch was attached to no model"
     return (
         "taken before gradwatch was attached, after it was closed, or by an optimizer that it did not watch"
     )
@@ -83,16 +83,16 @@ def _hidden(account: Account) -> str:
     if account.reasons and not account.watched.backwards:
         return "; ".join(account.reasons)
     if account.taken.optimizers:
-        return "the optimizers made were never stepped, or in a way that torch's step hooks do not see"
-    return "weights, if they moved, were moved by the script itself"
+        return "the optimizers were created and never stepped, or stepped without running torch's step hooks"
+    return "if weights changed, the script itself updated them"
 
 
 def unended(account: Account, that: str = "") -> str:
     """The processes that gave no account, by what became of them."""
     kinds = (
-        (account.lost, f"{that}gave no account (killed, or left by os._exit)"),
+        (account.lost, f"{that}left no summary (killed, or ended by os._exit)"),
         (account.running, "still running"),
-        (account.unknown, f"on another machine {that}gave no account (killed, or still running)"),
+        (account.unknown, f"on another machine {that}left no summary (killed, or still running)"),
     )
     return ", ".join(
         f"{count:,} process{'' if count == 1 else 'es'} {what}" for count, what in kinds if count

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from gradwatch.records.snapshot import Snapshot
 
 NEVER_CAME = {
-    "loss": "no loss was observed (a backward that Python does not start shows none: give it by `gw.observe(loss=…)`)",
+    "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
 }
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
-OFF_STEP = "none of its own steps came (every: {})"
+OFF_STEP = "no step at which it is evaluated was reached (every: {})"
 NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 

@@ -30,8 +30,8 @@ from gradwatch.taps import backward, clip_functions, modes
 from gradwatch.taps.dynamo import untraced
 
 SCALED = (
-    "dropping micro-batches is switched off: a GradScaler would never hear of the overflow, and never lower its scale; "
-    "use `skip_step`"
+    "dropping micro-batches is switched off: the GradScaler would not see the overflow and would never lower its "
+    "scale; use `skip_step`"
 )
 
 

@@ -42,7 +42,7 @@ class Unmoved:
         self._fit, self.broken = fit, bool(broken)
         more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
         return (
-            (f"weights that no optimizer moves are not finite: {', '.join(broken[:NAMED])}{more}",)
+            (f"weights that no optimizer updates are not finite: {', '.join(broken[:NAMED])}{more}",)
             if broken
             else ()
         )

@@ -32,9 +32,7 @@ LEAST_SECONDS = 1.0
 BYTES_PER_SECOND = 1e9
 """Of weights read unasked on a device, whose time the host does not see: 1 % of 100 GB/s."""
 NAMED = 3
-UNREADABLE = (
-    "nothing is known of the weights: they cannot be read now (meta device, or a CUDA graph being captured)"
-)
+UNREADABLE = "the weights cannot be checked now (meta device, or a CUDA graph being captured)"
 
 
 Named: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradwatch.demo.play import Run, Seen
 
 DESCRIPTION = """Train a small character transformer on Python's own standard library, as an unmodified script
-under `gradwatch run`, while the script hurts itself three times: a layer's gradients vanish, a batch gives
+under `gradwatch run`, while the script injects three faults into itself: a layer's gradients vanish, a batch gives
 NaN, the learning rate explodes. Offline; about a minute on two cores. Exit status 1 if a fault was missed."""
 
 

@@ -1,4 +1,4 @@
-"""`gradwatch explain [INCIDENT]`: what made the gradients of an incident non-finite, and how to mend it."""
+"""`gradwatch explain [INCIDENT]`: what made the gradients of an incident non-finite, and how to fix it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradwatch.incidents.incident import Incident
     from gradwatch.journal.audit import Audit
 
-DESCRIPTION = """The cause of an incident, from the journal: operation, module, line, evidence, likely remedy;
+DESCRIPTION = """The cause of an incident, from the journal: operation, module, line, evidence, likely fix;
 what was done about it, the norms around it, and, where the action `snapshot` kept a bundle, how to run the step again.
 
 INCIDENT is its name in the log (`incident=non-finite-0-40`); without one, every incident whose cause was looked for,
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Describe `gradwatch explain` to argparse."""
     parser = commands.add_parser(
         "explain",
-        help="which operation, on which line, caused an incident, and how to mend it",
+        help="which operation, on which line, caused an incident, and how to fix it",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,7 +66,7 @@ def handle(arguments: argparse.Namespace) -> int:
     where = chosen_run(arguments)
     best = [explained(where, incident) for incident in chosen(where, arguments.incident)]
     if arguments.incident and not best:
-        raise GradwatchError(f"nothing is known of {arguments.incident} in {where}{_known(where)}")
+        raise GradwatchError(f"no incident {arguments.incident} in {where}{_known(where)}")
     audit = None if arguments.incident else audited(where)
     if arguments.json:
         documents = [document(one) for one in best]
@@ -183,4 +183,4 @@ def shown(lines: Iterable[str]) -> str:
 
 def _known(where: Path) -> str:
     names: Sequence[str] = [incident.name for incident in chosen(where, None)]
-    return f"; there are: {', '.join(names[-5:])}" if names else "; no incident of it was localised"
+    return f"; there are: {', '.join(names[-5:])}" if names else "; no incident of this run was localised"

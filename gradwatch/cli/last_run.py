@@ -36,7 +36,7 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
         return None
     accounts = audit.accounts()
     if not accounts:  # of an earlier version
-        return where.name, [f"{audit.steps:,} steps recorded, and no account of them"], False
+        return where.name, [f"{audit.steps:,} steps recorded, and no summary of the run"], False
     account = accounts[-1]
     running = account_of_endpoint(where) if account.running else None
     if running is None:

@@ -36,5 +36,5 @@ def load(option: str, reference: str, form: str = "MODULE:FUNCTION") -> Callable
     except (ImportError, AttributeError, ValueError) as error:
         raise GradwatchError(f"{option} {reference}: {error}") from None
     if not callable(found):
-        raise GradwatchError(f"{option} {reference}: {name} is no function but a {type(found).__name__}")
+        raise GradwatchError(f"{option} {reference}: {name} is not a function but a {type(found).__name__}")
     return found  # type: ignore[no-any-return]

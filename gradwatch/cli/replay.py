@@ -100,7 +100,9 @@ def built(function: Callable[..., Any], reference: str) -> tuple[list[nn.Module]
             f"--script {reference}: returned {type(found).__name__}; return the model, or `model, loss_fn`"
         )
     if loss_fn is not None and not callable(loss_fn):
-        raise GradwatchError(f"--script {reference}: loss_fn is no function but a {type(loss_fn).__name__}")
+        raise GradwatchError(
+            f"--script {reference}: loss_fn is not a function but a {type(loss_fn).__name__}"
+        )
     return list(models), loss_fn
 
 

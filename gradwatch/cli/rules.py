@@ -41,8 +41,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     explain = verbs.add_parser(
         "explain",
-        help="what an error code such as GW101 means and how to mend it",
-        description="Say what an error code of `gradwatch rules check` means, with an example and how to mend it.",
+        help="what an error code such as GW101 means and how to fix it",
+        description="Say what an error code of `gradwatch rules check` means, with an example and how to fix it.",
     )
     explain.add_argument(
         "code", metavar="CODE", nargs="?", help="the code; without one, all of them are listed"

@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="let gradwatch's own faults stop the script (for CI)",
+        help="let internal errors of gradwatch stop the script (for CI)",
     )
     parser.add_argument(
         "--strict-rules",

@@ -17,15 +17,15 @@ def by(reduced: ReducedFacts) -> DivergedError:
     ranks = ", ".join(map(str, np.flatnonzero(reduced.diverged)))
     step = int(reduced.by_rank("step").max()) - 2  # sent as 1 + the step that follows
     return DivergedError(
-        f"rank {ranks} could not do what was decided of step {step}, and the others did: from there on ranks that"
-        " should hold the same parameters do not; go back to a checkpoint, or broadcast those of another rank"
+        f"rank {ranks} failed to carry out the action of step {step}, while the other ranks did: the replicas "
+        "diverge from this step on; restore a checkpoint on all ranks, or broadcast another rank's parameters"
     )
 
 
 def unsent(rank: int, step: int) -> DivergedError:
     """Said by the rank itself, where the ranks exchange nothing."""
     return DivergedError(
-        f"rank {rank} could not do what was decided of step {step}, and the others, who did, cannot be told: no rule"
-        " makes the ranks talk (rank_mismatch would); it may hold other parameters than they from there on: go back to"
-        " a checkpoint"
+        f"rank {rank} failed to carry out the action of step {step}, and the other ranks cannot be notified, "
+        "because no rule exchanges data between ranks (`rank_mismatch` would); its parameters may differ from "
+        "the other ranks' from this step on: restore a checkpoint on all ranks"
     )

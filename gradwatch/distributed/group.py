@@ -103,7 +103,9 @@ def _collect(store: Any, world: int) -> dict[str, Any]:
         try:
             store.wait([f"card/{rank}"], timedelta(seconds=left + 0.001))
         except RuntimeError:  # DistStoreError: the time is up
-            return {"alone": f"rank {rank} does not watch this training, or came more than {left:.0f} s late"}
+            return {
+                "alone": f"rank {rank} does not run gradwatch on this model, or joined more than {left:.0f} s late"
+            }
         card = json.loads(store.get(f"card/{rank}"))
         if card is None:
             return {"alone": f"rank {rank} has no rule that needs the other ranks"}
@@ -116,7 +118,7 @@ def _await(store: Any) -> dict[str, Any]:
     try:
         store.wait(["verdict"], timedelta(seconds=MEET_SECONDS * 1.2))
     except RuntimeError:
-        return _agree(store, {"alone": "rank 0 does not watch this training"})
+        return _agree(store, {"alone": "rank 0 does not run gradwatch on this model"})
     found: dict[str, Any] = json.loads(store.get("verdict"))
     return found
 
@@ -155,7 +157,7 @@ class Group:
         except Exception as error:
             self.close()
             said = str(error).split("] ", 1)[-1].splitlines()[0][:120]
-            raise AloneError(f"a rank has left, failed or stayed away: {said}") from error
+            raise AloneError(f"a rank exited, failed or did not join in time: {said}") from error
         summed: NDArray[np.float64] = tensor.numpy()  # sync: a CPU tensor
         return summed
 

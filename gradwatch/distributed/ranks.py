@@ -31,9 +31,10 @@ from gradwatch.records.snapshot import Column, Sites
 Report = Callable[[str, BaseException], None]
 REDUCING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 PARTIAL = (
-    "some gradients are sums over ranks not taken yet (SequenceParallel leaves DTensors so), or lie "
-    "otherwise than their parameters: these norms and the total are provisional, and no rule learns them; call "
-    "`param.grad = param.grad.redistribute(placements=param.placements)` before the step to have them right"
+    "some gradients are DTensors that still need a reduction over ranks (as SequenceParallel leaves them), or "
+    "have other placements than their parameters: these norms and the total are provisional and enter no "
+    "baseline; call "
+    "`param.grad = param.grad.redistribute(placements=param.placements)` before the step to get exact norms"
 )
 
 
@@ -294,7 +295,9 @@ class Ranks:
             return None
         if reduced.head("blind"):
             ranks = ", ".join(map(str, reduced.blind))
-            self._report("ranks", AloneError(f"rank {ranks} has no facts of this step; no rank acts on it"))
+            self._report(
+                "ranks", AloneError(f"rank {ranks} reported no measurements of this step; no rank acts on it")
+            )
         if reduced.diverged.any():
             self._report("ranks", divergence.by(reduced))
         return reduced

@@ -74,9 +74,9 @@ def parse(received: bytes) -> Request:
     if numbered is None:
         raise RequestError(400, "This is not an HTTP request.")
     if numbered[1] != b"1":
-        raise RequestError(505, "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
+        raise RequestError(505, "Only HTTP/1.0 and HTTP/1.1 are supported.")
     if method.decode("ascii") not in METHODS:
-        raise RequestError(405, "Only GET and HEAD are allowed; nothing here can be changed.")
+        raise RequestError(405, "Only GET and HEAD are allowed; this server is read-only.")
     if not target.startswith(b"/"):
         raise RequestError(400, "The request target must be a path.")
     host = _host(lines[1:], required=numbered[2] != b"0")

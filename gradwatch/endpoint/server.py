@@ -266,11 +266,11 @@ class Endpoint:
             request = parse(received)
             if self.address.is_loopback and request.host and not is_local_host(request.host):
                 raise RequestError(
-                    403, f"This endpoint is local; ask for http://{self.address}/ by that name."
+                    403, f"This server accepts requests for its local address only: http://{self.address}/"
                 )
             route = self._routes.get(request.path)
             if route is None:
-                raise RequestError(404, f"Nothing here; there are {', '.join(sorted(self._routes))}.")
+                raise RequestError(404, f"Not found; the paths are {', '.join(sorted(self._routes))}.")
             content = route(self._allowance.is_short)
         except RequestError as error:
             return respond(error.status, plain(str(error)), head_only=received.startswith(b"HEAD "))

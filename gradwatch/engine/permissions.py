@@ -8,19 +8,19 @@ from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Decision
 
 OBSERVED = (
-    "an action was not carried out: the optimizer steps inside backward, so the weights have moved before the step is "
-    "judged"
+    "an action was not carried out: the optimizer steps inside backward, so the weights are updated before the "
+    "rules are evaluated"
 )
 BY_HAND = (
     "actions are not carried out here: no torch optimizer steps these weights, the script updates them itself"
 )
 SCALED = (
-    "zero_nonfinite was not carried out under a GradScaler: it would hide the overflow by which the scaler finds its "
-    "scale, which would then stay too high for ever; the scaler skips such steps by itself"
+    "zero_nonfinite was not carried out under a GradScaler: it would hide the overflow that makes the scaler "
+    "lower its scale; the scaler skips such steps by itself"
 )
 NOT_ALONE = (
-    "an action was not carried out: the ranks did not agree on this step, and acting on one rank alone would make its "
-    "weights differ"
+    "an action was not carried out: the ranks did not agree on this step, and acting on one rank only would make "
+    "the replicas diverge"
 )
 
 

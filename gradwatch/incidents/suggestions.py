@@ -73,14 +73,14 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "parameter-not-finite",
-        "A weight was not finite before this step: an earlier step spoilt it.",
+        "A weight was not finite before this step: an earlier step made it non-finite.",
         "Go back to a checkpoint from before; keep a rule with `skip_step` so that no such step is taken.",
         phases=("parameter",),
     ),
     Suggestion(
         "buffer-not-finite",
         "A buffer (running statistics, a mask, a table) was not finite before this step.",
-        "Reset it (`module.reset_running_stats()`), and find the batch that spoilt it.",
+        "Reset it (`module.reset_running_stats()`), and find the batch that made it non-finite.",
         phases=("buffer",),
     ),
     Suggestion(
@@ -135,7 +135,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "softmax-backward-masked",
-        "A row was masked out altogether; replacing its NaN afterwards does not mend the backward.",
+        "A row was masked out altogether; replacing its NaN afterwards does not fix the backward.",
         "Leave one position open, or mask with `torch.finfo(x.dtype).min` instead of -inf.",
         ops=("softmax", "log_softmax"),
         phases=BACKWARD,

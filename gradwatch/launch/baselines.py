@@ -71,7 +71,7 @@ class Baselines:
                 if self._keeper.keeps():
                     self._take_up(optimizer, captured)
                 elif self._keeper.refusal and _counted(optimizer):
-                    self._say(f"this process neither takes up nor keeps baselines: {self._keeper.refusal}")
+                    self._say(f"this process neither loads nor saves baselines: {self._keeper.refusal}")
                 self._know(optimizer, captured)
         except Exception as error:
             self._watch.health.report("state", error)
@@ -114,7 +114,7 @@ class Baselines:
             return
         refusal = _refusal(saved, captured, optimizer)
         if of_another_command(self._loaded.get("command")):
-            refusal = "another command of this run has saved them" if _counted(optimizer) else ""
+            refusal = "another command of this run saved them" if _counted(optimizer) else ""
         elif not refusal:
             state = self._loaded["state"]
             self._watch.load_state_dict(
@@ -152,11 +152,14 @@ def _refusal(saved: Mapping[str, Any], captured: OptimizerCapture, optimizer: Op
         return "the parameters have other shapes"
     counted, now = saved["counted"], _counted(optimizer)
     if counted is None or now is None:
-        return f"{type(optimizer).__name__} counts no steps, so it is not known whether this training goes on"
+        return (
+            f"{type(optimizer).__name__} has no step count, so gradwatch cannot tell whether this training was "
+            "resumed"
+        )
     if now == 0:
-        return "the optimizer has taken no step, so this training begins"
+        return "the optimizer has taken no step, so this training was not resumed"
     if now > counted:
-        return f"the optimizer has taken {now} steps, and they are of {counted}"
+        return f"the optimizer has taken {now} steps, and the baselines were saved at step {counted}"
     return ""
 
 
@@ -187,7 +190,7 @@ def _load(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        stderr.say(f"gradwatch: the state of the run before cannot be read: {error}")
+        stderr.say(f"gradwatch: the state saved by the previous run cannot be read: {error}")
         return {}
     whole = isinstance(found, dict) and found.get("version") == 1
     return found if whole and isinstance(found.get("lanes"), dict) else {}

@@ -16,9 +16,9 @@ import sys
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.session.settings import told_by
 
-WORKER = "a process started by multiprocessing keeps none, unless it is one of several ranks"
-FORKED = "a forked process keeps none, unless it is one of several ranks"
-TAKEN = "another process of this run that calls itself the same rank keeps them"
+WORKER = "a process started by multiprocessing saves none, unless it is one of several ranks"
+FORKED = "a forked process saves none, unless it is one of several ranks"
+TAKEN = "another process of this run with the same rank saves them"
 
 
 class Keeper:

@@ -221,7 +221,7 @@ class Localiser:
         held = self._recordings.calls()
         try:
             if late:
-                raise Refused("its numbers arrived from the device after it was taken")
+                raise Refused("its norms were copied from the device after the step was taken")
             finding = self._of_closure() or self._of_calls(held, ask.suspicion)
         except Refused as refusal:
             return self._later(ask, f"no replay: {refusal}")
@@ -231,7 +231,7 @@ class Localiser:
             dropped = self._recordings.dropped
             if finding.phase == "loss":
                 finding = self._of_loop(held, finding)
-            more = f"{dropped} earlier micro-batches were not held (max_bytes)" if dropped else ""
+            more = f"{dropped} earlier micro-batches were not kept (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         spent = time.perf_counter() - started
         return finding.amended(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
@@ -271,12 +271,14 @@ class Localiser:
             self._check(held)
             return {}
         if self._together is None:
-            raise Refused("its parameters are spread over ranks, and these do not judge this step together")
+            raise Refused(
+                "its parameters are sharded over ranks, and the ranks do not evaluate this step together"
+            )
         refusal = ""
         try:
             self._check(held)
             if any(is_spread(model) and inner(model) not in spread for model, _ in held):
-                raise Refused("the loop calls parts of a model that is spread over ranks")
+                raise Refused("the loop calls parts of a model that is sharded over ranks")
             refuse_gathering(spread)
         except Refused as refused:
             refusal = str(refused)

@@ -169,7 +169,7 @@ def run_alerts(pace: Pace) -> tuple[Alert, ...]:
             "rate(gradwatch_clipped_steps_total[5m]) / rate(gradwatch_steps_total[5m]) > 0.9",
             "Nearly every step is clipped.",
             "{{ $value | humanizePercentage }} of the steps of run {{ $labels.run_id }} (rank {{ $labels.rank }}) "
-            "are clipped: the bound, not the gradient, decides how far weights move.",
+            "are clipped: the bound, not the gradient, decides the size of updates.",
             for_="30m",
         ),
         Alert(
@@ -225,9 +225,10 @@ def _fault_alerts() -> tuple[Alert, ...]:
             f"sum without (component) (increase({errors}[15m])) > 0\n"
             f"or sum without (component) ({first}) > 0\n"
             "or count without (component) (gradwatch_component_up == 0) > 0\n",
-            "A part of gradwatch fails; training is not affected.",
-            "Faults were kept out of run {{ $labels.run_id }} (rank {{ $labels.rank }}); the log names the part. "
-            "What that part does (journal, metrics, a detector) may be missing.",
+            "A component of gradwatch fails; training is not affected.",
+            "gradwatch had internal errors in run {{ $labels.run_id }} (rank {{ $labels.rank }}); training was "
+            "not affected, and the log names the component. Its output (journal, metrics, a detector) may be "
+            "missing.",
         ),
     )
 
@@ -250,7 +251,7 @@ def _reporting_alerts(pace: Pace) -> tuple[Alert, ...]:
             # Up, but stuck on a file system that hangs: as good as away.
             f'up{{job="{SERVE_JOB}"}} == 0\n'
             f'or time() - gradwatch_serve_last_scan_timestamp_seconds{{job="{SERVE_JOB}"}} > 300\n',
-            "gradwatch serve does not answer, or has stopped looking.",
+            "gradwatch serve does not answer, or no longer scans the run folders.",
             "New runs are not found, and the last counters of runs that end are not taken, while "
             "{{ $labels.instance }} is away.",
             for_=pace.patience,

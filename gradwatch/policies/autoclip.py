@@ -45,7 +45,7 @@ class AutoClip(Policy):
         if not covered or series * self.history <= MOST_REMEMBERED:
             return None
         advice = f"at most history: {max(1, MOST_REMEMBERED // series)} for so many, or another scope"
-        return f"autoclip would remember {self.history} norms of {series} series", advice
+        return f"autoclip would keep {self.history} norms of {series} series", advice
 
     def state_key(self) -> tuple[Any, ...]:
         """The same norms serve any percentile."""

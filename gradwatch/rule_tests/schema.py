@@ -52,7 +52,7 @@ class ExpectedEvent(Model):
     sites: list[str] = unset("The worst sites, worst first, as the event names them (at most five).")
     count: Step = unset("How many sites.")
     value: float = unset("What was measured at the worst site, within 0.1 %.")
-    notify: bool = unset("Whether it alerts; not where an incident is reopened within its cooldown.")
+    notify: bool = unset("True if it alerts; false where an incident is reopened within its cooldown.")
     summary: str = unset("The text of the annotation.")
     description: str = unset("The text of the annotation.")
 
@@ -65,9 +65,9 @@ class ExpectedAction(Model):
     action: Literal[
         "clip", "skip_step", "rescale", "zero_nonfinite", "localise", "snapshot", "stop", "drop_micro"
     ] = Field(description="As spelled in `do:`.")
-    shadow: bool = Field(False, description="Only said, as `mode: shadow` asks.")
+    shadow: bool = Field(False, description="Only reported, because of `mode: shadow`.")
     site: str = unset('The site it changes most; "" for the total.')
     count: Step = unset("How many sites.")
     before: float = unset("The norm there before it, within 0.1 %.")
     after: float = unset("The norm there after it, within 0.1 %.")
-    coefficient: float = unset("What it multiplies by, within 0.1 %.")
+    coefficient: float = unset("The factor it multiplies by, within 0.1 %.")

@@ -1,4 +1,4 @@
-"""Every problem a rule file can have: a stable code, what it means, an example, and how to mend it.
+"""Every problem a rule file can have: a stable code, what it means, an example, and how to fix it.
 
 GW0xx the text cannot be read · GW1xx the shape is wrong · GW2xx the words do not fit together · GW3xx tests of
 rule files. A code never changes its meaning; `gradwatch rules explain CODE` prints its entry.
@@ -95,7 +95,7 @@ _ENTRIES = (
         "more problems",
         "So much is wrong that only the first problems are listed.",
         "a file with hundreds of unknown keys",
-        "Mend those that are listed, and check again.",
+        "Fix those that are listed, and check again.",
     ),
     Code(
         "GW101",
@@ -290,7 +290,7 @@ _ENTRIES = (
         "a test that expects nothing",
         "A test without `events:` and without `actions:` cannot fail.",
         'tests: [{name: quiet, params: {w: [4]}, input: {norm: "1x30"}}]',
-        "Say what is to come; `events: []` says that nothing is.",
+        "List the events expected; `events: []` expects none.",
     ),
     Code(
         "GW305",
@@ -317,6 +317,6 @@ def explain(code: str) -> str:
         f"{entry.code} {entry.title}",
         textwrap.fill(entry.meaning, 88),
         textwrap.indent(entry.example, "    "),
-        textwrap.fill(f"To mend it: {entry.fix}", 88),
+        textwrap.fill(f"To fix it: {entry.fix}", 88),
     )
     return "\n\n".join(paragraphs) + "\n"

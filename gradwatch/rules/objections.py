@@ -112,9 +112,9 @@ def _cannot(rule: Rule, to: object, ruleset: RuleSet) -> str:
 
 def _cannot_on_modules(column: str, to: object, ruleset: RuleSet) -> str:
     if column not in BOUNDED:
-        return f"bounds what a module passes on, `grad_input_norm`, not {column!r}"
+        return f"bounds the gradient that a module passes on, `grad_input_norm`, not {column!r}"
     if to == "baseline":
-        return "bounds what a module passes on by a number: write `to: NUMBER`"
+        return "bounds the gradient that a module passes on by a number: write `to: NUMBER`"
     if ruleset.modules is None or ruleset.modules.tap != "full_backward":
         return "on modules needs `modules: {tap: full_backward}`"
     return ""

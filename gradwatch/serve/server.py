@@ -154,6 +154,11 @@ def _why_refused(member: Member) -> str:
     node = printable(member.node) or "an unnamed machine"
     who = f"run {printable(member.run_id)} rank {member.rank} at {member.refused} of {node}"
     if member.refused and member.refused.is_loopback:
-        return f"{who} is not told to Prometheus: only that machine can reach it; run it with --listen 0.0.0.0:PORT"
+        return (
+            f"{who} is left out of the scrape targets: it listens on that machine's loopback address only; run "
+            "it with --listen 0.0.0.0:PORT"
+        )
     word = node if host in ("0.0.0.0", "::") else host
-    return f"{who} is on another machine, so it is not told to Prometheus; allow it with --allow {word}"
+    return (
+        f"{who} is on another machine, so it is left out of the scrape targets; allow it with --allow {word}"
+    )

@@ -34,10 +34,10 @@ from gradwatch.sinks import state_restored
 
 MOST_INCIDENTS = 1024
 CLOSE_SECONDS = 0.5  # the journal may need 1.5 more, and a script is to end within 2
-BUSY = BufferError("two bundles are being written already: one is lost")
-LATE = "its numbers arrived from the device after the step was taken"
+BUSY = BufferError("two bundles are being written already: this one is not written")
+LATE = "its norms were copied from the device after the step was taken"
 INSIDE = "its optimizer steps inside the backward"
-REJECTED = "the GradScaler rejected the step, and what led to it was let go"
+REJECTED = "the GradScaler rejected the step, and its recorded calls were already released"
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,9 @@ class Bundles:
     def close(self) -> None:
         """Wait for what is being written, at most 0.5 s; what is not done by then is lost, and told."""
         if not self._background.wait(CLOSE_SECONDS):
-            self._health.report(self.name, TimeoutError("the disk did not answer: a bundle was not finished"))
+            self._health.report(
+                self.name, TimeoutError("the disk did not respond in time: a bundle is incomplete")
+            )
         self._health.mark(self.name, False)
 
     def _incident(self, one: Taken, record: Record, around: tuple[StepNorms, ...]) -> Incident:

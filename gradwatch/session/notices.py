@@ -13,15 +13,14 @@ from gradwatch.session.binding.fitting import Fitting
 from gradwatch.sinks.breaker import Breaker
 
 MOST_NAMED = 5
-IN_GRAPH = (
-    "a step captured in a CUDA graph is left alone: no hook runs when it is replayed, so it is not watched"
-)
+IN_GRAPH = "a step captured in a CUDA graph is not watched: no hook runs when the graph is replayed"
 BLIND = (
-    "parameters joined the model and have no optimizer that is watched, so nothing is known of their gradients; "
+    "parameters were added to the model and belong to no watched optimizer, so their gradients are not measured; "
     "give them to the optimizer (add_param_group, or a new one)"
 )
 OFF = (
-    "{}: off, since there is nothing for them to judge, while all other rules protect; `optional: true` in the rule "
+    "{}: switched off, because they match nothing in this model; all other rules stay active; `optional: true` "
+    "in the rule "
     "file silences this, --strict-rules (strict_rules=True) refuses it"
 )
 NO_OPTIMIZER = "no optimizer steps {}: gradients are observed only, and no action is carried out"

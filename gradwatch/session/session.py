@@ -233,7 +233,7 @@ class Session:
         self.catch_up()
         found = self.attached.checkpoints.look()
         if self._activity.paused():
-            why = (*found.reasons, "watching is paused after faults of gradwatch's own")
+            why = (*found.reasons, "watching is paused after internal errors")
             return replace(found, healthy=False, reasons=why)
         return found
 

@@ -164,7 +164,9 @@ class JournalSink:
             self._condition.notify_all()
         thread.join(_CLOSE_SECONDS)
         if thread.is_alive():
-            self._health.report(self.name, TimeoutError("the disk did not answer: the journal has no end"))
+            self._health.report(
+                self.name, TimeoutError("the disk did not respond in time: the journal has no end")
+            )
         self._health.mark(self.name, False)
 
     @property

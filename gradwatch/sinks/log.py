@@ -129,7 +129,7 @@ class LogSink:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
         if self._muted:
             return
-        if isinstance(error, GradwatchError):  # says something of the training, and how to mend it
+        if isinstance(error, GradwatchError):  # says something of the training, and how to fix it
             self._logger.warning("gradwatch notice", component=component, notice=str(error))
         else:
             said = f"{type(error).__name__}: {error}"

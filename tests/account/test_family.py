@@ -92,7 +92,7 @@ def test_forked_workers_are_in_the_account_of_their_parent(tmp_path: Path) -> No
     assert line.startswith("gradwatch: 12 of 12 steps watched in 3 processes · 3 optimizers, 6 parameters")
     assert line.endswith("next: gradwatch audit runs/r")
     lost, _, recorded = missed.partition(", at least ")
-    assert lost == "gradwatch: not seen: 1 process gave no account (killed, or left by os._exit)"
+    assert lost == "gradwatch: not seen: 1 process left no summary (killed, or ended by os._exit)"
     assert recorded in {f"{n} step{'s' * (n > 1)} recorded" for n in range(1, 7)}
 
 
@@ -250,7 +250,7 @@ def test_processes_without_an_end_are_told_by_what_they_recorded(
     folder = tmp_path / "r"
     for gone in (2**22 + 1, 2**22 + 2):
         written(folder, gone, None, now + 1, me, "this one")
-    silent = "at least 6 steps recorded in 2 processes that gave no account (killed, or left by os._exit)"
+    silent = "at least 6 steps recorded in 2 processes that left no summary (killed, or ended by os._exit)"
     fired = " · fired: non-finite ×2 · done: skip_step ×2"
     assert lines(family.with_children(Account())) == [f"gradwatch: {silent}{fired}"]
     assert main(["audit", str(folder)]) == 0
@@ -263,7 +263,7 @@ def test_processes_without_an_end_are_told_by_what_they_recorded(
     assert fired in line
     missed = missed.removeprefix("gradwatch: ")
     assert missed == (
-        "not seen: 2 processes gave no account (killed, or left by os._exit), at least 6 steps recorded"
+        "not seen: 2 processes left no summary (killed, or ended by os._exit), at least 6 steps recorded"
     )
     assert main(["audit", "--json", str(folder)]) == 0
     earlier, this = json.loads(capsys.readouterr().out)["accounts"]

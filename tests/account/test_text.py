@@ -102,7 +102,7 @@ def test_backwards_without_a_step_are_told_by_what_was_made() -> None:
     (refused,) = gaps(Account(Taken(backwards=1, optimizers=1), reasons=("the rules do not fit",)))
     assert refused.endswith("seen: the rules do not fit")
     assert [
-        "moved by the script itself" in alone[0],
+        "the script itself updated them" in alone[0],
         "never stepped" in made[0],
         "fill no .grad" in functional[0],
     ] == [True] * 3

@@ -74,12 +74,12 @@ def test_every_optimizer_is_asked_about_its_own_rules() -> None:
     unfed.bind(0, {"norm": reads["norm"]})
     unfed.bind(1, {"norm": reads["norm"], "rare": reads["rare"]})
     unfed.observe(make_snapshot(SITES, 0, [1.0] * 4))
-    assert unfed.reasons() == {"rare": "none of its own steps came (every: 7)"}
+    assert unfed.reasons() == {"rare": "no step at which it is evaluated was reached (every: 7)"}
     unfed.observe(make_snapshot(SITES, 14, [1.0] * 4, optimizer=1))
     unfed.bind(1, reads)
     assert unfed.reasons().keys() == {"loss", "scale", "large", "often", "nan"}
     assert unfed.reasons()["loss"].startswith(
-        "no loss was observed (a backward that Python does not start shows none"
+        "no loss was observed (a backward started from C++ exposes none"
     )
     assert unfed.reasons()["large"] == "max_abs was never measured"
 
@@ -98,4 +98,5 @@ rules:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        assert session_of(gw).account().no_data == {"rare": "none of its own steps came (every: 1000)"}
+        reason = "no step at which it is evaluated was reached (every: 1000)"
+        assert session_of(gw).account().no_data == {"rare": reason}

@@ -43,7 +43,7 @@ def test_the_page_says_where_the_bundle_is_and_how_to_run_it(
     page = told(run, capsys, "non-finite-0-4")
     sections = [line for line in page.splitlines() if line.startswith("#")]
     assert [line.split(":")[0].removesuffix("non-finite-0-4").strip("# ") for line in sections][1:] == [
-        *("Evidence", "Likely remedy", "What happened", "Norms around it", "What was done", "Run it again"),
+        *("Evidence", "Likely fix", "What happened", "Norms around it", "What was done", "Run it again"),
     ]
     assert f"    gradwatch replay {run.directory}/bundles/non-finite-0-4 --script MODULE:FUNCTION" in page
     steps = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]

@@ -278,11 +278,11 @@ def test_the_command_in_another_process(tmp_path: Path) -> None:
         ("train.py:build", "name the module, not its file: train:build"),
         ("no.such.module:build", "No module named 'no'"),
         ("tests.bundle.cases:nothing", "has no attribute 'nothing'"),
-        ("tests.bundle.cases:BAD", "BAD is no function but a float"),
+        ("tests.bundle.cases:BAD", "BAD is not a function but a float"),
         ("os:getcwd", "returned str; return the model"),
         ("tests.bundle.test_replay:two_models", "the step was one of 1 models"),
         ("tests.bundle.test_replay:another", "the bundle does not fit the model"),
-        ("tests.bundle.test_replay:no_loss", "loss_fn is no function but a float"),
+        ("tests.bundle.test_replay:no_loss", "loss_fn is not a function but a float"),
         ("tests.bundle.test_replay:raises", "the model raised ValueError at "),
     ],
 )

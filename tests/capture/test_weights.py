@@ -122,7 +122,9 @@ def test_weights_that_no_optimizer_moves_are_in_a_checkpoint_too(tmp_path: Path)
         with torch.no_grad():
             first.bias[0] = math.nan
         assert not gw.healthy
-        assert gw.status()["unhealthy_because"] == ["weights that no optimizer moves are not finite: 0.bias"]
+        assert gw.status()["unhealthy_because"] == [
+            "weights that no optimizer updates are not finite: 0.bias"
+        ]
         with torch.no_grad():
             first.bias[0] = 0.0
         assert gw.healthy
@@ -160,7 +162,7 @@ def test_a_jump_is_not_vouched_for_before_the_weights_were_looked_at(tmp_path: P
         checkpoint = kept.records[-1].checkpoint
         assert not checkpoint.healthy
         assert checkpoint.reasons == (
-            "the total norm jumped at step 3, and the weights have not been looked at since",
+            "the total norm jumped at step 3, and the weights have not been checked since",
         )
         training.step()
         checkpoint = kept.records[-1].checkpoint

@@ -155,7 +155,7 @@ def test_a_fifo_and_a_link_cost_a_line_and_no_training(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.json"))) == 3
     sink.close()
     assert len(said) == 1
-    assert "left alone: gradwatch-x-rank0.json, gradwatch-y-rank0.json" in said[0]
+    assert "not changed: gradwatch-x-rank0.json, gradwatch-y-rank0.json" in said[0]
     assert sorted(path.name for path in folder.iterdir()) == [
         "gradwatch-x-rank0.json",
         "gradwatch-y-rank0.json",

@@ -66,7 +66,7 @@ def test_the_rest_protects_and_what_is_off_is_said(tmp_path: Path) -> None:
     told = [line for line in scrape.splitlines() if line.startswith("gradwatch_rule_inactive{")]
     unfed = [line for line in told if "no loss was observed" in line or "no GradScaler was seen" in line]
     assert len(told) - len(unfed) == 3
-    lines = [line for line in said.getvalue().splitlines() if "off, since" in line]
+    lines = [line for line in said.getvalue().splitlines() if "switched off, because" in line]
     assert len(lines) == 2  # at the attach, and when the number of ranks is known
     assert "rule 'mine' matches no parameter of groups: layer4 (mine.yaml:5)" in lines[0]
     assert "group 'layer4' matches no parameter (mine.yaml:3)" in lines[0]

@@ -210,8 +210,8 @@ def test_what_a_rank_starts_neither_takes_up_nor_replaces_its_baselines(tmp_path
     state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
     assert state["lanes"]["0"]["counted"] == 12
     for each in said:
-        assert each.count(f"neither takes up nor keeps baselines: {FORKED}") == 1
-        assert each.count(f"neither takes up nor keeps baselines: {TAKEN}") == 1
+        assert each.count(f"neither loads nor saves baselines: {FORKED}") == 1
+        assert each.count(f"neither loads nor saves baselines: {TAKEN}") == 1
 
 
 TRIALS = """
@@ -226,7 +226,7 @@ def test_a_command_takes_up_what_the_same_command_saved(tmp_path: Path) -> None:
     said = [run(tmp_path, TRIALS, trial).stderr for trial in ("a", "a", "b")]
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
     assert ["baselines" in each for each in said] == [False, False, True]
-    assert "not used: another command of this run has saved them" in said[2]
+    assert "not used: another command of this run saved them" in said[2]
 
 
 def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
@@ -250,5 +250,5 @@ def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
             baselines.save()
             other.let_go()
             assert [path.name for path in folder.iterdir()] == ["state-rank0.lock"]
-        said.append(capsys.readouterr().err.count(f"keeps baselines: {TAKEN}"))
+        said.append(capsys.readouterr().err.count(f"saves baselines: {TAKEN}"))
     assert said == [0, 1]

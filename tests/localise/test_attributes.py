@@ -109,7 +109,7 @@ def test_a_write_that_nobody_puts_back_is_told() -> None:
     _, findings = trained("loose", ", localise: {}")
     assert "mul_ (" in findings[0].note
     assert "test_attributes.py:" in findings[0].note
-    assert "may have been disturbed" in findings[0].note
+    assert "may have changed the training" in findings[0].note
 
 
 def test_attributes_beyond_max_bytes_are_not_run_again() -> None:

@@ -54,7 +54,7 @@ def test_a_norm_is_not_blamed_for_a_loss_that_is_nan() -> None:
     """A length of finite numbers is never NaN: the number it was multiplied with was."""
     finding = found(lambda out, bad: (out.norm(dim=1).mean() * (math.nan if bad else 1.0),))
     assert (finding.phase, finding.op) == ("loss", "")
-    assert "linalg_vector_norm makes no NaN of finite numbers" in finding.note
+    assert "linalg_vector_norm makes no NaN from finite inputs" in finding.note
 
 
 def test_a_power_below_one_is_a_suspect() -> None:

@@ -190,7 +190,7 @@ def test_refused_where_other_ranks_would_be_asked() -> None:
     """A forward with a collective in it cannot be run by one rank: it is not even held."""
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     holding = RecordedCalls(model, failed)
-    assert "SyncBatchNorm talks to other ranks" in holding.refused
+    assert "SyncBatchNorm communicates with other ranks" in holding.refused
     assert not module_calls.noticed(model)
 
 

@@ -54,4 +54,4 @@ def test_a_sharded_step_is_run_again_in_one_process(homes: dict[str, list[Any]])
     first, second = homes["fsdp2"]
     assert (first["obstacle"], second["obstacle"]) == ("", "")
     assert (first["cause"], second["cause"]) == ("unknown", "input")
-    assert "its parameters were spread over ranks" in second["note"]
+    assert "its parameters were sharded over ranks" in second["note"]

@@ -16,7 +16,7 @@ UNKNOWN = {
     "ddp with a replay that fails": "MemoryError",
     "fsdp2 with a replay that fails": "MemoryError",
     "fsdp2 without room": "no replay: on rank 1: its parameters, gathered, take",
-    "fsdp1": "the forward of FullyShardedDataParallel talks to other ranks",
+    "fsdp1": "the forward of FullyShardedDataParallel communicates with other ranks",
 }
 
 

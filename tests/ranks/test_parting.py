@@ -36,7 +36,7 @@ def test_ranks_that_part_say_so_on_both_sides(homes: dict[str, list[Any]]) -> No
         told = [line for line in home["said"] if line.startswith("ranks: ")]
         assert len(told) == 1
         assert told[0].startswith(
-            f"ranks: rank 1 could not do what was decided of step {AT}, and the others did"
+            f"ranks: rank 1 failed to carry out the action of step {AT}, while the other ranks did"
         )
     assert first["applied"] == pytest.approx([0.05] * STEPS, rel=1e-4)
     assert second["applied"][AT] > 0.05 * 1.01
@@ -58,5 +58,5 @@ def test_a_rank_that_cannot_tell_the_others_says_so(homes: dict[str, list[Any]])
     assert "ranks" not in first["errors"]
     assert second["errors"]["ranks"] == 1
     assert any(
-        f"decided of step {AT}, and the others, who did, cannot be told" in line for line in second["said"]
+        f"the action of step {AT}, and the other ranks cannot be notified" in line for line in second["said"]
     )

@@ -28,13 +28,13 @@ from gradwatch.reading.single import exact_norm
 from gradwatch.taps import backward
 
 WHY = (
-    "clipping inside the backward is switched off: {reason}, so that a bound on what a hook sees would not be "
-    "the bound that the rule file names; {instead}use `at: step`, or insist with `local: true`"
+    "clipping inside the backward is switched off: {reason}, so a hook sees other gradients than those that the "
+    "rule file bounds; {instead}use `at: step`, or force it with `local: true`"
 )
-INSTEAD = "from this step on it is clipped at the step instead; to say so "
+INSTEAD = "from this step on gradients are clipped at the step instead; to make that explicit "
 ACCUMULATED = "this loop accumulates the gradients of several backwards"
 SCALED = "a GradScaler multiplies the gradients"
-SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have seen them"
+SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have run"
 
 
 class BackwardClipState:

@@ -63,7 +63,7 @@ class RunningStatistics:
 def _said(names: tuple[str, ...]) -> str:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"a batch that was not finite is in {listed}, which no skipped step takes back: evaluation and checkpoints are"
-        " lost from here on; call `reset_running_stats()` on these layers or load them from the last good checkpoint,"
-        " and keep such batches from the model"
+        f"a batch with NaN or Inf was accumulated into {listed}, and skipping the step does not undo that: "
+        "evaluation and checkpoints are wrong from here on; call `reset_running_stats()` on these layers or load "
+        "them from the last good checkpoint, and filter out such batches before the forward"
     )

@@ -52,7 +52,7 @@ def say() -> None:
 
         ending.say()
     except Exception as error:
-        sys.stderr.write(f"gradwatch: no account of this process: {error!r}\n")
+        sys.stderr.write(f"gradwatch: the summary of this process failed: {error!r}\n")
     if len(sys.modules) > known and getattr(sys, "last_type", None) is KeyboardInterrupt:
         _die_of_it_still()
 

@@ -11,17 +11,18 @@ from gradwatch.records.finding import By, Finding, Phase
 
 LOSS_SIDE = (
     "the model's outputs are finite and the gradient that reached them is not: look at the loss function and at "
-    "what stands between it and the model"
+    "the code between it and the model"
 )
 NOT_AGAIN = (
-    "run again, the step gives finite gradients: what made them non-finite came after autograd (a hook on a "
-    "parameter, code between backward and step), or is not the same twice"
+    "run again, the step gives finite gradients: they became non-finite after autograd (in a hook on a "
+    "parameter, or in code between backward and step), or the step is not deterministic"
 )
 
 
 STRAY = (
-    "{stray} wrote in place into a tensor that is no parameter, buffer or attribute of the model: the step run again "
-    "wrote there once more, and the run may have been disturbed (make it a buffer, or use `by: record`)"
+    "{stray} wrote in place into a tensor that is no parameter, buffer or attribute of the model: running the "
+    "step again wrote to it a second time, which may have changed the training (make it a buffer, or use `by: "
+    "record`)"
 )
 
 

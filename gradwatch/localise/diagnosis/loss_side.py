@@ -63,7 +63,9 @@ def amended(finding: Finding, since: int) -> Finding:
         return finding.amended(note=f"{note}; `{name}`, which no gradient flows to, was not finite")
     op = of_node(suspects[-1].name())
     if value.nan and op in NEVER_NAN:
-        return finding.amended(note=f"{note}; {op} makes no NaN of finite numbers, so it is another's")
+        return finding.amended(
+            note=f"{note}; {op} makes no NaN from finite inputs, so the NaN comes from another operation"
+        )
     note += f"; of these only {op} can be infinite, or have an infinite slope"
     nearest = min((one for one in held if suspects[-1] in one.nodes), key=lambda one: len(one.nodes))
     return finding.amended(

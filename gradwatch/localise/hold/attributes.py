@@ -73,7 +73,7 @@ def attributes(model: nn.Module, max_bytes: int) -> list[Restore]:
     if size > max_bytes:
         raise Refused(
             f"tensors in plain attributes of its modules take {size} bytes, more than max_bytes = {max_bytes} "
-            "allows to be copied and put back (register what is no scratch as a buffer)"
+            "allows to be copied and restored (register those that are not scratch space as buffers)"
         )
     held = [_names(module) for module in model.modules()]
     return [*held, *(restore for one in others for restore in _state(one)), *map(_numbers, tensors)]

@@ -370,7 +370,7 @@ def shared(model: nn.Module) -> str:
     """Why the forward of a model cannot be run by one rank alone; "" where it can."""
     for kind in dict.fromkeys(map(type, tree.modules(model))):
         if not TALKING.isdisjoint([each.__name__ for each in kind.__mro__]):
-            return f"the forward of {kind.__name__} talks to other ranks"
+            return f"the forward of {kind.__name__} communicates with other ranks"
     return ungatherable(model) if is_spread(model) else ""
 
 

@@ -35,13 +35,13 @@ def ungatherable(model: nn.Module) -> str:
         return "its parameters are DTensors, and FSDP2 did not make them"
     held = [one for state in states for group in _groups(state) for one in group.fsdp_params]
     if any(getattr(one, "is_dtensor", True) for one in held):
-        return "its parameters are spread for tensor parallelism too"
+        return "its parameters are also sharded for tensor parallelism"
     if any(getattr(one, "offload_to_cpu", False) for one in held):
         return "its parameters are offloaded to the host"
     if {id(one.sharded_param) for one in held} < {id(p) for p in model.parameters() if _is_dtensor(p)}:
         return "some of its parameters are DTensors that FSDP2 did not make"
     if any(not hasattr(state, name) for state in states for name in (*CASTS, *HANDLES)):
-        return "this torch keeps FSDP2's hooks elsewhere"
+        return "FSDP2 in this torch version is not supported"
     return ""
 
 

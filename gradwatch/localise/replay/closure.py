@@ -65,7 +65,7 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise Refused("DistributedDataParallel would take the closure's second run for another step")
         if is_spread(model) or shared(model):
-            raise Refused("the closure talks to other ranks")
+            raise Refused("the closure communicates with other ranks")
     given: dict[str, Tensor] = {}
     for number, (model, buffers) in enumerate(zip(kept.models, kept.buffers, strict=True)):
         found = stand_ins(model, buffers)

@@ -39,7 +39,7 @@ DTYPES = frozenset(
 UNASKED = "not asked for; write `snapshot: {batch: true}`"
 NO_GRADIENT = "the gradient at its outputs was not kept: beyond max_bytes"
 OWN_GENERATOR = "the forward draws from a generator of the script's own, not from one of the process"
-SPREAD = "spread over ranks, and this one holds a part; name the checkpoint when it is run again"
+SPREAD = "sharded over ranks, and this rank holds only its shard; give --checkpoint to `gradwatch replay`"
 
 
 @dataclass(slots=True, eq=False)

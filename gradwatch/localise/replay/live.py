@@ -89,9 +89,9 @@ class Live:
 def refuse() -> None:
     """Raise `Refused` where looking at every operation could disturb the job."""
     if modes.dispatching():
-        raise Refused("the script is inside a dispatch mode of its own")
+        raise Refused("the script has a TorchDispatchMode active")
     if not around_backward.possible():
-        raise Refused("this torch has no place at which every backward begins")
+        raise Refused("this torch version offers no hook at the start of a backward")
     if anything_compiled():
         raise Refused("parts of the job are compiled, and recording them would compile them anew")
 

@@ -15,7 +15,7 @@ from gradwatch.localise.hold.attributes import Refused
 from gradwatch.records.finding import Finding
 
 SURE = ("unknown", "loss")  # from the least sure; every other phase names an operation, a tensor or a module
-MET = "the ranks did not meet over the cause: {why}; this is what rank {rank} found of its own step"
+MET = "the ranks could not compare causes: {why}; this is the cause found on rank {rank} alone"
 
 
 class RankAgreement:
@@ -30,7 +30,7 @@ class RankAgreement:
         try:
             cards = meet(f"{self._name}/agreed", {"refusal": refusal}, {}).cards
         except AloneError as error:
-            raise Refused(f"the ranks did not meet: {error}") from error
+            raise Refused(f"the collective failed: {error}") from error
         for rank, card in enumerate(cards):
             if card["refusal"]:
                 raise Refused(f"on rank {rank}: {card['refusal']}")

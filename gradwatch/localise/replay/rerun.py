@@ -44,7 +44,7 @@ BUILT = (
     "the weights are those that the function built: name those of the job with --checkpoint FILE.safetensors"
 )
 ELSEWHERE = "computed on {now}, and on {then} when it happened: the last bits may differ"
-WAS_SPREAD = "its parameters were spread over ranks, and may have been computed with in another dtype"
+WAS_SPREAD = "its parameters were sharded over ranks, and may have been used in another dtype"
 CRITERION = "the criterion {kind} was not run again: have the function return it as `model, loss_fn`"
 MOST_OUTPUTS = 1 << 20
 MOST_CALLS = 4096
@@ -162,7 +162,7 @@ class Rerun:
             raise GradwatchError(
                 f"the model raised {type(error).__name__}{_where(error)}: {error}"
             ) from error
-        self.notes += [f"looking on failed: {type(fault).__name__}: {fault}" for fault in faults[:1]]
+        self.notes += [f"recording failed: {type(fault).__name__}: {fault}" for fault in faults[:1]]
         return self._signed(finding)
 
     def _found(
@@ -301,7 +301,7 @@ class Rerun:
             if index.isascii() and index.isdecimal() and len(index) < 4 and int(index) < len(devices):
                 yield devices[int(index)], self._tensor(name, at)
             else:
-                self._note(f"the generator of device cuda:{index:.8} cannot be put back here")
+                self._note(f"the generator of device cuda:{index:.8} cannot be restored here")
 
     def _bytes(self, name: str, words: int, at: str) -> bytes:
         tensor = self._tensor(name, at)

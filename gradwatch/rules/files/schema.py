@@ -45,7 +45,7 @@ class Document(Model):
         "Named sets of parameters; the first match gives a parameter its label group."
     )
     rules: dict[str, Any] = unset("Rules by id.")
-    clip: dict[str, Any] = unset("Standing clipping policies; the strictest wins, applied once.")
+    clip: dict[str, Any] = unset("Clipping policies applied at every step; the strictest wins, applied once.")
     modules: dict[str, Any] = unset("Opt-in taps on modules.")
     sinks: list[Any] = unset("Where results go.")
     overrides: list[dict[str, Any]] = unset(
@@ -85,7 +85,7 @@ class Timing(Model):
     keep_firing_for: Steps = unset("Quiet steps before it is resolved.")
     cooldown: Steps = unset("Steps after the resolve in which a re-fire joins the same incident.")
     severity: Severity = unset("info, warning or critical.")
-    mode: Mode = unset("act, or shadow: say what would have been done and do nothing.")
+    mode: Mode = unset("act, or shadow: report what would have been done and do nothing.")
     on_error: OnError = unset("What happens to the gradient when an action fails.")
 
 

@@ -211,6 +211,6 @@ class Problems:
         ordered = sorted(self._found.values(), key=lambda p: (self._files[p.path], p.line, p.column, p.code))
         if self.omitted:
             last = ordered[-1]
-            message = f"… and {self.omitted:,} more problems; mend these first"
+            message = f"… and {self.omitted:,} more problems; fix these first"
             ordered.append(Problem(last.path, last.line, last.column, "GW009", message))
         return RuleFileError(tuple(ordered))

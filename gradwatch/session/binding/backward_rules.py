@@ -27,7 +27,7 @@ from gradwatch.rules.model import RuleSet
 from gradwatch.rules.objections import clip_places
 
 AT_STEP = (
-    "use `at: step`, or insist with `local: true`: then each rank bounds what it has before the reduction"
+    "use `at: step`, or force it with `local: true`: then each rank bounds what it has before the reduction"
 )
 DROP = frozenset({"drop_micro"})
 
@@ -60,7 +60,7 @@ def refused_in_backward(ruleset: RuleSet, models: Iterable[nn.Module], world_siz
 def _reasons(models: Iterable[nn.Module], world_size: int) -> list[str]:
     reasons = []
     if world_size > 1:
-        reasons.append(f"gradients are reduced over {world_size} ranks after the hooks have seen them")
+        reasons.append(f"gradients are reduced over {world_size} ranks after the hooks have run")
     if any(is_shard(param) for model in models for param in model.parameters()):
         reasons.append("parameters are sharded, and a hook sees a gradient of one rank, if any at all")
     return reasons

@@ -18,7 +18,7 @@ from gradwatch.rules.model import RuleSet
 from gradwatch.session.binding.backward_rules import refused_in_backward
 from gradwatch.session.binding.rank_rules import refused_on_ranks, refused_on_shards
 
-OFF = "off by itself, while all else protects (--strict-rules refuses it): "
+OFF = "switched off, everything else stays active (--strict-rules refuses it): "
 
 
 class Fitting:

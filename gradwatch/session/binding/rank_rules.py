@@ -16,10 +16,12 @@ from gradwatch.rules.objections import clip_places
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
-REPLICA_DIVERGENCE = "which differs from rank to rank, so that an action on it would let the weights part"
+REPLICA_DIVERGENCE = (
+    "which differs from rank to rank, so that an action on it would make the replicas diverge"
+)
 SHADOW = "use `mode: shadow`, take `do:` out, or judge `norm` or `total_norm`, which are reduced"
 NEVER_WHOLE = (
-    "acts on max_abs, which cannot be put together from a parameter's shards, so that it would never act"
+    "acts on max_abs, which cannot be computed from a parameter's shards, so that it would never act"
 )
 WHOLE_ROWS = (
     "take these parameters out of its groups, or use a method that multiplies (norm, baseline, block_rms)"
@@ -75,7 +77,7 @@ def sharded_rows(clipping: Clipping, sites: Sites, sharded: Sequence[int]) -> st
         if policy.rowwise and names:
             return (
                 f"clip method {policy.method!r} looks at whole rows, and {names[0]!r} is sharded over the ranks "
-                f"({len(names)} parameters are): each rank would see rows of its own making"
+                f"({len(names)} parameters are): each rank would see only parts of rows"
             )
     return ""
 

@@ -52,14 +52,14 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_run_start_timestamp_seconds",
         "gauge",
-        "Unix time at which this attempt of the run was attached.",
+        "Unix time at which gradwatch attached to the model in this attempt of the run.",
         "RunInfo.start_time",
         per_optimizer=False,
     ),
     Metric(
         "gradwatch_run_end_timestamp_seconds",
         "gauge",
-        "Unix time at which the process ended, or was last heard of; absent while it runs.",
+        "Unix time at which the process ended, or of its last sign of life; absent while it runs.",
         "RunEnd.time",
         per_optimizer=False,
     ),
@@ -137,7 +137,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_rule_active",
         "gauge",
-        "Whether a rule was firing at the last step (1) or not (0).",
+        "1 if the rule was firing at the last step, else 0.",
         "Verdict.firing",
         ("rule",),
     ),
@@ -172,19 +172,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_checkpoint_healthy",
         "gauge",
-        "Whether a checkpoint saved after the last step is one to go back to (1) or not (0).",
+        "1 if a checkpoint saved after the last step is healthy, else 0.",
         "Record.checkpoint",
     ),
     Metric(
         "gradwatch_last_healthy_step",
         "gauge",
-        "The last optimizer step after which a checkpoint was one to go back to; absent before the first.",
+        "The last optimizer step after which a checkpoint was healthy; absent before the first.",
         "Record.checkpoint",
     ),
     Metric(
         "gradwatch_clipped_steps_total",
         "counter",
-        "Steps at which the gradients got smaller between backward and optimizer, whoever clipped them.",
+        "Steps whose gradients were scaled down between backward and optimizer, by gradwatch or by the script.",
         "Snapshot.total_norm_applied below Snapshot.total_norm",
     ),
     Metric(
@@ -196,7 +196,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_provisional_steps_total",
         "counter",
-        "Steps measured before the loop was learned: the norms may be post-clip, no baseline uses them.",
+        "Steps whose norms may be post-clip or incomplete, as before the accumulation of the loop is known; no "
+        "baseline uses them.",
         "Snapshot.provisional",
     ),
     Metric(
@@ -240,7 +241,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_coverage_ratio",
         "gauge",
-        "Share of the expected parameters that gradwatch can measure; below 1 it is partly blind.",
+        "Share of the expected parameters that gradwatch can measure; below 1 some gradients are not watched.",
         "Snapshot.coverage",
     ),
     Metric(
@@ -271,7 +272,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_internal_errors_total",
         "counter",
-        "Faults of gradwatch itself, kept out of training.",
+        "Internal errors of gradwatch; training was not affected.",
         "Health.errors",
         ("component",),
         per_optimizer=False,
@@ -279,7 +280,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_component_up",
         "gauge",
-        "Whether a part of gradwatch works (1) or is switched off after repeated faults (0).",
+        "1 if a component of gradwatch works, 0 if it is switched off after repeated errors.",
         "Health.up",
         ("component",),
         per_optimizer=False,
@@ -293,7 +294,7 @@ METRICS: tuple[Metric, ...] = (
             ),
             (
                 "gradwatch_process_rejected_steps_total",
-                "Steps of this process that a GradScaler kept from the optimizer, watched or not.",
+                "Steps of this process that a GradScaler skipped, watched or not.",
             ),
             ("gradwatch_process_backwards_total", "Backwards of this process that add to .grad."),
             (
@@ -306,7 +307,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_rule_inactive",
         "gauge",
-        "1 for a rule or group (group:NAME) that judges nothing here, has had no data so far, or is not armed.",
+        "1 for a rule or group (group:NAME) that matches nothing, has had no data so far, or whose action cannot "
+        "be carried out.",
         "Health.inactive, Health.unfed",
         ("rule", "reason"),
         per_optimizer=False,
@@ -314,7 +316,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_config_last_reload_successful",
         "gauge",
-        "Whether the last attempt to load the rule file succeeded (1) or not (0).",
+        "1 if the last attempt to load the rule file succeeded, else 0.",
         "the rule file in use",
         per_optimizer=False,
     ),
@@ -326,32 +328,33 @@ SERVE_METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_serve_processes",
         "gauge",
-        "Training processes found in the run folders, by what has become of them.",
+        "Training processes found in the run folders, by state.",
         "Fleet.members",
         ("state",),
     ),
     Metric(
         "gradwatch_serve_targets",
         "gauge",
-        "Processes that Prometheus is told to scrape.",
+        "Processes in the list of scrape targets.",
         "Fleet.targets",
     ),
     Metric(
         "gradwatch_serve_refused_targets",
         "gauge",
-        "Running processes of other machines that Prometheus is not told to scrape, as no --allow names them.",
+        "Running processes of other machines that are not in the list of scrape targets, because no --allow "
+        "covers them.",
         "Fleet.refused",
     ),
     Metric(
         "gradwatch_serve_last_scan_timestamp_seconds",
         "gauge",
-        "Unix time of the last look at the run folders.",
+        "Unix time of the last scan of the run folders.",
         "Fleet.scanned_at",
     ),
     Metric(
         "gradwatch_serve_scan_duration_seconds",
         "gauge",
-        "Time the last look at the run folders took.",
+        "Duration of the last scan of the run folders.",
         "Fleet.scan_seconds",
     ),
     Metric(

@@ -126,7 +126,8 @@ class PrometheusSink:
             if unread:
                 listed = ", ".join(map(printable, unread[:3])) + (", …" if len(unread) > 3 else "")
                 self._health.notice(
-                    self.name, f"{self._file_sd} holds what is no list of targets, left alone: {listed}"
+                    self.name,
+                    f"{self._file_sd} holds files that are not lists of targets; they were not changed: {listed}",
                 )
         except OSError as error:
             self._failed(error)
