@@ -149,7 +149,7 @@ class Account:
 
     @property
     def unended(self) -> bool:
-        """Whether there are processes that gave no account."""
+        """Whether there are processes that left no summary."""
         return bool(self.lost or self.running or self.unknown)
 
     def to_dict(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _hidden(account: Account) -> str:
 
 
 def unended(account: Account, that: str = "") -> str:
-    """The processes that gave no account, by what became of them."""
+    """The processes that left no summary, by what became of them."""
     kinds = (
         (account.lost, f"{that}left no summary (killed, or ended by os._exit)"),
         (account.running, "still running"),

@@ -118,7 +118,7 @@ def test_a_process_that_trains_nothing_speaks_for_its_children(tmp_path: Path) -
     line, missed = told(done.stderr)
     assert line.startswith("gradwatch: 5 of 5 steps watched in 2 processes · 2 optimizers")
     assert " · stopped · " in line
-    assert "1 process gave no account" in missed
+    assert "1 process left no summary" in missed
     again = tmp_path / "again"
     again.mkdir()
     assert told(run(again, WORKERS + STARTED, options=("--quiet",)).stderr) == []
