@@ -196,8 +196,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_provisional_steps_total",
         "counter",
-        "Steps whose norms may be post-clip or incomplete, as before the accumulation of the loop is known; no "
-        "baseline uses them.",
+        "Steps whose norms may be post-clip, as before the loop's accumulation is known; no baseline uses them.",
         "Snapshot.provisional",
     ),
     Metric(
@@ -307,8 +306,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_rule_inactive",
         "gauge",
-        "1 for a rule or group (group:NAME) that matches nothing, has had no data so far, or whose action cannot "
-        "be carried out.",
+        "1 for a rule or group (group:NAME) that matches nothing, has no data yet, or whose action is not possible.",
         "Health.inactive, Health.unfed",
         ("rule", "reason"),
         per_optimizer=False,
