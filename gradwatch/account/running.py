@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gradwatch.account.facts import Watched
-from gradwatch.account.unfed import Unfed
+from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.snapshot import Record
 
 
 class RunningTotals:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
-    `unfed` are the rules that have had no data so far.
+    `without_data` are the rules that have had no data so far.
     `unowned` are windows of loops without an optimizer; `cleared` and `unjudged` are counted by whoever notices them.
     """
 
@@ -22,7 +22,7 @@ class RunningTotals:
         self.stopped = False
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
-        self.unfed = Unfed()
+        self.without_data = RulesWithoutData()
 
     def observe(self, record: Record) -> None:
         """Add one published Record."""
@@ -34,7 +34,7 @@ class RunningTotals:
             self.rejected += 1
         if "observed_only" in snapshot.scalars:
             self.unowned += 1
-        self.unfed.observe(snapshot)
+        self.without_data.observe(snapshot)
         if self._began is None:  # its cost is that of attaching
             self._began = record.wall_time
         else:  # not `step_seconds`, which those of several optimizers in one loop share

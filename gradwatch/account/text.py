@@ -25,7 +25,7 @@ def lines(account: Account, folder: str = "") -> list[str]:
 def fields(account: Account) -> Iterator[tuple[str, object]]:
     """The account as the fields of a log line; empty ones are left out."""
     taken, seen = account.taken, account.watched
-    unfed = never_evaluated(account)
+    without_data = never_evaluated(account)
     share = seen.own_share
     line: dict[str, object] = {
         "steps_watched": seen.steps,
@@ -37,7 +37,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
-        "no_data": _without_data(unfed, account.rules) if unfed else "",
+        "no_data": _without_data(without_data, account.rules) if without_data else "",
         "not_armed": _unarmed(account),
         "own_cost": "" if share is None else f"{share:.1%}",
         "ended": "" if account.ended == "finished" else account.ended,
@@ -62,14 +62,14 @@ def never_evaluated(account: Account) -> dict[str, str]:
     return {**account.no_data, **unmatched}
 
 
-def _without_data(unfed: Mapping[str, str], rules: int) -> str:
+def _without_data(without_data: Mapping[str, str], rules: int) -> str:
     """How many rules and groups of parameters, and why, each reason once."""
-    groups = {name: why for name, why in unfed.items() if name.startswith("group:")}
-    off = {name: why for name, why in unfed.items() if name not in groups}
+    groups = {name: why for name, why in without_data.items() if name.startswith("group:")}
+    off = {name: why for name, why in without_data.items() if name not in groups}
     counts = [f"{len(off)} of {max(rules, len(off))} rules"] if off else []
     if groups:
         counts.append(f"{len(groups)} group{'s' * (len(groups) > 1)} of parameters")
-    return f"{' and '.join(counts)} ({_reasons(unfed)})"
+    return f"{' and '.join(counts)} ({_reasons(without_data)})"
 
 
 def not_armed(account: Account) -> dict[str, str]:
@@ -100,9 +100,9 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.actions:
         yield f"done: {_counted(account.actions)}"
     if watched:
-        unfed = never_evaluated(account)
-        if unfed:
-            yield f"no data for {_without_data(unfed, account.rules)}"
+        without_data = never_evaluated(account)
+        if without_data:
+            yield f"no data for {_without_data(without_data, account.rules)}"
         if not_armed(account):
             yield f"not armed: {_unarmed(account)}"
         if account.watched.own_share is not None:
@@ -148,10 +148,10 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-def _reasons(unfed: Mapping[str, str]) -> str:
+def _reasons(without_data: Mapping[str, str]) -> str:
     """Each reason once, without what it adds in brackets or after a semicolon, the most frequent first."""
     counts: dict[str, int] = {}
-    for reason in unfed.values():
+    for reason in without_data.values():
         short = shorten(re.split(r"; | \(", reason, maxsplit=1)[0], LONGEST_REASON, placeholder=" …")
         counts[short] = counts.get(short, 0) + 1
     ordered = sorted(counts, key=lambda reason: -counts[reason])

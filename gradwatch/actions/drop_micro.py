@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window import Window
 from gradwatch.reading.batched import CpuReader, Detail, inspect
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.foreach import multiply
-from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
-from gradwatch.taps import backward, clip_functions, modes
+from gradwatch.taps import backward, clip_functions, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 
 SCALED = (
@@ -206,7 +206,7 @@ def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
             found = None if tracing() or seen[0] == current() else owner()
             if found is not None:
                 with torch.no_grad():
-                    modes.unseen(found.begins, k, current())
+                    dispatch_modes.unseen(found.begins, k, current())
         except Exception as error:
             failed("action", error)
 

@@ -25,7 +25,7 @@ from gradwatch.capture import names
 from gradwatch.capture.names import named_parameters
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.runtime import guard
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 
 RECOUNT = 1000  # steps between counts that nothing asked for
@@ -56,7 +56,7 @@ class Registrations:
     def watch(self, models: Iterable[nn.Module]) -> None:
         """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
         self._owners.clear()
-        self._owners.update(id(module) for model in models for module in tree.modules(model))
+        self._owners.update(id(module) for model in models for module in module_tree.modules(model))
 
     def close(self) -> None:
         """Remove torch's two global hooks."""
@@ -74,7 +74,7 @@ class Places:
     def note(self, models: Iterable[nn.Module], slot_of: dict[int, int]) -> None:
         """Remember the first place of every parameter that has a slot."""
         for model in models:
-            for module in tree.modules(model):
+            for module in module_tree.modules(model):
                 for name, param in module._parameters.items():
                     slot = None if param is None else slot_of.get(id(param))
                     if slot is not None and slot not in self._of:
@@ -114,7 +114,7 @@ class Coverage:
 
     def attached(self, models: Iterable[nn.Module]) -> None:
         """These models are watched from now on, with the parameters they have."""
-        slots = (self._slot_of.get(id(param)) for model in models for param in tree.parameters(model))
+        slots = (self._slot_of.get(id(param)) for model in models for param in module_tree.parameters(model))
         self._at_attach.update(slot for slot in slots if slot is not None)
 
     def scanned(self, models: list[nn.Module]) -> None:
@@ -150,10 +150,10 @@ class Coverage:
 
     def _whole(self, models: list[nn.Module], stepped: set[int]) -> bool:
         """Whether nothing is missing, found out without names; False also where a model lists its parameters itself."""
-        return not any(map(tree.lists_itself, models)) and all(
+        return not any(map(module_tree.lists_itself, models)) and all(
             not param.requires_grad or (names.has_values(param) and self._measured(param, stepped))
             for model in models
-            for param in tree.parameters(model)
+            for param in module_tree.parameters(model)
         )
 
     def _measured(self, param: nn.Parameter, stepped: set[int]) -> bool:
@@ -188,7 +188,7 @@ class Coverage:
         state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
-        present = {id(param) for model in models for param in tree.parameters(model)}
+        present = {id(param) for model in models for param in module_tree.parameters(model)}
         if any(id(param) in present for param in params):
             return True
         self._strangers[optimizer] = state

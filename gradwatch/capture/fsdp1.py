@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.capture.shards import offloaded
-from gradwatch.taps import containers, modes, module_calls
-from gradwatch.taps.mute import is_muted
+from gradwatch.taps import containers, dispatch_modes, module_calls
+from gradwatch.taps.muted_forwards import is_muted
 
 
 class FlatTaps:
@@ -50,7 +50,7 @@ class FlatTaps:
 
     def _begin(self, module: nn.Module, _: Tensor) -> None:
         try:
-            modes.unseen(self._expect, [*flattened(module), *offloaded([module]).values()])
+            dispatch_modes.unseen(self._expect, [*flattened(module), *offloaded([module]).values()])
         except Exception as error:
             self._failed("capture", error)
 

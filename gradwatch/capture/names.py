@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.taps import tree
-from gradwatch.taps.registered import WRAPPERS
+from gradwatch.taps import module_tree
+from gradwatch.taps.module_registry import WRAPPERS
 
 
 def canonical(fqn: str) -> str:
@@ -27,7 +27,7 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
     seen: set[int] = set()
     used: set[str] = set()
     for prefix, model in prefixed:
-        for fqn, parameter in tree.named_parameters(model):
+        for fqn, parameter in module_tree.named_parameters(model):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))

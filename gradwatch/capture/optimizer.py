@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from gradwatch.capture.accumulation import AccumulationSchedule
 from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
+from gradwatch.capture.hookless_gradients import HooklessGradients
 from gradwatch.capture.known_scaling import KnownScaling, factor_since
-from gradwatch.capture.probes import WriteProbes
-from gradwatch.capture.unmarked import Unmarked
 from gradwatch.capture.versions import grown_alike, replaced, versions_of
 from gradwatch.capture.window import Reading, Repeats, State, Window, is_ordinary, repeated, without
+from gradwatch.capture.write_probes import WriteProbes
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, arrived
 from gradwatch.reading.foreach import multiply
-from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.rows import UNDERFLOW
 from gradwatch.reading.single import norm_of
@@ -109,7 +109,7 @@ class OptimizerCapture:
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
         self._reading = threading.RLock()
         self.losses = WindowLoss()
-        self._unmarked = Unmarked()
+        self._hookless = HooklessGradients()
         self._arrivals = ArrivalCounts(params)
         self._schedule = AccumulationSchedule()
         self._ids: list[int] = []
@@ -322,7 +322,7 @@ class OptimizerCapture:
         if self.pruned and last is not None and isinstance(last[2], CpuNorms):
             repeats = ids, last[0], last[2]
         state = ids, versions, raw
-        self._unmarked.step()
+        self._hookless.step()
         calls, trusted = self._presence(grads, state, current, None if ordinary else repeats)
         uncertain = unread or self.late or self.spans_two_steps or self.distributed or not trusted
         window = Window(
@@ -569,7 +569,7 @@ class OptimizerCapture:
                 if (
                     not count
                     and grad is not None
-                    and self._unmarked.is_new(k, grad, state, self._last, current)
+                    and self._hookless.is_new(k, grad, state, self._last, current)
                 ):
                     counts[k], self.hook_missed = 1, True
         return self._arrivals.counted(), True

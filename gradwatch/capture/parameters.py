@@ -26,13 +26,13 @@ from gradwatch.capture.shards import is_shard, offloaded
 from gradwatch.capture.window import Window
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
-from gradwatch.runtime.spent import Spent
-from gradwatch.taps import backward, modes, tree
+from gradwatch.runtime.own_time import OwnTime
+from gradwatch.taps import backward, dispatch_modes, module_tree
 from gradwatch.taps.grad_ready import GradReadyHooks
 from gradwatch.taps.optimizers.groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
-_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
@@ -73,7 +73,7 @@ class Capture:
         self._grad_ready = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
         self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
-        self.spent = Spent()
+        self.spent = OwnTime()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[OptimizerCapture], None] = _nothing  # gradients of earlier backwards are gone
         self.unowned: Callable[[list[int], Root | None], None] = (
@@ -84,7 +84,7 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.coverage = Coverage(self._slot_of)
-        self.unmarked_backwards = 0  # that the few hooks left did not see, known by their gradients
+        self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
         self._scanned = -1  # registrations in the models when these were last walked
         self.scan()
@@ -165,7 +165,7 @@ class Capture:
         """Whether a parameter belongs to the watched models."""
         return id(param) in self._slot_of
 
-    def unmoved(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def unoptimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those of the models that are not trained here: frozen, or put in since the last scan."""
         for name, param in named_parameters(self.models()):
             if not (param.requires_grad and id(param) in self._slot_of):
@@ -233,7 +233,7 @@ class Capture:
     @property
     def backwards(self) -> int:
         """How many backwards have reached a watched parameter, parts of one (reentrant checkpointing) included."""
-        return self._ends.begun + self.unmarked_backwards
+        return self._ends.begun + self.backwards_without_hook
 
     @property
     def hooked(self) -> int:
@@ -325,7 +325,9 @@ class Capture:
         within: set[int] = set()
         for model in self.models():
             slots = unowned.intersection(
-                self._slot_of[id(param)] for param in tree.parameters(model) if id(param) in self._slot_of
+                self._slot_of[id(param)]
+                for param in module_tree.parameters(model)
+                if id(param) in self._slot_of
             )
             within |= set() if slots.isdisjoint(reached) else slots
         wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
@@ -417,7 +419,7 @@ class Capture:
         for captured in self.captures:
             if captured.optimizer is not None and captured.optimizer() is None:
                 captured.release()
-        wanted = {id(param) for model in self.models() for param in tree.parameters(model)}
+        wanted = {id(param) for model in self.models() for param in module_tree.parameters(model)}
         for captured in self.captures:
             if captured.without_optimizer and wanted.isdisjoint(captured.param_ids):
                 captured.release()
@@ -483,7 +485,7 @@ class Capture:
 
     def _end(self, touched: list[int]) -> None:
         if self._unhooked:
-            touched += self._unmarked_arrivals(touched)
+            touched += self._hookless_arrivals(touched)
         if not self._arrival:
             self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         self.adopt_waiting(from_first_backward=True)
@@ -505,7 +507,7 @@ class Capture:
             _arm(self._itself)
         self._unhooked.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
 
-    def _unmarked_arrivals(self, touched: list[int]) -> list[int]:
+    def _hookless_arrivals(self, touched: list[int]) -> list[int]:
         """The slots that `expect` told of, and that have a gradient now; without those whose hook was called."""
         hook_missed = self._unhooked.difference(touched)
         self._unhooked.clear()
@@ -561,7 +563,7 @@ class Capture:
 def _arm(owner: weakref.ref[Capture]) -> None:
     capture = owner()
     if capture is not None:
-        modes.unseen(capture.arm)
+        dispatch_modes.unseen(capture.arm)
 
 
 def _nothing(*_: object) -> None:

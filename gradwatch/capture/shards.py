@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwatch.records.snapshot import Sites
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """
     return {
         id(one.sharded_param): one.sharded_param
-        for module in (module for model in models for module in tree.modules(model))
+        for module in (module for model in models for module in module_tree.modules(model))
         for one in _fsdp_params(module)
         if one.offload_to_cpu
     }
@@ -98,7 +98,7 @@ def _has_no_gradient(param: Tensor) -> bool:
 
 def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
     """(id of a DTensor parameter, its unsharded twin) for all of FSDP2's that have one already."""
-    for module in (module for model in models for module in tree.modules(model)):
+    for module in (module for model in models for module in module_tree.modules(model)):
         for one in _fsdp_params(module):
             unsharded = getattr(one, "_unsharded_param", None)
             if unsharded is not None:
@@ -127,7 +127,7 @@ def _placement(param: Any) -> ShardPlacement:
 
 def _flat_placements(models: Iterable[nn.Module]) -> Iterator[tuple[int, ShardPlacement]]:
     """(id of a parameter, holding) for all that FSDP1 has flattened."""
-    for module in (module for model in models for module in tree.modules(model)):
+    for module in (module for model in models for module in module_tree.modules(model)):
         handle: Any = getattr(module, "_handle", None)
         flat: Any = getattr(handle, "flat_param", None)
         if flat is None:

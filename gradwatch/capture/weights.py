@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.unmoved import Unmoved
+from gradwatch.capture.unoptimized_weights import UnoptimizedWeights
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader, inspect
 from gradwatch.reading.layouts import dense
@@ -55,12 +55,12 @@ class Looked(NamedTuple):
 class Weights:
     """The trained parameters of one watch, by name, and what they were like when they were last healthy.
 
-    `unmoved()` gives those of its models that no optimizer of the watch moves.
+    `unoptimized()` gives those of its models that no optimizer of the watch moves.
     """
 
-    def __init__(self, named: Named, unmoved: Named = tuple) -> None:
+    def __init__(self, named: Named, unoptimized: Named = tuple) -> None:
         self._named = named
-        self._unmoved = Unmoved(unmoved)
+        self._unoptimized = UnoptimizedWeights(unoptimized)
         self._reader = CpuReader()
         self._lock = threading.Lock()  # a thread that saves may ask while another trains
         self._reference: dict[str, float] = {}
@@ -134,7 +134,7 @@ class Weights:
             return (UNREADABLE,)
         with self._lock:
             self._arriving = None
-            return self._judged(self._begin(named)[1]()) + self._unmoved.look()
+            return self._judged(self._begin(named)[1]()) + self._unoptimized.look()
 
     def look_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
         """At a step boundary: what a look found that has just come to its end, with the `steps()` of its beginning.
@@ -156,8 +156,8 @@ class Weights:
                 return None
             self._arriving = None
             reasons = self._judged(result())
-            if self._unmoved.broken:  # a healthy answer would be about these as well
-                reasons += self._unmoved.look()
+            if self._unoptimized.broken:  # a healthy answer would be about these as well
+                reasons += self._unoptimized.look()
             self._rest(now)
             return begun, reasons
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.batched import Detail
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, arrived, is_ready
-from gradwatch.reading.host import CpuNorms
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gradwatch.cli.named import from_here, load
 from gradwatch.cli.run import listen_address
 from gradwatch.cli.runs import default_directory
 from gradwatch.cli.terminal import paint
+from gradwatch.cli.user_function import from_here, load
 from gradwatch.cli.version import versions
 from gradwatch.errors import RuleFileError
 
@@ -187,7 +187,7 @@ def check_newest_run(path: str) -> Iterator[Check]:
 
 def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
     """The rules, if the file is valid, and what there is to say about it."""
-    from gradwatch.incidents.bundle.asked import refused_snapshots
+    from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots
     from gradwatch.rules.files import load_rules
 
     try:
@@ -212,7 +212,7 @@ def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
 def check_taps() -> Iterator[Check]:
     """Every tap of PyTorch that gradwatch uses, tried."""
     try:
-        from gradwatch.launch.probes import probe_all
+        from gradwatch.launch.torch_probes import probe_all
     except ImportError as error:
         yield Check("taps", "torch", "fail", f"cannot be imported: {error}", "pip install torch")
         return

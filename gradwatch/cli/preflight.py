@@ -20,7 +20,7 @@ def load(source: str, run: str = "") -> RuleSet:
 
 def refused(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
     """(place, reason) of bundles and sinks that cannot be had: libraries that are missing, options that do not fit."""
-    from gradwatch.incidents.bundle.asked import refused_snapshots
+    from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots
     from gradwatch.session.settings import Settings, sink_specs
     from gradwatch.sinks import make_sink
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.explain import shown
-from gradwatch.cli.named import from_here, load
+from gradwatch.cli.user_function import from_here, load
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from gradwatch.incidents.bundle.document import Document
-    from gradwatch.localise.replay.rerun import LossFn
+    from gradwatch.localise.replay.bundle_replay import LossFn
     from gradwatch.records.finding import Finding
 
 DESCRIPTION = """The step of an incident run again, from the bundle that the action `snapshot` kept.
@@ -72,7 +72,7 @@ def handle(arguments: argparse.Namespace) -> int:
 def again(document: Document, arguments: argparse.Namespace) -> Finding:
     """Run the step on the model that the user's function builds. What it prints does not mix with a document."""
     from gradwatch.incidents.bundle.reading import load_tensors, read_tensors
-    from gradwatch.localise.replay.rerun import Rerun
+    from gradwatch.localise.replay.bundle_replay import Rerun
 
     stored = read_tensors(arguments.bundle)
     weights = None if arguments.checkpoint is None else load_tensors(arguments.checkpoint)

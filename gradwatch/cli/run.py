@@ -71,7 +71,7 @@ def handle(arguments: argparse.Namespace) -> int:
     if not command:
         raise GradwatchError("nothing to run; write: gradwatch run -- python train.py")
     if os.environ.get("GRADWATCH") == "0":
-        become(tuple(command), os.environ)
+        exec_command(tuple(command), os.environ)
     rules = arguments.rules or os.environ.get("GRADWATCH_RULES") or "default"
     try:
         root = check(rules, arguments)
@@ -80,14 +80,14 @@ def handle(arguments: argparse.Namespace) -> int:
         if arguments.on_config_error == "exit":
             return 2
         complain("gradwatch: refused; running unwatched, as --on-config-error=continue asks")
-        become(tuple(command), os.environ)
+        exec_command(tuple(command), os.environ)
     from gradwatch.launch.command import prepare
     from gradwatch.session.settings import ROOT
 
     launch = prepare(command, {**settings(arguments), ROOT: root}, os.environ)
     if launch.note:
         complain(paint(f"gradwatch: {launch.note}", "yellow", sys.stderr))
-    return become(launch.argv, launch.env)
+    return exec_command(launch.argv, launch.env)
 
 
 def check(source: str, arguments: argparse.Namespace) -> str:
@@ -146,7 +146,7 @@ def anchored(rules: str) -> str:
     return rules if rules in pack_names() else os.path.abspath(os.path.expanduser(rules))
 
 
-def become(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
+def exec_command(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
     """Replace this process by the command; exit 127 where there is none such, 126 where it cannot run."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed by whoever called: `2>&-`

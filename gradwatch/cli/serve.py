@@ -78,9 +78,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def handle(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; exit 2 where that cannot begin."""
     from gradwatch.endpoint.listen import parse_listen
-    from gradwatch.serve.answers import runs
+    from gradwatch.serve.allowed_targets import AllowedTargets
     from gradwatch.serve.fleet import Scanner
-    from gradwatch.serve.reach import Reach
+    from gradwatch.serve.responses import runs
     from gradwatch.serve.server import DEFAULT_LISTEN, Server, cache_folder
     from gradwatch.serve.summary import Summaries
 
@@ -88,7 +88,7 @@ def handle(arguments: argparse.Namespace) -> int:
         raise GradwatchError("--every must be between 0.1 and 3600 seconds, --ended-for 0 or more")
     folders = arguments.dir or [Path("gradwatch-runs")]
     state = arguments.state or str(cache_folder(os.environ))
-    reach = Reach.parse(arguments.reach, arguments.allow)
+    reach = AllowedTargets.parse(arguments.reach, arguments.allow)
     scanner = Scanner(folders, Summaries(state), progress(), reach)
     if arguments.once:
         sys.stdout.write(runs(scanner.scan()).body.decode())

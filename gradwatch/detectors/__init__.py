@@ -8,6 +8,7 @@ the others), `rank` (a rank against the others), `scale` (a GradScaler's loss sc
 
 from __future__ import annotations
 
+from gradwatch.detectors.baseline import LossSpike, Spike
 from gradwatch.detectors.constant import Above, Below, Dead, UpdateRatio
 from gradwatch.detectors.detector import (
     DETECTORS,
@@ -27,7 +28,6 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.finiteness import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.jump import Jump
-from gradwatch.detectors.level import LossSpike, Spike
 from gradwatch.detectors.presence import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.rank import RankMismatch, RankOutlier
 from gradwatch.detectors.scale import ScaleCollapse

@@ -13,9 +13,7 @@ from typing import ClassVar, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.constant import Finite, Positive
-from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
-from gradwatch.detectors.level import (
+from gradwatch.detectors.baseline import (
     Array32,
     HalfLife,
     LevelState,
@@ -27,6 +25,8 @@ from gradwatch.detectors.level import (
     mature,
     restart_level,
 )
+from gradwatch.detectors.constant import Finite, Positive
+from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
 from gradwatch.detectors.share import ZERO_NORM
 from gradwatch.records.snapshot import BoolArray
 

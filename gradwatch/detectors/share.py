@@ -10,6 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from gradwatch.detectors.baseline import (
+    LARGEST_EXPONENT,
+    Array32,
+    HalfLife,
+    Warmup,
+    common_pace,
+    gain,
+    mature,
+)
 from gradwatch.detectors.constant import Dimensions, Positive
 from gradwatch.detectors.detector import (
     STRICT,
@@ -20,15 +29,6 @@ from gradwatch.detectors.detector import (
     Scope,
     State,
     register_detector,
-)
-from gradwatch.detectors.level import (
-    LARGEST_EXPONENT,
-    Array32,
-    HalfLife,
-    Warmup,
-    common_pace,
-    gain,
-    mature,
 )
 from gradwatch.records.snapshot import BoolArray, FloatArray
 

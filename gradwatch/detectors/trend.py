@@ -10,9 +10,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.constant import Positive
-from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
-from gradwatch.detectors.level import (
+from gradwatch.detectors.baseline import (
     LARGEST_EXPONENT,
     Array32,
     HalfLife,
@@ -22,6 +20,8 @@ from gradwatch.detectors.level import (
     log_of,
     mature,
 )
+from gradwatch.detectors.constant import Positive
+from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 

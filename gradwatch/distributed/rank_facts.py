@@ -21,7 +21,7 @@ from gradwatch.capture.columns.sampled import WEIGHT_NORM_FLOOR
 from gradwatch.capture.window import Norms, Window
 from gradwatch.engine.needs import BURSTS
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.host import CpuNorms
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column, Sites
 
 Vector = NDArray[np.float64]

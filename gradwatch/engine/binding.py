@@ -19,7 +19,7 @@ from gradwatch.engine.plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.rules_fit import admit, may_miss, refusals, unmatched
 from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.state import EngineState, empty_state
-from gradwatch.engine.unfit import Refusal
+from gradwatch.engine.unsupported import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict

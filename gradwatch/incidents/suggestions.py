@@ -1,7 +1,7 @@
 """Likely remedies: what usually lies behind a NaN of one operation, and the line that mends it.
 
 A table, not code: the first entry whose conditions a Finding meets is the one that is told. Every entry is
-tried on the real operation in `tests/localise/test_remedies.py`.
+tried on the real operation in `tests/localise/test_suggestions.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from gradwatch.account import Account
-from gradwatch.account.together import Part, by_launch, together
+from gradwatch.account.launch_total import Part, by_launch, launch_total
 from gradwatch.incidents.explanation import sentence
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.incidents import better
@@ -133,7 +133,7 @@ class Audit:
 
     def accounts(self) -> list[Account]:
         """One account for each launch, as it was printed if it was: the last one is the latest."""
-        return [together(parts, _runs) for parts in by_launch(self.parts)]
+        return [launch_total(parts, _runs) for parts in by_launch(self.parts)]
 
     def sorted(self) -> list[Line]:
         """The lines, most frequent first; shadow last."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from math import inf
 
 from gradwatch.account import Account
-from gradwatch.account.together import Part
+from gradwatch.account.launch_total import Part
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.steps import StepsEntry

@@ -2,6 +2,6 @@
 
 `command` builds the child's environment and argv (no torch); `bootstrap/` is what that environment makes
 every Python in the tree run at start; `agent` is what runs in the training process once torch is imported;
-`discovery` finds the models and names their parameters; `isolated` and `become` are the way in where Python
+`discovery` finds the models and names their parameters; `isolated` and `run_script` are the way in where Python
 ignores PYTHONPATH.
 """

@@ -20,18 +20,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnfitRulesError
-from gradwatch.launch import ending, refusal
+from gradwatch.launch import exit_summary, refusal
 from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
-from gradwatch.launch.unannounced import Unannounced
+from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
+from gradwatch.taps.module_registry import ModuleRegistry
 from gradwatch.taps.optimizers import init as optimizer_init
 from gradwatch.taps.process_totals import count_backwards
-from gradwatch.taps.registered import Registered
 
 if TYPE_CHECKING:
     from gradwatch.launch.baselines import Baselines
@@ -47,7 +47,7 @@ _agents: list[Agent] = []
 def arm() -> None:
     """Know modules and optimizers from now on; called once torch has been imported. Idempotent."""
     if not _agents:
-        ending.arm()
+        exit_summary.arm()
         count_backwards()
         _agents.append(Agent())
 
@@ -56,7 +56,7 @@ class Agent:
     """Attaches to every optimizer of the process before its first gradient is computed, scaled, clipped or used."""
 
     def __init__(self) -> None:
-        self.registered = Registered(self._building)
+        self.registered = ModuleRegistry(self._building)
         self._lock = ForkSafeLock()
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
@@ -67,7 +67,7 @@ class Agent:
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, self._lock)
-        self._unannounced = Unannounced(self.registered)
+        self._without_optimizer = ModelsWithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
         backward_entry.listen(self._about_to_run)
         clip_functions.listen(self._about_to_clip)
@@ -105,7 +105,7 @@ class Agent:
         if not call.accumulates or call.nested:
             return
         before, self._reached = self._reached, sum(watch.backwards for watch in _watches)
-        look = self._unannounced.due(self._reached > before)
+        look = self._without_optimizer.due(self._reached > before)
         if look or self._waiting or self._attaching:
             self.attach_waiting(before=call if look else None)
 
@@ -135,7 +135,7 @@ class Agent:
             self._waiting.setdefault(key, (ref, now))
         self._seen.clear()
         self._reached = 0
-        self._unannounced.begin()
+        self._without_optimizer.begin()
         self._attaching = False
 
     def save(self) -> None:
@@ -162,7 +162,7 @@ class Agent:
                 self._attaching = True
                 ready = self._ready(stepping)
                 watch = self._try(ready, []) if ready else None
-                models = [] if before is None else self._unannounced.models(before, _is_watched)
+                models = [] if before is None else self._without_optimizer.models(before, _is_watched)
                 return self._try([], models) if models else watch
             finally:
                 self._attaching = False
@@ -172,7 +172,7 @@ class Agent:
         try:
             return self._attach(ready, models)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
-            ending.not_watched("the rules do not fit, and --strict-rules refuses them")
+            exit_summary.not_watched("the rules do not fit, and --strict-rules refuses them")
             sentence = refusal.words(str(error))
             if sentence:
                 stderr.say(f"gradwatch: {sentence}")
@@ -255,7 +255,7 @@ def _close_at_exit() -> None:
         from multiprocessing.util import Finalize
 
         Finalize(None, close_all, args=(os.getpid(),), exitpriority=1)
-        Finalize(None, ending.say, exitpriority=0)
+        Finalize(None, exit_summary.say, exitpriority=0)
 
 
 def _is_worker() -> bool:
@@ -267,7 +267,7 @@ def _is_worker() -> bool:
 def close_all(pid: int) -> None:
     """At exit of the process that attached (a forked child must not close its parent's files)."""
     if os.getpid() == pid:
-        from gradwatch.session.lifetimes import conclude_all
+        from gradwatch.session.live_sessions import conclude_all
 
         conclude_all()
         for agent in _agents:
@@ -282,7 +282,7 @@ def _greet(watch: Session, optimizers: list[Optimizer]) -> None:
         return
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
     count = len({id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)})
-    where = " · ".join(part for part in (watch.url, ending.shown(watch.run.directory)) if part)
+    where = " · ".join(part for part in (watch.url, exit_summary.shown(watch.run.directory)) if part)
     stderr.say(f"gradwatch: watching {count} parameters of {names} · {where}")
 
 
@@ -299,7 +299,7 @@ def _strictly(component: str, error: BaseException) -> None:
 def _say_not_watching(error: Exception) -> None:
     """One line: the script goes on unwatched, and the one who started it should know why."""
     kind = "" if isinstance(error, GradwatchError) else f"{type(error).__name__}: "
-    ending.not_watched(f"the watch failed to start: {kind}{error}")
+    exit_summary.not_watched(f"the watch failed to start: {kind}{error}")
     stderr.say(f"gradwatch: not watching this run: {kind}{error}")
 
 

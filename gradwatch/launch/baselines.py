@@ -3,7 +3,7 @@
 `state-rank0.json` holds `Session.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
 many steps it had counted itself. They are taken up where these fit the optimizer at hand. An optimizer that counts no
 steps cannot tell a training that goes on from one that begins, and one that has taken none begins. Of several processes
-that call themselves the same rank, one does all this (`keeper`).
+that call themselves the same rank, one does all this (`state_lock`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from gradwatch.launch.keeper import Keeper, command, of_another_command
+from gradwatch.launch.state_lock import StateLock, command, of_another_command
 from gradwatch.runtime import stderr
 from gradwatch.runtime.files import write_whole
 
@@ -45,7 +45,7 @@ class Baselines:
 
     def __init__(self, watch: Session) -> None:
         self._watch = watch
-        self._keeper = Keeper(watch.run)
+        self._state_lock = StateLock(watch.run)
         self._path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")
         self._loaded: dict[str, Any] | None = None
         self._met: dict[int, weakref.ref[Optimizer]] = {}
@@ -68,10 +68,10 @@ class Baselines:
         try:
             captured = self._watch.capture_of(optimizer)
             if captured is not None:
-                if self._keeper.keeps():
+                if self._state_lock.keeps():
                     self._take_up(optimizer, captured)
-                elif self._keeper.refusal and _counted(optimizer):
-                    self._say(f"this process neither loads nor saves baselines: {self._keeper.refusal}")
+                elif self._state_lock.refusal and _counted(optimizer):
+                    self._say(f"this process neither loads nor saves baselines: {self._state_lock.refusal}")
                 self._know(optimizer, captured)
         except Exception as error:
             self._watch.health.report("state", error)
@@ -86,7 +86,7 @@ class Baselines:
         watch = self._watch
         started = time.monotonic()
         try:
-            if watch.resting() or not os.path.isdir(watch.run.directory) or not self._keeper.keeps():
+            if watch.resting() or not os.path.isdir(watch.run.directory) or not self._state_lock.keeps():
                 return
             captures = {
                 str(captured.index): entry
@@ -104,7 +104,7 @@ class Baselines:
 
     def leave_to_parent(self) -> None:
         """In a forked child: the state stays the parent's."""
-        self._keeper.let_go()
+        self._state_lock.let_go()
 
     def _take_up(self, optimizer: Optimizer, captured: OptimizerCapture) -> None:
         if self._loaded is None:

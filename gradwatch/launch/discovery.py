@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.taps.registered import Registered
+from gradwatch.taps.module_registry import ModuleRegistry
 
 
 class Found(NamedTuple):
@@ -22,7 +22,9 @@ class Found(NamedTuple):
     loose: list[tuple[str, nn.Parameter]]
 
 
-def discover(registered: Registered, optimizers: Iterable[tuple[Optimizer, int]], first: int = 0) -> Found:
+def discover(
+    registered: ModuleRegistry, optimizers: Iterable[tuple[Optimizer, int]], first: int = 0
+) -> Found:
     """What is known of the parameters of `optimizers`, each with the registrations counted when it was made.
 
     A root is the outermost module around an owner as it stood when the optimizer was made, the one that owns most

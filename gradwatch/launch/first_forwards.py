@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.locks import ForkSafeLock
-from gradwatch.taps import tree
-from gradwatch.taps.registered import Registered
+from gradwatch.taps import module_tree
+from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
     from gradwatch.localise.hold.kinds import Kinds
@@ -37,7 +37,7 @@ class FirstForwards:
     models are looked for: threads may make optimizers, and attach, at the same time.
     """
 
-    def __init__(self, registered: Registered, lock: ForkSafeLock) -> None:
+    def __init__(self, registered: ModuleRegistry, lock: ForkSafeLock) -> None:
         self._registered = registered
         self._lock = lock
         self._pre_attach: PreAttachRecorder | None = None
@@ -115,7 +115,7 @@ class FirstForwards:
 
 
 def _trainable(model: nn.Module) -> bool:
-    return any(param.requires_grad for param in tree.parameters(model))
+    return any(param.requires_grad for param in module_tree.parameters(model))
 
 
 def _watched(model: nn.Module) -> bool:
@@ -124,4 +124,4 @@ def _watched(model: nn.Module) -> bool:
     if watching is None:
         return False
     watches = [watch for watch in watching.live_sessions() if not watch.resting()]
-    return any(watch.knows(id(param)) for param in tree.parameters(model) for watch in watches)
+    return any(watch.knows(id(param)) for param in module_tree.parameters(model) for watch in watches)

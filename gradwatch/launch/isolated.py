@@ -11,4 +11,4 @@ sys.path.insert(0, _bootstrap)
 __import__("gradwatch_import_hook").install()
 sys.path.remove(_bootstrap)
 
-__import__("gradwatch.launch.become", fromlist=["become"]).become(sys.argv[1:])
+__import__("gradwatch.launch.run_script", fromlist=["become"]).run_script(sys.argv[1:])

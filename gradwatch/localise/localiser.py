@@ -20,14 +20,14 @@ from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.losses import amended_by_loss
 from gradwatch.localise.diagnosis.profile import Profile, suspect
 from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.hold.call_recorder import CallRecorder
 from gradwatch.localise.hold.fingerprint import fingerprint
-from gradwatch.localise.hold.held import Call, inner
 from gradwatch.localise.hold.pre_attach import PreAttachRecorder
-from gradwatch.localise.hold.recorded_calls import CallRecorder
+from gradwatch.localise.hold.recorded_calls import Call, inner
 from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
+from gradwatch.localise.replay.anomaly_mode import Raising
 from gradwatch.localise.replay.closure import Kept, run_again
-from gradwatch.localise.replay.live import Live
-from gradwatch.localise.replay.raising import Raising
+from gradwatch.localise.replay.live_recording import Live
 from gradwatch.localise.replay.rank_agreement import RankAgreement
 from gradwatch.localise.replay.replay import Trace, refuse, replay, within
 from gradwatch.records.finding import Batch, Finding

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from textwrap import dedent
 from typing import Literal
 
-from gradwatch.monitoring.pace import Pace
+from gradwatch.monitoring.intervals import Pace
 from gradwatch.records.snapshot import Severity
 from gradwatch.rules.model import Rule, RuleSet
 from gradwatch.sinks.alert_names import FALLBACK, alert_name

@@ -15,7 +15,7 @@ from gradwatch.monitoring.alerts import (
     rule_alerts,
     run_alerts,
 )
-from gradwatch.monitoring.pace import Pace
+from gradwatch.monitoring.intervals import Pace
 from gradwatch.monitoring.recording import Recording, recordings
 from gradwatch.monitoring.yamltext import to_yaml
 from gradwatch.rules.model import RuleSet

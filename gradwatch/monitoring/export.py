@@ -17,7 +17,7 @@ from gradwatch.monitoring.configs import (
     recordings_text,
     server_config,
 )
-from gradwatch.monitoring.pace import Pace
+from gradwatch.monitoring.intervals import Pace
 from gradwatch.monitoring.yamltext import to_yaml
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.files import write_whole

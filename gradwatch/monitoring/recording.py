@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwatch.monitoring.pace import Pace
+from gradwatch.monitoring.intervals import Pace
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from gradwatch.detectors import Sample, Spike
-from gradwatch.detectors.level import LARGEST_EXPONENT, LevelState, deviation
+from gradwatch.detectors.baseline import LARGEST_EXPONENT, LevelState, deviation
 from gradwatch.policies.norm import clip_coefficients
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.policies.policy import (
@@ -33,7 +33,7 @@ WIDTHS = 2.0
 class Baseline(Policy):
     """Clip to exp(m + 2σ̂) where z > `above`, and leave every other step alone to the last bit.
 
-    m and σ̂ are the robust level and spread of ln norm that the detector `spike` learns (`gradwatch.detectors.level`):
+    m and σ̂ are the robust level and spread of ln norm that the detector `spike` learns (`detectors.baseline`):
     winsorised, so that a spike can neither blind nor jump them; blind for the first `warmup` norms. Use `norm` for
     a cap that holds from the first step. Formula and defaults are ours; measured: no interventions in healthy runs.
     """

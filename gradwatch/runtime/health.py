@@ -27,7 +27,7 @@ class Health:
         self._inactive: dict[str, str] = {}
         self._noticed: set[tuple[str, str]] = set()
         self._process: Callable[[], Mapping[str, int]] = dict
-        self._unfed: Callable[[], Mapping[str, str]] = dict
+        self._without_data: Callable[[], Mapping[str, str]] = dict
 
     def report(self, component: str, error: BaseException) -> None:
         """Count one internal error of `component`; raise it again if it is the script's own."""
@@ -79,18 +79,18 @@ class Health:
             self._inactive = dict(reasons)
 
     def counts(
-        self, process: Callable[[], Mapping[str, int]], unfed: Callable[[], Mapping[str, str]]
+        self, process: Callable[[], Mapping[str, int]], without_data: Callable[[], Mapping[str, str]]
     ) -> None:
-        """Say how `process` and `unfed` are found out; both are called from any thread."""
-        self._process, self._unfed = process, unfed
+        """Say how `process` and `without_data` are found out; both are called from any thread."""
+        self._process, self._without_data = process, without_data
 
     def process(self) -> Mapping[str, int]:
         """What this process did, watched or not, by the names of `gradwatch.account.Taken`; empty where not counted."""
         return self._process()
 
-    def unfed(self) -> Mapping[str, str]:
+    def without_data(self) -> Mapping[str, str]:
         """Why a rule, by id, has had no data so far; empty before the first step."""
-        return self._unfed()
+        return self._without_data()
 
     def inactive(self) -> dict[str, str]:
         """Why a rule (by id) or a group (`group:NAME`) judges nothing at present; a copy.

@@ -13,8 +13,8 @@ from gradwatch.endpoint.listen import Address
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.records.snapshot import RunInfo
+from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.discover import Process, processes, run_folders
-from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries, Summary
 from gradwatch.sinks.prometheus.targets import MOURNING_SECONDS
 
@@ -27,7 +27,7 @@ STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "died", "silen
 @dataclass(frozen=True, slots=True)
 class Member:
     """One process of the fleet. `address` is where it serves metrics, None where it does not (any more) or where
-    Prometheus may not be sent (see `Reach`): then `refused` says where.
+    Prometheus may not be sent (see `AllowedTargets`): then `refused` says where.
 
     `mourned`: it was killed less than 15 minutes ago, so that Prometheus is to find it down.
     """
@@ -96,7 +96,7 @@ class Scanner:
     roots: Sequence[Path]
     summaries: Summaries
     progress: Callable[[int, int], None] = lambda done, all: None
-    reach: Reach = field(default_factory=Reach)
+    reach: AllowedTargets = field(default_factory=AllowedTargets)
     errors: int = 0
     _unchanged: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
     _owners: dict[Path, RunInfo] = field(default_factory=dict)

@@ -79,7 +79,7 @@ class Accounting:
 
     def without_data(self) -> dict[str, str]:
         """Why a rule has had no data so far; also asked by the endpoint's thread."""
-        return self._totals.unfed.reasons() if self._totals.judged else {}
+        return self._totals.without_data.reasons() if self._totals.judged else {}
 
     def conclude(self, account: Account) -> None:
         """Keep the account as the last one of this session, and as a part of the process's."""

@@ -21,9 +21,9 @@ from gradwatch.capture.weights import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.engine.unfit import Refusal
+from gradwatch.engine.unsupported import Refusal
 from gradwatch.errors import AttachError
-from gradwatch.incidents.bundle.asked import refused_snapshots, snapshots
+from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
 from gradwatch.reading.device import capturing
 from gradwatch.records.snapshot import Event, RunInfo, Sites
 from gradwatch.rules.model import RuleSet
@@ -38,7 +38,7 @@ from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes, localising
 from gradwatch.session.checkpoints import Checkpoints
 from gradwatch.session.context import Contexts
-from gradwatch.session.measuring import Measuring
+from gradwatch.session.extra_columns import ExtraColumns
 from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership
 from gradwatch.session.pipeline import Sources, StepPipeline, deferral_allowed
@@ -135,7 +135,7 @@ class Attached:
         """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
         capture, activity, rules = self.capture, self._activity, self.rules
         self.statistics = RunningStatistics(capture.models, self._notices.say)
-        self.weights = Weights(lambda: zip(capture.names, capture.params, strict=False), capture.unmoved)
+        self.weights = Weights(lambda: zip(capture.names, capture.params, strict=False), capture.unoptimized)
         self.contexts = Contexts(activity.failed)
         self._stages = PipelineStages(self._stage_scaled)
         self.ranks = Ranks(name, wants(rules.engine), capture.models, self._of_ranks, self._stages.taken)
@@ -180,7 +180,7 @@ class Attached:
             notices,
             self.note_inactive,
         )
-        self.measuring = Measuring(
+        self.extra_columns = ExtraColumns(
             self.taps, capture.spent.news, deferral_allowed(engine, self.rule_bindings)
         )
         sources = Sources(
@@ -188,7 +188,7 @@ class Attached:
         )
         publishing = self._services.publishing
         self.pipeline = StepPipeline(
-            engine, self.ranks, activity, self.rule_bindings, self.measuring, publishing, sources
+            engine, self.ranks, activity, self.rule_bindings, self.extra_columns, publishing, sources
         )
         self.boundary = Boundary(
             capture,

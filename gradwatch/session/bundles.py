@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.incidents.bundle.asked import SNAPSHOT, snapshots
 from gradwatch.incidents.bundle.background import Background
 from gradwatch.incidents.bundle.document import DOCUMENT, PAGE, Document, LeftOut
 from gradwatch.incidents.bundle.folders import FOLDER, count, folder_name
+from gradwatch.incidents.bundle.snapshot_rules import SNAPSHOT, snapshots
 from gradwatch.incidents.bundle.writing import write_bundle
 from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.incidents.page import markdown, page

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gradwatch.actions.apply import StepActions
 from gradwatch.actions.closures import ClosureCalls
-from gradwatch.capture.discarded import DiscardedGradients
+from gradwatch.capture.discarded_gradients import DiscardedGradients
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.reading.device import Number

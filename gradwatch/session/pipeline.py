@@ -35,7 +35,7 @@ from gradwatch.session.causes import Causes
 from gradwatch.session.checkpoints import Checkpoints
 from gradwatch.session.context import OptimizerContext
 from gradwatch.session.deferral import Deferred
-from gradwatch.session.measuring import Measurement, Measuring
+from gradwatch.session.extra_columns import ExtraColumns, Measurement
 from gradwatch.session.notices import Notices
 from gradwatch.session.publish import Facts, Judged, Publishing
 
@@ -85,7 +85,7 @@ class StepPipeline:
         ranks: Ranks,
         activity: Activity,
         rule_bindings: RuleBindings,
-        measuring: Measuring,
+        extra_columns: ExtraColumns,
         publishing: Publishing,
         sources: Sources,
     ) -> None:
@@ -93,7 +93,7 @@ class StepPipeline:
         self._ranks = ranks
         self._activity = activity
         self._rule_bindings = rule_bindings
-        self._measuring = measuring
+        self._extra_columns = extra_columns
         self._publishing = publishing
         self._sources = sources
         self._acts_on_jumps = any(rule.acts and rule.kind == "jump" for rule in engine.ruleset.rules)
@@ -120,7 +120,7 @@ class StepPipeline:
                 self._rule_bindings.move_to_step(ctx)
         if bound_rules.micro is not None:
             bound_rules.micro.collect_into(window)
-        return self._measuring.measure(ctx, window)
+        return self._extra_columns.measure(ctx, window)
 
     def observe(
         self, captured: OptimizerCapture, window: Window, failed: Callable[[Exception], None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.account import NOTHING_TAKEN, Account, Ending
-from gradwatch.account.ending import printed_at_exit
+from gradwatch.account.exit_reason import printed_at_exit
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import joined
 from gradwatch.distributed.placement import placed
@@ -29,7 +29,7 @@ from gradwatch.session.accounting import Accounting, Counted, of_process, steps_
 from gradwatch.session.activity import Activity
 from gradwatch.session.attached import Attached, Rules, Services
 from gradwatch.session.binding.fitting import Fitting
-from gradwatch.session.lifetimes import LIVE
+from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership
 from gradwatch.session.publish import Publishing
@@ -271,7 +271,7 @@ class Session:
             return
         for name, value in scalars.items():
             try:
-                self.attached.measuring.observe(name, value)
+                self.attached.extra_columns.observe(name, value)
             except AttachError as error:  # the value is not used
                 self.health.notice("observe", str(error))
             except Exception as error:

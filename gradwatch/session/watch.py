@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gradwatch.account.ending import ended_by
+from gradwatch.account.exit_reason import ended_by
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.rules.model import RuleSet

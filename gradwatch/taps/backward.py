@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradwatch.runtime import guard
-from gradwatch.taps import modes
+from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced
 
 NONE = -1
@@ -123,6 +123,6 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
             if ends.task[0] == task:
                 ends.task[0] = IDLE
             if not any(one is ready for one in list(ends.ready.values())):
-                modes.unseen(ends._ended, ready)
+                dispatch_modes.unseen(ends._ended, ready)
     except Exception as error:
         guard.fault("capture", error)

@@ -18,7 +18,7 @@ from torch._C import _ImperativeEngine as ImperativeEngine
 from torch.autograd import Variable
 
 from gradwatch.runtime import guard
-from gradwatch.taps import modes
+from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.patch import Layer, Patch
 
@@ -67,7 +67,9 @@ class _Engine(ImperativeEngine):
             if not listeners:
                 return _run_backward(self)
             call = _call_of(sys._getframe(1))
-            aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+            aside = (
+                dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
+            )
             try:
                 for listener in listeners:
                     listener(call)

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad
 
 from gradwatch.reading.device import on_host
 from gradwatch.runtime import guard
-from gradwatch.taps import modes
+from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced_itself
 from gradwatch.taps.patch import Layer, Patch
 from gradwatch.taps.process_totals import TOTALS
@@ -66,7 +66,7 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
             if layer.listeners and not torch.compiler.is_compiling():
                 frame = sys._getframe(1)
                 TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
-                modes.unseen(_notify, layer, frame if frame.f_code is multiplies else None)
+                dispatch_modes.unseen(_notify, layer, frame if frame.f_code is multiplies else None)
         except Exception as error:
             guard.fault("capture", error)
         return original(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.runtime import guard
 from gradwatch.taps.backward import NONE
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.swapped import contents, revive
+from gradwatch.taps.swap_tensors import contents, revive
 
 
 class GradReadyHooks:

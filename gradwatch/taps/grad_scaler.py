@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from gradwatch.reading.device import Number, kept
 from gradwatch.runtime import guard
-from gradwatch.taps import modes, step_hooks
+from gradwatch.taps import dispatch_modes, step_hooks
 from gradwatch.taps.dynamo import untraced, untraced_itself
 from gradwatch.taps.patch import Layer, Patch
 from gradwatch.taps.process_totals import step_rejected
@@ -142,7 +142,7 @@ def _notify(
 ) -> None:
     try:
         if about is not None and call is not None:
-            modes.unseen(about, scaler, call)
+            dispatch_modes.unseen(about, scaler, call)
     except Exception as error:
         guard.fault("precision", error)
 

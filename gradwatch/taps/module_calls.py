@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from gradwatch.runtime import guard
-from gradwatch.taps import modes
+from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.patch import Layer, Patch
 
@@ -189,7 +189,9 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         listened = _listened.get(id(module))
         if listened is not None and listened.before:
             kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
-            aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+            aside = (
+                dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
+            )
             try:
                 for listener in tuple(listened.before):
                     given = listener(module, args, kwargs)
@@ -209,7 +211,9 @@ def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         changed = None
         listened = _listened.get(id(module))
         if listened is not None and listened.after:
-            aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+            aside = (
+                dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
+            )
             try:
                 for listener in tuple(listened.after):
                     made = listener(module, args, output)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from gradwatch.runtime import guard
-from gradwatch.taps import modes
+from gradwatch.taps import dispatch_modes
 from gradwatch.taps.patch import Layer, Patch
 
 STAGE_MODULE = "torch.distributed.pipelining.stage"
@@ -71,6 +71,6 @@ def _make(layer: Layer[Callable[[Any], None]]) -> Callable[..., Any]:
 def _notify(listeners: tuple[Callable[[Any], None], ...], stage: Any) -> None:
     try:
         for listener in listeners:
-            modes.unseen(listener, stage)
+            dispatch_modes.unseen(listener, stage)
     except Exception as error:
         guard.fault("capture", error)

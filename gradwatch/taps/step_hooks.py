@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
-from gradwatch.taps import backward_entry, closure_calls, modes
+from gradwatch.taps import backward_entry, closure_calls, dispatch_modes
 from gradwatch.taps.optimizers.inner import with_inner
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
@@ -164,7 +164,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         if not shielded and (_tracing() or _listening() is not None):
             return _shielded_before(optimizer, args, kwargs, True)
         step_begins(optimizer, partial(_part_of, optimizer))
-        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+        aside = dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
         try:
             # Not over a copy: a launcher's listener may add the watch that must see this very step.
             for listener in _listeners:
@@ -186,7 +186,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
             _shielded_after(optimizer, args, kwargs, True)
             return
         step_ends(optimizer)
-        aside = modes.Aside() if modes.dispatching() or modes.functions() else None
+        aside = dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
         try:
             for listener in tuple(_listeners):
                 listener.after_step(optimizer)

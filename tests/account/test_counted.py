@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 import gradwatch
 from gradwatch.account import NOTHING_TAKEN, Account, gaps
-from gradwatch.account.together import Part, together
+from gradwatch.account.launch_total import Part, launch_total
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 
@@ -245,9 +245,11 @@ def test_two_watches_of_one_process_do_not_count_it_twice() -> None:
             for watch in watches
         ]
     parts = [Part(7, "here", float(at), account, True) for at, account in enumerate(accounts)]
-    summed = together(parts, lambda _: None)
+    summed = launch_total(parts, lambda _: None)
     assert (summed.taken.steps, summed.taken.backwards, summed.taken.stepped) == (20, 20, 2)
     assert summed.watched.optimizers == 2
     assert (summed.watched.steps, summed.watched.backwards) == (15, 15)
     old = [replace(part, account=replace(part.account, after=NOTHING_TAKEN)) for part in parts]
-    assert together(old, lambda _: None).taken.backwards == 30  # an earlier version's: all that can be had
+    assert (
+        launch_total(old, lambda _: None).taken.backwards == 30
+    )  # an earlier version's: all that can be had

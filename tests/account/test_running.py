@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwatch.account.running import RunningTotals
-from gradwatch.runtime.spent import Spent
+from gradwatch.runtime.own_time import OwnTime
 from tests.support.sink_records import make_record, make_sites
 
 
@@ -30,8 +30,8 @@ def test_the_own_cost_is_of_the_time_that_passed_however_many_optimizers_step_in
 def test_time_inside_a_measured_call_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward's end that leads to a step measures both, one inside the other; what was told is not told again."""
     clock = iter([10.0, 11.0, 14.0, 16.0])
-    monkeypatch.setattr("gradwatch.runtime.spent.perf_counter", lambda: next(clock))
-    spent = Spent()
+    monkeypatch.setattr("gradwatch.runtime.own_time.perf_counter", lambda: next(clock))
+    spent = OwnTime()
     outer = spent.begin()
     inner = spent.begin()
     spent.end(inner)

@@ -136,11 +136,11 @@ def test_no_step_is_missing_in_silence(account: Account) -> None:
 @given(st.lists(accounts, min_size=1, max_size=3), takens)
 def test_watches_of_one_process_add_up(found: list[Account], taken: Taken) -> None:
     """Steps and firings are sums; a rule was without data only where every watch says so."""
-    together = merged(found, taken)
-    assert together.taken == taken
-    assert together.watched.steps == sum(one.watched.steps for one in found)
-    assert sum(together.fired.values()) == sum(sum(one.fired.values()) for one in found)
-    assert set(together.no_data) == set.intersection(*(set(one.no_data) for one in found))
+    launch_total = merged(found, taken)
+    assert launch_total.taken == taken
+    assert launch_total.watched.steps == sum(one.watched.steps for one in found)
+    assert sum(launch_total.fired.values()) == sum(sum(one.fired.values()) for one in found)
+    assert set(launch_total.no_data) == set.intersection(*(set(one.no_data) for one in found))
 
 
 def test_the_whole_short_reason_is_shown() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.actions.backward import bounds_in_force
+from gradwatch.actions.backward import clip_state
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.rules.files import parse_rules
 from tests.support.backward_jobs import CONSTANT, METHODS, POLICY, Job, X, plain_norms, same
@@ -155,7 +155,7 @@ def test_a_fault_in_a_hook_passes_the_gradient_unchanged(
     def broken(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(bounds_in_force, where, broken)
+    monkeypatch.setattr(clip_state, where, broken)
     grads = job.backward(100.0)
     assert same(grads, bare.backward(100.0))
     assert job.gw is not None
@@ -168,7 +168,7 @@ def test_a_hook_that_would_return_another_kind_of_tensor_returns_nothing(
 ) -> None:
     """P3: the same shape, dtype and layout, or None; another dtype is brought back, another shape refused."""
     job, bare = Job(POLICY % (METHODS[4], "backward", ""), strict=False), Job()
-    monkeypatch.setattr(bounds_in_force, "shaped", lambda grad, *rest: grad.reshape(1, *grad.shape))
+    monkeypatch.setattr(clip_state, "shaped", lambda grad, *rest: grad.reshape(1, *grad.shape))
     assert same(job.backward(100.0), bare.backward(100.0))
     assert job.gw is not None
     assert job.gw.health.errors()["action"] == 6

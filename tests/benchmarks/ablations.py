@@ -53,9 +53,9 @@ def _keep_all_hooks() -> None:
 
 
 def _judge_at_once() -> None:
-    from gradwatch.session import measuring
+    from gradwatch.session import extra_columns
 
-    _replace(measuring, "ORDINARY", sys.maxsize)
+    _replace(extra_columns, "ORDINARY", sys.maxsize)
 
 
 def _judge_in_full() -> None:
@@ -78,7 +78,7 @@ def _read_with_torch() -> None:
 
 
 def _probe_nothing() -> None:
-    from gradwatch.capture.probes import WriteProbes
+    from gradwatch.capture.write_probes import WriteProbes
 
     for name in ("hold", "let_go"):
         _replace(WriteProbes, name, _nothing)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from gradwatch.cli import main
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents.bundle.reading import BundleError, read_document, read_tensors
-from gradwatch.localise.hold.held import inner
+from gradwatch.localise.hold.recorded_calls import inner
+from gradwatch.localise.replay.bundle_replay import Rerun, load_weights
 from gradwatch.localise.replay.evidence import NO_GRADIENT
-from gradwatch.localise.replay.rerun import Rerun, load_weights
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwatch.cli import main
-from gradwatch.launch import probes
+from gradwatch.launch import torch_probes
 
 FACTORY = """
 import torch
@@ -31,7 +31,7 @@ def test_all_is_well_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     words = ("--dir", str(tmp_path), "--listen", "127.0.0.1:0", "--seconds", "0.3")
     status, checks = examined(capsys, *words)
     assert status == 0
-    assert all(checks[name]["status"] == "ok" for name in probes.PROBES)
+    assert all(checks[name]["status"] == "ok" for name in torch_probes.PROBES)
     assert checks["default"]["status"] == "ok"
     assert "% a step" in checks["own model"]["detail"]
 
@@ -86,8 +86,8 @@ def test_a_broken_tap_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> str:
         raise AttributeError("no such hook")
 
-    monkeypatch.setitem(probes.PROBES, "tensor hook", broken)
-    assert probes.probe_all()["tensor hook"] == (False, "AttributeError: no such hook")
+    monkeypatch.setitem(torch_probes.PROBES, "tensor hook", broken)
+    assert torch_probes.probe_all()["tensor hook"] == (False, "AttributeError: no such hook")
 
 
 def test_the_probes_leave_nothing_behind() -> None:
@@ -95,7 +95,7 @@ def test_the_probes_leave_nothing_behind() -> None:
     from torch.optim import optimizer
 
     before = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
-    probes.probe_all()
+    torch_probes.probe_all()
     after = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
     assert after == before
 

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gradwatch.records.snapshot import Decision, Record, RunInfo
 from gradwatch.runtime.health import Health
+from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.fleet import Fleet, Scanner
-from gradwatch.serve.reach import Reach
 from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
@@ -67,8 +67,8 @@ def record_run(run: RunInfo, records: list[Record], close: bool = True) -> list[
     return records
 
 
-def scan(*roots: Path, reach: Reach | None = None, state: str = "") -> Fleet:
-    return Scanner(roots, Summaries(state), reach=reach or Reach()).scan()
+def scan(*roots: Path, reach: AllowedTargets | None = None, state: str = "") -> Fleet:
+    return Scanner(roots, Summaries(state), reach=reach or AllowedTargets()).scan()
 
 
 def series(text: bytes) -> dict[str, float]:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from gradwatch.records.snapshot import RunInfo
-from gradwatch.serve.answers import metrics
 from gradwatch.serve.discover import processes, read_endpoint
 from gradwatch.serve.fleet import Scanner
 from gradwatch.serve.page import fleet_page
+from gradwatch.serve.responses import metrics
 from gradwatch.serve.summary import Summaries
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 

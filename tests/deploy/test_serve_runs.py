@@ -18,10 +18,10 @@ import pytest
 from gradwatch.journal.entries import LostEntry
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime.health import Health
-from gradwatch.serve.answers import metrics, sd
+from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.page import fleet_page
-from gradwatch.serve.reach import Reach
+from gradwatch.serve.responses import metrics, sd
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.families import families
@@ -227,7 +227,7 @@ def test_only_addresses_of_this_machine_or_allowed_ones(
     says = {"host": host, "port": 80, "pid": os.getpid(), "run_id": "run", "rank": 0, "attempt": 0}
     path = tmp_path / "run" / "endpoint-rank0.json"
     path.write_text(json.dumps({**says, "node": platform.node()}))
-    fleet = scan(tmp_path, reach=Reach.parse("", allowed))
+    fleet = scan(tmp_path, reach=AllowedTargets.parse("", allowed))
     assert [group["targets"] for group in json.loads(sd(fleet).body)] == (
         [[f"{host}:80"]] if handed_out else []
     )
@@ -244,10 +244,10 @@ def test_an_open_endpoint_of_another_machine(tmp_path: Path) -> None:
     assert json.loads(sd(fleet).body) == []
     assert [str(member.refused) for member in fleet.refused] == ["0.0.0.0:29440"]
     assert b"gradwatch_serve_refused_targets 1" in metrics(fleet, 60).body
-    fleet = scan(tmp_path, reach=Reach.parse("", ["node-9"]))
+    fleet = scan(tmp_path, reach=AllowedTargets.parse("", ["node-9"]))
     assert json.loads(sd(fleet).body)[0]["targets"] == ["node-9:29440"]
     assert fleet.refused == ()
-    fleet = scan(tmp_path, reach=Reach.parse("gateway", []))
+    fleet = scan(tmp_path, reach=AllowedTargets.parse("gateway", []))
     assert json.loads(sd(fleet, "gateway").body)[0]["targets"] == ["gateway:29440"]
     os.utime(path, (1, 1))
     assert scan(tmp_path).members[0].state == "silent"

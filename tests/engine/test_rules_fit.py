@@ -64,8 +64,10 @@ def test_the_rest_protects_and_what_is_off_is_said(tmp_path: Path) -> None:
     assert "needs several ranks" in inactive["ranks"]
     assert f'gradwatch_rule_inactive{{rule="mine",reason="{REASON}"}} 1' in scrape
     told = [line for line in scrape.splitlines() if line.startswith("gradwatch_rule_inactive{")]
-    unfed = [line for line in told if "no loss was observed" in line or "no GradScaler was seen" in line]
-    assert len(told) - len(unfed) == 3
+    without_data = [
+        line for line in told if "no loss was observed" in line or "no GradScaler was seen" in line
+    ]
+    assert len(told) - len(without_data) == 3
     lines = [line for line in said.getvalue().splitlines() if "switched off, because" in line]
     assert len(lines) == 2  # at the attach, and when the number of ranks is known
     assert "rule 'mine' matches no parameter of groups: layer4 (mine.yaml:5)" in lines[0]

@@ -13,7 +13,7 @@ from torch import nn
 import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.launch.baselines import Baselines
-from gradwatch.launch.keeper import FORKED, TAKEN, Keeper
+from gradwatch.launch.state_lock import FORKED, TAKEN, StateLock
 from gradwatch.session.watch import session_of
 from tests.launch.test_training import run
 
@@ -240,7 +240,7 @@ def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
         with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[]) as gw:
             folder = Path(gw.run.directory)
             folder.mkdir(parents=True)
-            other = Keeper(gw.run)
+            other = StateLock(gw.run)
             assert other.keeps()
             baselines = Baselines(session_of(gw))
             model(torch.ones(1, 2)).sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.localise.diagnosis.profile import Profile
-from gradwatch.localise.hold.held import RecordedCalls
+from gradwatch.localise.hold.recorded_calls import RecordedCalls
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.held import RecordedCalls
+from gradwatch.localise.hold.recorded_calls import RecordedCalls
 from gradwatch.localise.replay.replay import Trace, replay
 from gradwatch.taps import module_calls
 from tests.localise.jobs import KINDS, Job, train

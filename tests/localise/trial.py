@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
-from gradwatch.localise.hold.held import RecordedCalls
+from gradwatch.localise.hold.recorded_calls import RecordedCalls
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding
 from tests.localise.models import BAD, Faulty

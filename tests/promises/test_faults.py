@@ -15,13 +15,13 @@ import gradwatch
 from gradwatch.actions.skip import skip
 from gradwatch.capture import optimizer as captured
 from gradwatch.capture import parameters
-from gradwatch.capture.columns import local, modules, sampled
+from gradwatch.capture.columns import modules, norm_local, sampled
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading import host
+from gradwatch.reading import cpu
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.rules.files import parse_rules
-from gradwatch.runtime import spent
+from gradwatch.runtime import own_time
 from gradwatch.runtime.health import Health
 from gradwatch.session import activity
 from gradwatch.session import pipeline as judging
@@ -58,14 +58,14 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "hear": (captured.OptimizerCapture, "add_arrivals", "capture"),
     "due": (captured.OptimizerCapture, "due", "capture"),
     "read": (captured.OptimizerCapture, "read", "capture"),
-    "clock": (spent, "perf_counter", "capture"),
+    "clock": (own_time, "perf_counter", "capture"),
     "settle": (captured.OptimizerCapture, "close_window", "boundary"),
     "changed": (optimizer_step.Boundary, "_changed", "boundary"),
     "look_after": (parameters.Capture, "look_after", "boundary"),
     "adopt": (optimizer_step.Boundary, "_current", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (sampled.Sampler, "collect", "boundary"),
-    "local_collect": (local.LocalNorms, "collect", "boundary"),
+    "local_collect": (norm_local.LocalNorms, "collect", "boundary"),
     "taps_collect": (modules.ModuleTaps, "collect", "boundary"),
     "assemble": (judging, "assemble", "boundary"),
     "at_step_scale": (grad_scaler, "at_step", "boundary"),
@@ -74,9 +74,9 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "skip": (skip.StepSkipper, "begin", "action"),
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
     "prunable": (captured.OptimizerCapture, "prunable", "boundary"),
-    "norm_local": (local, "exact_norm", "norm_local"),
+    "norm_local": (norm_local, "exact_norm", "norm_local"),
     "tap": (modules, "dense", "modules"),
-    "inspect": (host, "inspect", "capture"),
+    "inspect": (cpu, "inspect", "capture"),
     "prometheus": (PrometheusSink, "write", "prometheus"),
     "journal": (JournalSink, "write", "journal"),
     "log": (LogSink, "write", "log"),

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 import gradwatch
 from gradwatch.records.snapshot import Record
 from gradwatch.rules.files import parse_rules
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 from tests.support.kept import Kept
 from tests.support.recorder import norms_of
 
@@ -272,12 +272,12 @@ def test_a_strangers_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch
     other = nn.Linear(8, 2)
     theirs = torch.optim.SGD(other.parameters(), 1e-3)
     walks: list[int] = []
-    present = tree.parameters
+    present = module_tree.parameters
     with job.gw:
         job.step()
         other(X).sum().backward()
         with monkeypatch.context() as patch:
-            patch.setattr(tree, "parameters", lambda root: walks.append(1) or present(root))
+            patch.setattr(module_tree, "parameters", lambda root: walks.append(1) or present(root))
             for _ in range(5):
                 theirs.step()
     assert len(walks) == 1

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.capture.columns import local
+from gradwatch.capture.columns import norm_local
 from gradwatch.capture.columns.sampled import Sampler
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed import group, rank_facts, ranks
@@ -118,7 +118,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "settle": (OptimizerCapture, "close_window"),
     "read": (OptimizerCapture, "read"),
     "sample": (Sampler, "collect"),
-    "local": (local.LocalNorms, "collect"),
+    "local": (norm_local.LocalNorms, "collect"),
     "encode": (rank_facts, "encode"),
     "hear": (ranks, "_seen_by_all"),
     "assemble": (judging, "assemble"),

@@ -14,7 +14,7 @@ from gradwatch.capture.window import Window
 from gradwatch.distributed import rank_facts
 from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.host import CpuNorms
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column
 from tests.engine.cases import make_sites
 

@@ -14,7 +14,7 @@ import gradwatch
 from gradwatch.capture.columns import loss as losses
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.weights import Weights
-from gradwatch.taps import modes
+from gradwatch.taps import dispatch_modes
 from tests.support.recorder import Recorder, norms_of, seen
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -35,7 +35,7 @@ class Operations(TorchDispatchMode):
 
     def __enter__(self) -> Operations:
         for length in ("dispatching", "functions"):
-            self._patch.setattr(modes, length, lambda: 0)
+            self._patch.setattr(dispatch_modes, length, lambda: 0)
         self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
         # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
         # host, where that is an operation that waits or none, as threads and sizes have it.

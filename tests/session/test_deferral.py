@@ -19,10 +19,10 @@ import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.host import CpuNorms
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Decision, Record
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import deferral, measuring, pipeline
+from gradwatch.session import deferral, extra_columns, pipeline
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN
 from gradwatch.session.deferral import LONGEST, MOST, Deferral, Deferred
 from tests.support import warm
@@ -133,7 +133,7 @@ def test_put_off_or_not_the_records_are_the_same(
     late, judged = run(case, layers, tmp_path / "late")
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "ORDINARY", 10**9)
+        patch.setattr(extra_columns, "ORDINARY", 10**9)
         patch.setattr(pipeline, "ORDINARY", 10**9)
         at_once, judged = run(case, layers, tmp_path / "at_once")
     assert judged == list(range(1, 201))
@@ -288,7 +288,7 @@ def test_a_clip_is_in_time_though_its_verdict_waits(
     late, judged, weights = clipped_run(max_norm, tmp_path / "late", layers, jumps)
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "ORDINARY", 10**9)
+        patch.setattr(extra_columns, "ORDINARY", 10**9)
         patch.setattr(pipeline, "ORDINARY", 10**9)
         at_once, judged, wanted = clipped_run(max_norm, tmp_path / "at_once", layers, jumps)
     assert judged == list(range(1, 201))

@@ -15,7 +15,7 @@ from gradwatch.reading.device import arrived
 from gradwatch.records.snapshot import Decision, Snapshot
 from gradwatch.rules.model import RuleSet
 from gradwatch.session.context import OptimizerContext
-from gradwatch.session.measuring import Measurement
+from gradwatch.session.extra_columns import Measurement
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.session.publish import Judged
 from gradwatch.session.session import Session
@@ -40,7 +40,7 @@ class Recorder:
         session.attached.before_clip.close()
         self._bind, session.attached.binder.bind = session.attached.binder.bind, self.bound  # type: ignore[method-assign]
         noting = Noting.of(session.attached.pipeline, self)
-        parts = (self.boundary._in_backward, self.boundary._by_hand, self.boundary._closures)
+        parts = (self.boundary._in_backward, self.boundary._without_optimizer, self.boundary._closures)
         for one in (self.boundary, *parts):
             one._pipeline = noting  # type: ignore[attr-defined]
 

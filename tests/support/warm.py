@@ -266,7 +266,7 @@ def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) ->
     sys.path[:] = [*map(os.path.abspath, filter(None, env.get("PYTHONPATH", "").split(os.pathsep))), *path]
     sys.path_importer_cache.clear()
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
-    # Registered again after what a sitecustomize registers, as in a script that imports multiprocessing.
+    # ModuleRegistry again after what a sitecustomize registers, as in a script that imports multiprocessing.
     joins = multiprocessing.util._exit_function  # type: ignore[attr-defined]
     atexit.unregister(joins)
     try:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.actions.backward.bounds_in_force import BackwardClipState
-from gradwatch.actions.backward.norms_before import before_acting
+from gradwatch.actions.backward.clip_state import BackwardClipState
+from gradwatch.actions.backward.pre_clip_norms import before_acting
 from gradwatch.actions.elementwise import Elementwise
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window import Window
@@ -35,9 +35,9 @@ from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.plan import SMALL
 from gradwatch.reading.rows import ROW
 from gradwatch.reading.single import exact_norm
-from gradwatch.taps import backward, grad_ready, modes
+from gradwatch.taps import backward, dispatch_modes, grad_ready
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.swapped import contents, revive
+from gradwatch.taps.swap_tensors import contents, revive
 
 Hook = Callable[[Tensor], Tensor | None]
 NOT_PLAIN = np.zeros(0, np.float64)
@@ -149,7 +149,7 @@ def _quickly(
 ) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
     tracing, current = torch.compiler.is_dynamo_compiling, backward.current
-    dispatching, functions = modes.dispatching, modes.functions
+    dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
     task, low, high = clip_state.task, clip_state.low, clip_state.high
     seen, versions = clip_state.seen, clip_state.versions
     large, vdot, float32 = tap.numel() > SMALL, np.vdot, np.dtype(np.float32)
@@ -161,7 +161,7 @@ def _quickly(
             if grad is None or tracing():
                 return None
             if shown and (dispatching() or functions()):  # modes of the script's
-                return modes.unseen(limit, grad, False)
+                return dispatch_modes.unseen(limit, grad, False)
             if task[0] != current():
                 clip_state.begin(k)
             try:
@@ -189,7 +189,7 @@ def _closely(
 ) -> Hook:
     """The hook of any other parameter."""
     tracing, current = torch.compiler.is_dynamo_compiling, backward.current
-    dispatching, functions = modes.dispatching, modes.functions
+    dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
     task, low, high, on_cpu = clip_state.task, clip_state.low, clip_state.high, clip_state.on_cpu
     seen, versions, large = clip_state.seen, clip_state.versions, tap.numel() > SMALL
 
@@ -199,7 +199,7 @@ def _closely(
             if grad is None or tracing():
                 return None
             if shown and (dispatching() or functions()):
-                return modes.unseen(limit, grad, False)
+                return dispatch_modes.unseen(limit, grad, False)
             if task[0] != current():
                 clip_state.begin(k)
             if not on_cpu or not grad.is_cpu:

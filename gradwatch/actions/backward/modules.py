@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwatch.actions.backward.bounds_in_force import SCALED, SEVERAL_RANKS, WHY, factor_on_device
+from gradwatch.actions.backward.clip_state import SCALED, SEVERAL_RANKS, WHY, factor_on_device
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense

@@ -27,9 +27,9 @@ from gradwatch.errors import AttachError
 from gradwatch.reading.device import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.records.snapshot import Sites
-from gradwatch.taps import containers, modes, module_calls
+from gradwatch.taps import containers, dispatch_modes, module_calls
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.mute import is_muted
+from gradwatch.taps.muted_forwards import is_muted
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
@@ -173,7 +173,7 @@ class ModuleTaps:
 
         def observe(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
             try:
-                return modes.unseen(collected, grad_input, grad_output)
+                return dispatch_modes.unseen(collected, grad_input, grad_output)
             except Exception as error:
                 self._failed("modules", error)
                 return None
@@ -194,7 +194,7 @@ class ModuleTaps:
         def add(grad: Tensor | None) -> None:
             try:
                 if not tracing() and isinstance(grad, Tensor) and not capturing():
-                    modes.unseen(add_square, grad)
+                    dispatch_modes.unseen(add_square, grad)
             except Exception as error:
                 failed("modules", error)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradwatch.errors import GradwatchError
-from gradwatch.taps.tree import WITH_RUNNING_STATISTICS
+from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
 STATISTICS = ("running_mean", "running_var")
 AGAIN = 50

@@ -43,14 +43,14 @@ def arm() -> None:
 
 def say() -> None:
     """Print the account of a process that trained, or of the children of the one that was launched."""
-    armed = "gradwatch.launch.ending" in sys.modules
+    armed = "gradwatch.launch.exit_summary" in sys.modules
     if not (armed or (_launched() and _children_recorded())):
         return
     known = len(sys.modules)
     try:
-        from gradwatch.launch import ending
+        from gradwatch.launch import exit_summary
 
-        ending.say()
+        exit_summary.say()
     except Exception as error:
         sys.stderr.write(f"gradwatch: the summary of this process failed: {error!r}\n")
     if len(sys.modules) > known and getattr(sys, "last_type", None) is KeyboardInterrupt:

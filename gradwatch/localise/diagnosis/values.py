@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import Operand
 from gradwatch.taps import containers
-from gradwatch.taps.mute import batched
+from gradwatch.taps.muted_forwards import batched
 
 
 class State(NamedTuple):

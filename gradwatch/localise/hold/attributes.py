@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 from gradwatch.taps.graph.nodes import set_version
 
 DEPTH = 6  # containers within containers
@@ -36,7 +36,7 @@ class Refused(Exception):  # noqa: N818 (an answer, not an error)
 def written_in_place(model: nn.Module) -> tuple[list[Tensor], list[Any]]:
     """The tensors that are neither parameters nor buffers, and the containers and generators, of all its modules."""
     found: dict[int, Any] = {}
-    for module in tree.modules(model):
+    for module in module_tree.modules(model):
         held = module.__dict__
         for name in held.keys() - REGISTRIES:
             value = held[name]
@@ -44,7 +44,7 @@ def written_in_place(model: nn.Module) -> tuple[list[Tensor], list[Any]]:
                 _collect(value, DEPTH, found)
     if not found:
         return [], []
-    registered = {id(tensor) for tensor in (*tree.parameters(model), *model.buffers())}
+    registered = {id(tensor) for tensor in (*module_tree.parameters(model), *model.buffers())}
     tensors = [one for one in found.values() if isinstance(one, Tensor) and id(one) not in registered]
     return tensors, [one for one in found.values() if not isinstance(one, Tensor)]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from gradwatch.taps import tree
-from gradwatch.taps.tree import WITH_RUNNING_STATISTICS
+from gradwatch.taps import module_tree
+from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
@@ -69,4 +69,4 @@ class Buffers:
 
 def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Those of a model that holds a buffer; most hold none, and to name their modules takes as long as to find it."""
-    return model.named_modules() if any(module._buffers for module in tree.modules(model)) else ()
+    return model.named_modules() if any(module._buffers for module in module_tree.modules(model)) else ()

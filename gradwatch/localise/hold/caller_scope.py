@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from gradwatch.localise.diagnosis.frames import is_of_user, locals_of
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 
 OUTWARD = 3  # functions of the user's, from the call of the model outwards
 MOST = 8  # modules
@@ -48,4 +48,4 @@ def _at_hand(frame: FrameType) -> Iterator[Any]:
 
 
 def _trains(module: nn.Module) -> bool:
-    return any(param.requires_grad for param in tree.parameters(module))
+    return any(param.requires_grad for param in module_tree.parameters(module))

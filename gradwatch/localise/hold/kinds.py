@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import nn
 
 from gradwatch.localise.hold.randomness import Draws
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 
 MOST = 64  # kinds remembered
 MOST_CALLERS = 16  # of a kind
@@ -39,7 +39,7 @@ Kinds: TypeAlias = dict[tuple[str, ...], Kind]
 
 def kind_of(model: nn.Module, kinds: Kinds) -> Kind:
     """What is known of models like this one; a kind that was not met before is remembered."""
-    names = tuple([type(module).__qualname__ for module in tree.modules(model)])
+    names = tuple([type(module).__qualname__ for module in module_tree.modules(model)])
     if names not in kinds and len(kinds) >= MOST:
         kinds.clear()
     return kinds.setdefault(names, Kind())

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.held import MAX_BYTES, Call, RecordedCalls, inner
-from gradwatch.localise.hold.recorded_calls import CallRecorder, Family, Inherited
+from gradwatch.localise.hold.call_recorder import CallRecorder, Family, Inherited
+from gradwatch.localise.hold.recorded_calls import MAX_BYTES, Call, RecordedCalls, inner
 from gradwatch.localise.replay.all_gathered import is_spread
-from gradwatch.taps import backward, module_calls, tree
+from gradwatch.taps import backward, module_calls, module_tree
 
 
 class PreAttachCalls(RecordedCalls):
@@ -36,7 +36,7 @@ class PreAttachCalls(RecordedCalls):
         super()._hold_gradient(call, position, grad)
 
     def _reached(self, model: nn.Module, task: int) -> None:
-        trained = [param for param in tree.parameters(model) if param.requires_grad]
+        trained = [param for param in module_tree.parameters(model) if param.requires_grad]
         if not trained or is_spread(model):
             return
         if self._filled and all(param.grad is None for param in trained):
@@ -64,7 +64,7 @@ class PreAttachRecorder(CallRecorder):
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, which may contain others that were held."""
-        inside = {id(None), *map(id, tree.modules(model)), *map(id, tree.modules(inner(model)))}
+        inside = {id(None), *map(id, module_tree.modules(model)), *map(id, module_tree.modules(inner(model)))}
         self._close([one for one in self._families if id(one.recordings[0].model()) in inside])
         self._families.append(Family(model, self._model, self.kinds))
 
@@ -78,7 +78,7 @@ class PreAttachRecorder(CallRecorder):
         If that is a model that was added, `outer` is held in its place from the first call on: yet it wraps nothing.
         """
         if not self.holds(module):
-            inside = set(map(id, tree.modules(module)))
+            inside = set(map(id, module_tree.modules(module)))
             for recording in self:
                 if id(recording.model()) in inside:
                     recording.unhook()
@@ -112,7 +112,7 @@ class PreAttachRecorder(CallRecorder):
         The rest is let go, and its hooks removed.
         """
         roots = list(models)
-        watched = {id(module) for model in roots for module in tree.modules(inner(model))}
+        watched = {id(module) for model in roots for module in module_tree.modules(inner(model))}
         held = [one for one in self if isinstance(one, PreAttachCalls) and self._is_of(one, watched)]
         known = [one.tasks for one in held if one.tasks is not None]
         for recording in held:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.hold.attributes import written_in_place
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 
 FIRST = 2
 RECHECK = 256  # calls between looks at generators that no forward has drawn from
@@ -158,7 +158,7 @@ def own(model: nn.Module) -> Iterator[Source]:
     """Those in attributes of its modules, and in the globals of the modules' code."""
     found = {id(one): one for one in written_in_place(model)[1] if isinstance(one, OWN)}
     seen: set[int] = set()
-    for kind in {base for module in tree.modules(model) for base in type(module).__mro__}:
+    for kind in {base for module in module_tree.modules(model) for base in type(module).__mro__}:
         for method in () if kind.__module__.startswith("torch.") else vars(kind).values():
             if isinstance(method, FunctionType) and id(method.__globals__) not in seen:
                 seen.add(id(method.__globals__))

@@ -1,255 +1,425 @@
-"""What is held of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
+"""What a step was made of, held by reference until the step is taken, so that it can be run again.
 
-A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
-parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
-level by level, until some of them turn out to be what the loop calls. What was held
-before a watch began (`gradwatch.localise.hold.pre_attach`) counts until the step it led to is taken.
+Per forward call of a watched model: its arguments, the generators and buffers before it, autocast, and the
+gradient that reached its outputs. Nothing is copied but buffers that forwards change (running statistics);
+what is held beyond the latest call is capped by size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.caller_scope import beside
-from gradwatch.localise.hold.held import Call, Outermost, RecordedCalls
-from gradwatch.localise.hold.kinds import Kind, Kinds, kind_of
-from gradwatch.taps import tree
-from gradwatch.taps.dynamo import anything_compiled, compiles
+from gradwatch.localise.diagnosis.frames import Callers
+from gradwatch.localise.diagnosis.losses import Losses
+from gradwatch.localise.diagnosis.values import tensors
+from gradwatch.localise.hold.buffers import Buffers
+from gradwatch.localise.hold.kinds import Kind
+from gradwatch.localise.hold.randomness import Generators, Held
+from gradwatch.localise.replay.all_gathered import is_spread, ungatherable
+from gradwatch.reading.device import capturing
+from gradwatch.reading.layouts import alias
+from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
+from gradwatch.taps.containers import tensors_replaced
+from gradwatch.taps.dynamo import anything_compiled, untraced
+from gradwatch.taps.graph.nodes import next_number
+from gradwatch.taps.muted_forwards import is_muted
 
-UNCALLED = 2  # steps after which a model that was not called is looked for in its children
-LEVELS = 3  # of children
-WIDEST = 64  # parts of one model
-FEW = 16  # parts held beside their model: each call of one costs 4 us
+MAX_BYTES = 64 << 20
+"""Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
-
-Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], RecordedCalls]
-
-
-class Family:
-    """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
-
-    def __init__(self, model: nn.Module, hold: Hold, kinds: Kinds) -> None:
-        self._hold = hold
-        self.outermost = Outermost()
-        self.sought = True  # which of these the loop calls
-        self._level = 0
-        self._waited = 0
-        self._kind = kind_of(model, kinds)
-        self._whole = hold(model, self.outermost, self._kind)
-        if not (self._whole.refused or self._kind.whole or anything_compiled()):
-            parts = [hold(part, self.outermost, Kind()) for part in _within(model)]
-            # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
-            self._whole.parts = [part for part in parts if not part.refused]
-        self.recordings = [self._whole, *self._whole.parts]
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The watched model; None once it has been freed."""
-        return self._whole.model()
-
-    def belongs_to(self, hold: Hold, adopt: Callable[[RecordedCalls], None]) -> None:
-        """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
-        self._hold = hold
-        for recording in dict.fromkeys((*self.recordings, self._whole, *self._whole.parts)):
-            adopt(recording)
-
-    def step_taken(self, optimizer: Optimizer) -> None:
-        """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
-        if not any(recording.moves(optimizer) for recording in self.recordings):
-            return
-        if any(recording.was_called for recording in self.recordings):
-            self.sought = False
-            if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
-                # The parts of the next model of this kind are held only where it is not called itself.
-                self._kind.whole = True
-            self.recordings = [recording for recording in self.recordings if not recording.is_over]
-            return
-        self._waited += 1
-        if self._waited == UNCALLED:
-            self._descend()
-
-    def _descend(self) -> None:
-        level = [self._whole] if self._level == 0 else self.recordings
-        parts = [
-            part for recording in level if (model := recording.model()) is not None for part in _parts(model)
-        ]
-        self._level += 1
-        self.sought = self._level < LEVELS
-        refused = any(recording.refused for recording in self.recordings)
-        if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook sees
-            self.sought = False
-            return
-        for recording in self.recordings:
-            recording.close()
-        self.recordings = [self._hold(part, self.outermost, Kind()) for part in parts]
-        self._waited = 0
+MAX_CALLS = 256
+TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
+CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+_tracing = torch.compiler.is_dynamo_compiling
+_orders = itertools.count()  # of calls, over all models of the process
+LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 
 
-def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Its children; those of a list of modules, which is never called, in its place."""
-    for child in dict.fromkeys(model._modules.values()):
-        if child is None:
-            continue
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _parts(child)
-        else:
-            yield child
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
-
-def _within(model: nn.Module) -> list[nn.Module]:
-    """Its parts, level by level, as far as they may be held beside it without anybody noticing."""
-    found: dict[int, nn.Module] = {}
-    level = [model]
-    for _ in range(LEVELS):
-        level = [part for one in level if not compiles(one) for part in _parts(one) if part is not model]
-        if len(found) + len(level) > FEW:
-            break
-        found.update((id(part), part) for part in level)
-    return list(found.values())
-
-
-class Inherited(NamedTuple):
-    """What was held before a watch began: whole models that go on, the criteria beside them, and calls of others."""
-
-    families: list[Family]
-    criteria: Sequence[RecordedCalls]
-    former: Sequence[RecordedCalls]
-
-
-class CallRecorder:
-    """The calls since the last step, of all models and criteria. Never raises into a forward.
-
-    `failed` counts an internal error; `max_bytes` caps what is held per model, and per call of a criterion.
+    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
+    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
+    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
+    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
+    `looked` at; `indices` are the samples it was told to be of
+    (`Watch.batch`).
     """
 
-    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int) -> None:
+    order: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    generators: Generators
+    buffers: dict[str, Tensor]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    training: bool
+    caller: tuple[CodeType, int] | None
+    indices: Any = None
+    nbytes: int = 0
+    seeds: int = 0
+    outputs: int = 0
+    ended: int = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    tasks: set[int] = field(default_factory=set)
+    looked: bool = False
+    losses: Losses = field(default_factory=Losses)
+    reason: str = ""
+
+    def release(self, reason: str) -> None:
+        """Let go of every tensor; the call can no longer be run again."""
+        self.args, self.kwargs, self.versions = (), {}, []
+        self.buffers, self.gradients, self.reason = {}, {}, reason
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def recorded_modes(self) -> Iterator[None]:
+        """Autocast and grad mode as they were."""
+        with contextlib.ExitStack() as stack:
+            for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:
+                enabled, dtype = self.autocast.get(device, (False, None))
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class Outermost:
+    """Which of several recorders records a call under way: what it calls in turn is a part of it."""
+
+    def __init__(self) -> None:
+        self.now: RecordedCalls | None = None
+
+
+class RecordedCalls:
+    """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
+
+    `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
+    `outermost` only one records a call. `met` is called, in the first calls, with the frame that calls the
+    model. `steps[0]` is how many optimizers have taken, and set by its owner; `kind` is shared by models like it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int = MAX_BYTES,
+        outermost: Outermost | None = None,
+        met: Callable[[FrameType | None], None] | None = None,
+        light: bool = False,
+        steps: list[int] | None = None,
+        kind: Kind | None = None,
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.calls: deque[Call] = deque()
+        self.dropped = 0
+        self.parts: Sequence[RecordedCalls] = ()  # held beside it until it is called itself
+        self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
-        self._families: list[Family] = []
-        self.kinds: Kinds = {}
-        self._criteria: list[RecordedCalls] = []
-        self._former: list[RecordedCalls] = []  # that record no further call
-        self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
+        self._outermost = outermost or Outermost()
+        self._met = met
+        self._light = light
+        self._steps = [0] if steps is None else steps
+        self._kind = kind or Kind()
+        self._generators = Held(self.model, self._kind.draws)
+        self._buffers = Buffers(inner(model))
+        self._losses = Losses()
+        self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._open: Call | None = None
+        self._seen = 0
+        self._before_params: dict[int, int] | None = None
+        self._callers = Callers()
+        self._ignore: list[Callable[[], None]] = []
+        self.refused = shared(model)
+        if not self.refused:
+            self._listen(model)
 
-    def add(self, model: nn.Module) -> None:
-        """Hold the calls of one more model, unless they are held."""
-        self._let_go(None)
-        if all(family.model is not model for family in self._families):
-            self._families.append(Family(model, self._model, self.kinds))
+    def _listen(self, model: nn.Module) -> None:
+        ended = self._guarded(self._ends)
+        self._ignore = [module_calls.listen(model, before=self._guarded(self._begins), after=ended)]
 
-    def inherit(self, before: Inherited, steps: int) -> None:
-        """Go on with what was held before this began; `steps` have been taken so far."""
-        self._steps[0] = steps
-        for family in before.families:
-            self._let_go(family.model)
-            family.belongs_to(self._model, self._adopt)
-            self._families.append(family)
-        for recording in (*before.criteria, *before.former):
-            self._adopt(recording)
-        held = {id(recording.model()) for recording in self._criteria}
-        for criterion in before.criteria:
-            if id(criterion.model()) in held:
-                criterion.unhook()
-                self._former.append(criterion)
-            else:
-                self._criteria.append(criterion)
-        self._former += before.former
-
-    def _adopt(self, recording: RecordedCalls) -> None:
-        recording.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
-
-    def _let_go(self, model: nn.Module | None) -> None:
-        """Close the family of this model; of those that have been freed for None."""
-        for family in [one for one in self._families if one.model is model]:
-            for recording in family.recordings:
-                recording.close()
-            self._families.remove(family)
+    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the model begins that no hook of this recorder has seen."""
+        self._guarded(self._begins)(module, args, kwargs)
 
     def close(self) -> None:
-        """Remove every hook and let go of everything."""
-        for recording in self:
-            recording.close()
-        self._families.clear()
-        self._criteria.clear()
-        self._former.clear()
+        """Notice no further call and let go of everything."""
+        self.unhook()
+        self.drop()
+
+    def unhook(self) -> None:
+        """Notice no further call; gradients of those that are held still are."""
+        for ignore in self._ignore:
+            ignore()
+        self._ignore.clear()
+        self._open = None
+
+    def belongs_to(
+        self,
+        failed: Callable[[str, BaseException], None],
+        max_bytes: int,
+        steps: list[int],
+        met: Callable[[FrameType | None], None],
+    ) -> None:
+        """From now on this is who counts its faults, caps what is held, counts the steps and is told of callers."""
+        self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
+        if self._met is not None:
+            self._met = met
+        for call in list(self.calls):
+            call.step = steps[0]
+        self._make_room()
 
     def drop(self) -> None:
-        """Let go of the calls: they belong to no step."""
-        for recording in self:
-            recording.drop()
+        """Let go of everything."""
+        self.calls.clear()
+        self.dropped = 0
+        self.indices = None
+        self._open = None
 
-    def cleared(self, optimizer: Optimizer | None) -> None:
-        """The gradients that this optimizer was to step by (None = not known) were thrown away: they are of no step."""
-        over: set[int] = set()
-        for recording in self._of_models():
-            if optimizer is None or recording.moves(optimizer):
-                over |= recording.cleared()
-        for criterion in self._criteria:
-            criterion.cleared(over)
+    def cleared(self, over: Container[int] | None = None) -> set[int]:
+        """Gradients of earlier backwards were thrown away: forget the calls that only those had reached.
 
-    def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
-        """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
-        self._steps[0] = number
-        held = self._former + self._criteria
-        for family in self._families:
-            held += family.recordings  # `self`, without its Python calls in cold caches
-        for recording in held:
-            if recording.calls or recording.indices is not None:
-                recording.taken(optimizer, before)
-        for family in self._families:
-            family.outermost.now = None  # a forward that raised has left it set
-            if family.sought:
-                family.step_taken(optimizer)
-        if self._former:
-            self._former = [recording for recording in self._former if recording.calls]
+        With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
+        """
+        now = backward.current()
+        gone = [call for call in list(self.calls) if call.tasks and now not in call.tasks]
+        if over is not None:
+            gone = [call for call in gone if all(task in over for task in call.tasks)]
+        for call in gone:
+            self._forget(call)
+        return {task for call in gone for task in call.tasks}
 
-    def calls(self) -> list[tuple[nn.Module, Call]]:
-        """(module, call) of those that a gradient has reached, in the order they were made."""
-        held = []
-        for recording in self:
-            module = recording.model()
-            if module is not None:
-                held += [(module, call) for call in list(recording.calls) if call.gradients or call.reason]
-        return sorted(held, key=lambda pair: pair[1].order)
+    def taken(self, optimizer: Optimizer, before: int) -> None:
+        """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
 
-    @property
-    def refused(self) -> str:
-        """Why a watched model cannot be run again at all; "" where it can."""
-        return next((recording.refused for recording in self._of_models() if recording.refused), "")
+        What is left are calls of other models whose backward is still to come (a generator's, at the step of its
+        critic), unless they were made before the step numbered `before`.
+        """
+        self.indices = None
+        if not self.calls:
+            return
+        if self.moves(optimizer):
+            self.drop()
+            return
+        for call in list(self.calls):
+            if call.gradients or call.step <= before:
+                self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        with contextlib.suppress(ValueError):  # another thread, which took a step too, has done it
+            self.calls.remove(call)
 
     @property
-    def dropped(self) -> int:
-        """Calls of this step that were let go for their size."""
-        return sum(recording.dropped for recording in self)
+    def was_called(self) -> bool:
+        """Whether the model has ever been called, wanting gradients."""
+        return self._seen > 0
 
-    def __iter__(self) -> Iterator[RecordedCalls]:
-        return iter(self._of_models() + self._criteria)
+    @property
+    def is_over(self) -> bool:
+        """Whether it records no further call, and holds none."""
+        return not (self._ignore or self.calls or self.refused)
 
-    def _of_models(self) -> list[RecordedCalls]:
-        return [recording for family in self._families for recording in family.recordings] + self._former
+    def moves(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        known = self._movers.get(optimizer)
+        if known is None or known[0] != count:
+            model = self.model()
+            own = set() if model is None else set(map(id, module_tree.parameters(model)))
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            self._movers[optimizer] = known = (count, any(id(param) in own for param in params))
+        return known[1]
 
-    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> RecordedCalls:
-        return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met)
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*args: Any) -> None:
+            try:
+                if torch.is_grad_enabled() and not is_muted():
+                    call(*args)
+            except Exception as error:
+                self._open = None
+                self._failed("localise", error)
 
-    def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
-        return RecordedCalls(module, self._failed, self._max_bytes, steps=self._steps, **options)
+        return guarded
 
-    def _met(self, frame: FrameType | None) -> None:
-        """A model is called from there."""
-        known = {
-            id(module)
-            for recording in self
-            if (m := recording.model()) is not None
-            for module in tree.modules(m)
-        }
-        for criterion in beside(frame, known):
-            recording = self._recorder_of(criterion, light=True)
-            if recording.refused:
-                recording.close()
-            else:
-                self._criteria.append(recording)
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._outermost.now not in (None, self) or capturing():
+            return
+        self._outermost.now = self
+        held, given = _held(args, kwargs)
+        nbytes = sum(map(_nbytes, given))
+        if self._light and nbytes > self._max_bytes:
+            return
+        self._open = Call(
+            next(_orders),
+            self._steps[0],
+            *held,
+            versions=[tensor._version for tensor in given],
+            generators=self._generators.before(),
+            buffers=self._buffers.held(first=not self.calls),
+            autocast=_autocasts(),
+            training=module.training,
+            caller=self._called(),
+            indices=self.indices,
+            nbytes=nbytes,
+            looked=self._generators.looking,
+            losses=self._losses,
+        )
+        if self._seen < LOOKED_AT:
+            self._before_params = _versions(module)
+
+    def _called(self) -> tuple[CodeType, int] | None:
+        """The line that calls the model."""
+        caller, frame = self._callers.now(anew=self._generators.looking)
+        if self._met is not None and self._seen < LOOKED_AT:
+            if frame is None and caller is not None:  # known from an earlier call of this model
+                self._kind.looked_beside(caller)
+            elif self._seen == 0 or caller not in self._kind.callers:
+                self._met(frame)
+        return caller
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        call, self._open = self._open, None
+        if self._outermost.now is self:
+            self._outermost.now = None
+        if call is None:
+            return
+        self._generators.after()
+        if self._seen < LOOKED_AT:
+            self._seen += 1
+            if self._before_params is not None and _written(self._before_params, _versions(module)):
+                self.refused = "its forward writes into its own parameters"
+            self._before_params = None
+            if not anything_compiled():  # to notice its parts would cost every forward some microseconds
+                for part in self.parts:
+                    part.unhook()
+            self.parts = ()
+        outputs = [output] if isinstance(output, Tensor) else tensors(output)
+        call.outputs = len(outputs)
+        call.ended = next_number()
+        self._buffers.learn()
+        for position, tensor in enumerate(outputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(_gradient, self, call, position))
+        self.calls.append(call)
+        self._make_room()
+
+    def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
+        if grad is None or call.reason:
+            return
+        kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
+        if kept is None:
+            return
+        if call.looked and not call.tasks:
+            self._losses.look(call.ended)
+        call.tasks.add(backward.current())
+        before = call.gradients.get(position)
+        if before is not None:
+            call.gradients[position] = before + kept
+            return
+        call.gradients[position] = kept
+        size = _nbytes(kept)
+        call.nbytes += size
+        call.seeds += size
+        if call.seeds > self._max_bytes:
+            call.release(
+                f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
+            )
+
+    def _make_room(self) -> None:
+        """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
+        earlier = list(self.calls)[:-1]
+        held, count = sum(call.nbytes for call in earlier), len(earlier) + 1
+        for call in earlier:
+            if held <= self._max_bytes and count <= MAX_CALLS:
+                return
+            self._forget(call)
+            held, count = held - call.nbytes, count - 1
+            self.dropped += 1
+
+
+@untraced
+def _gradient(recording: RecordedCalls, call: Call, position: int, grad: Tensor) -> None:
+    """A gradient has reached an output of the call; nothing is made of it."""
+    try:
+        if _tracing():
+            return
+        if dispatch_modes.dispatching() or dispatch_modes.functions():
+            dispatch_modes.unseen(recording._hold_gradient, call, position, grad)
+        else:
+            recording._hold_gradient(call, position, grad)
+    except Exception as error:
+        recording._failed("localise", error)
+
+
+def shared(model: nn.Module) -> str:
+    """Why the forward of a model cannot be run by one rank alone; "" where it can."""
+    for kind in dict.fromkeys(map(type, module_tree.modules(model))):
+        if not TALKING.isdisjoint([each.__name__ for each in kind.__mro__]):
+            return f"the forward of {kind.__name__} communicates with other ranks"
+    return ungatherable(model) if is_spread(model) else ""
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The module whose forward computes, inside what DDP and torch.compile wrap around it."""
+    while True:
+        wrapped = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            wrapped = model.module
+        if not isinstance(wrapped, nn.Module):
+            return model
+        model = wrapped
+
+
+def _held(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Tensor]]:
+    """The arguments and the tensors in them; what is computed from others is held without the graph behind it."""
+    if not kwargs and all(isinstance(value, Tensor) for value in args):
+        given = [_alias(value) for value in args]  # nearly every model; a walk through containers takes 10 us
+        return (tuple(given), {}), given
+    held = tensors_replaced(_alias, (args, kwargs))
+    return held, tensors(held)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
+    """Of every device that may compute here; {} where it is off on all."""
+    if not dispatch_modes.any_autocast():
+        return {}
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)
+    }
+
+
+def _versions(module: nn.Module) -> dict[int, int]:
+    """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
+    return {id(param): param._version for param in module_tree.parameters(module)}
+
+
+def _written(before: dict[int, int], now: dict[int, int]) -> bool:
+    return any(now.get(one, version) != version for one, version in before.items())

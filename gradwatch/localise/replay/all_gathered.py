@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.hold.attributes import Refused
-from gradwatch.taps import tree
+from gradwatch.taps import module_tree
 
 HOST_BYTES = 4 << 30  # of whole parameters, gathered on the host
 OF_FREE = 0.4  # of the free memory of a device: activations and gradients want as much again
@@ -25,7 +25,7 @@ _Hook = Callable[..., Any]
 
 def is_spread(model: nn.Module) -> bool:
     """Whether a parameter of it is a DTensor."""
-    return any(map(_is_dtensor, tree.parameters(model)))
+    return any(map(_is_dtensor, module_tree.parameters(model)))
 
 
 def ungatherable(model: nn.Module) -> str:

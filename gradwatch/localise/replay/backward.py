@@ -20,8 +20,8 @@ from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.operations import of_node
 from gradwatch.localise.diagnosis.values import describe, finite
 from gradwatch.records.finding import Frame, Operand
+from gradwatch.taps.dispatch_modes import dispatch_disabled
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.modes import dispatch_disabled
 
 COUNTED = 16  # further culprits looked for
 

@@ -19,11 +19,11 @@ from gradwatch.localise.diagnosis.frames import frame_of
 from gradwatch.localise.diagnosis.values import tensors
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.fingerprint import fingerprint
-from gradwatch.localise.hold.held import Call, inner, shared
 from gradwatch.localise.hold.randomness import CPU, NUMPY, PYTHON, Generators, of_cuda
+from gradwatch.localise.hold.recorded_calls import Call, inner, shared
 from gradwatch.localise.replay.all_gathered import is_spread
+from gradwatch.localise.replay.arguments_json import encode, missing
 from gradwatch.localise.replay.replay import refuse
-from gradwatch.localise.replay.trees import encode, missing
 from gradwatch.reading.layouts import local
 from gradwatch.runtime.numbers import utf8
 

@@ -22,7 +22,7 @@ from gradwatch.localise.diagnosis.values import State, describe, readable, state
 from gradwatch.reading.device import capturing
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import containers
-from gradwatch.taps.modes import DispatchMode
+from gradwatch.taps.dispatch_modes import DispatchMode
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 

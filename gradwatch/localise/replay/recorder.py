@@ -17,7 +17,7 @@ from gradwatch.localise.diagnosis.calls import Calls
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.replay.backward import BackwardTracer, Culprit
 from gradwatch.localise.replay.forward import ForwardTracer, Origin
-from gradwatch.taps.modes import innermost_dispatch
+from gradwatch.taps.dispatch_modes import innermost_dispatch
 
 
 class Recorder:

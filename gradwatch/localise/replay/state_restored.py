@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradwatch.localise.hold.attributes import attributes
 from gradwatch.localise.hold.randomness import Generators
-from gradwatch.taps.mute import muted
+from gradwatch.taps.muted_forwards import muted
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from gradwatch.account.rules_without_data import NOT_COMPARED, Reads
 from gradwatch.account.running import RunningTotals
-from gradwatch.account.unfed import NOT_COMPARED, Reads
 from gradwatch.actions.backward.modules import ModuleBounds
 from gradwatch.actions.clip import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.assemble import with_modules
 from gradwatch.capture.columns import sampled
-from gradwatch.capture.columns.local import LocalNorms
+from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.columns.sampled import Sampler
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard
@@ -159,7 +159,7 @@ class RuleBindings:
         bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
             apart = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
-            self._totals.unfed.bind(captured.index, {**apart, **reads_of(bound)})
+            self._totals.without_data.bind(captured.index, {**apart, **reads_of(bound)})
         self._restore(captured)
         self.publish_bounds(bound_rules)
         return ctx

@@ -13,7 +13,7 @@ from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.clip import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
-from gradwatch.capture.columns.local import LocalNorms
+from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.columns.sampled import Sampler
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker

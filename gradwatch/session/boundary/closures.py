@@ -16,7 +16,7 @@ from gradwatch.capture.parameters import Capture
 from gradwatch.records.snapshot import Decision
 from gradwatch.session.context import OptimizerContext
 from gradwatch.session.pipeline import StepPipeline
-from gradwatch.taps import closure_calls, modes, step_hooks
+from gradwatch.taps import closure_calls, dispatch_modes, step_hooks
 
 
 class Closures:
@@ -88,11 +88,11 @@ class Closures:
 
     def _begins(self, optimizer: Optimizer, calls: ClosureCalls, closure: object) -> None:
         if calls.begins(closure) and calls.count:
-            modes.unseen(self._guarded, self._next_evaluation, optimizer)
+            dispatch_modes.unseen(self._guarded, self._next_evaluation, optimizer)
 
     def _ended(self, optimizer: Optimizer, calls: ClosureCalls, closure: object) -> None:
         if calls.ends(closure):
-            modes.unseen(self._guarded, self._evaluated, optimizer, calls)
+            dispatch_modes.unseen(self._guarded, self._evaluated, optimizer, calls)
 
     def _next_evaluation(self, optimizer: Optimizer) -> None:
         captured = self._capture.capture_of(optimizer)

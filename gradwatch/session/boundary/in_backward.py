@@ -21,8 +21,8 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Reading, Window
 from gradwatch.reading.batched import Detail
+from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import AsyncCopy, DeviceNorms, arrived
-from gradwatch.reading.host import CpuNorms
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
 from gradwatch.session.binding.binder import Binder

@@ -28,19 +28,19 @@ from gradwatch.runtime import guard
 from gradwatch.runtime.distinct import Distinct
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.binder import Binder
-from gradwatch.session.boundary.by_hand import ByHand
 from gradwatch.session.boundary.closures import Closures
 from gradwatch.session.boundary.in_backward import InBackward
+from gradwatch.session.boundary.without_optimizer import LoopsWithoutOptimizer
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.session.publish import Judged
-from gradwatch.taps import backward, closure_calls, grad_scaler, modes, process_totals, step_hooks
+from gradwatch.taps import backward, closure_calls, dispatch_modes, grad_scaler, process_totals, step_hooks
 from gradwatch.taps.grad_scaler import announces_steps
 
 # By name: to walk torch's module from cold caches costs microseconds.
-_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, modes.set_grad_enabled
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
 RECHECK = 16  # steps between full comparisons of the optimizer's parameters while most hooks are removed
 
@@ -75,7 +75,7 @@ class Boundary:
         self._reset = reset
         self._closures = Closures(capture, pipeline, self._context, self._at_step, self._guarded, reset)
         self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
-        self._by_hand = ByHand(capture, binder, pipeline, self._judging_failed)
+        self._without_optimizer = LoopsWithoutOptimizer(capture, binder, pipeline, self._judging_failed)
         self._registrations = capture.coverage.registrations
         self._spent = capture.spent
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
@@ -88,7 +88,7 @@ class Boundary:
         for remove in self._removes:
             remove()
         self._guarded(self._in_backward.finish)
-        self._by_hand.close()
+        self._without_optimizer.close()
         self.flush()
         for ctx in self._contexts:
             ctx.acting.close()
@@ -101,7 +101,7 @@ class Boundary:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
         for ctx in self._contexts:
             self._guarded(ctx.deferral.flush, self._judging_failed)
-        self._by_hand.flush()
+        self._without_optimizer.flush()
 
     def _count(self, optimizer: Optimizer) -> None:
         """One more step was measured, unless it is the one counted last."""
@@ -322,7 +322,7 @@ class Boundary:
         window.skipped = skipped
         distrusted = captured.pruned and not window.trusted
         if (distrusted or captured.hook_missed) and not captured.backwards:
-            self._capture.unmarked_backwards += 1
+            self._capture.backwards_without_hook += 1
         if distrusted:
             self._capture.restore(captured)
         if self._capture.look_after(captured, window):
@@ -338,7 +338,7 @@ class Boundary:
                 known.deferral.flush(self._judging_failed)  # before rules are bound anew
             former = self._capture.capture_of(optimizer) if known is None else known.captured
             captured = self._capture.adopt(optimizer, former)
-            self._by_hand.flush()  # what it has taken over is trained by hand no more
+            self._without_optimizer.flush()  # what it has taken over is trained by hand no more
             return self._binder.bind(captured)
         return known
 
@@ -372,7 +372,7 @@ class Boundary:
             return
         number = kept(scale)
         if ctx is None and not announces_steps(optimizer):
-            self._by_hand.unscaled(optimizer, number)
+            self._without_optimizer.unscaled(optimizer, number)
             return
         if ctx is None:
             ctx = self._current(optimizer, None)

@@ -186,7 +186,7 @@ class PrometheusSink:
             optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
         health = self._health
         facts = health.errors(), health.up()
-        inactive = {**health.unfed(), **health.inactive()}
+        inactive = {**health.without_data(), **health.inactive()}
         return View(self._run, tuple(optimizers), *facts, inactive=inactive, process=health.process())
 
     def render(self) -> bytes:
@@ -204,7 +204,7 @@ class PrometheusSink:
     def _metrics(self, hurried: bool) -> Content:
         """The scrape: made once per step, and when CPU is short at most every half second."""
         health = self._health
-        facts = health.errors(), health.up(), health.inactive(), health.unfed(), health.process()
+        facts = health.errors(), health.up(), health.inactive(), health.without_data(), health.process()
         key = (self._version, *(tuple(each.items()) for each in facts))
         now = time.monotonic()
         if self._body is not None:

@@ -1,0 +1,118 @@
+"""Rules that never had data: what they read never came at a step of theirs, so that their silence says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from gradwatch.records.snapshot import Snapshot
+
+NEVER_CAME = {
+    "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
+    "loss_scale": "no GradScaler was seen",
+    "scaler_skip": "no GradScaler was seen",
+    "norm_local": "needs several ranks",
+}
+OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
+OFF_STEP = "no step at which it is evaluated was reached (every: {})"
+NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
+NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
+
+
+class Reads(NamedTuple):
+    """What one rule reads: the name of a column in a Snapshot, at steps divisible by `every`.
+
+    `always`: each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
+    comes, where that is known from the first.
+    """
+
+    column: str
+    every: int = 1
+    always: bool = False
+    fact: bool = False
+    why: str = ""
+
+
+class RulesWithoutData:
+    """Which rules of which optimizer have had no data yet; a step costs one look at each of those that remain.
+
+    Mappings are replaced and never written to, for `reasons` is asked by other threads.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: Mapping[int, Mapping[str, Reads]] = {}
+        # The columns, by optimizer, where all that its rules wait for is that these come.
+        self._missing: dict[int, frozenset[str]] = {}
+        self._fed: frozenset[str] = frozenset()
+        self._came: frozenset[str] = frozenset()
+
+    def bind(self, optimizer: int, rules: Mapping[str, Reads]) -> None:
+        """The rules of one optimizer from now on; those that had data elsewhere or before are done."""
+        waiting = {rule: reads for rule, reads in rules.items() if rule not in self._fed}
+        self._wait({**self._waiting, optimizer: waiting})
+
+    def _wait(self, waiting: Mapping[int, Mapping[str, Reads]]) -> None:
+        self._waiting = waiting
+        self._missing = {
+            optimizer: frozenset(reads.column for reads in rules.values())
+            for optimizer, rules in waiting.items()
+            if not any(reads.always or reads.column in self._came for reads in rules.values())
+        }
+
+    def observe(self, snapshot: Snapshot) -> None:
+        """Strike off the rules that were evaluated on this Snapshot."""
+        missing = self._missing.get(snapshot.optimizer)
+        if (
+            missing is not None  # almost every step
+            and snapshot.loss_scale is None
+            and missing.isdisjoint(snapshot.scalars)
+            and missing.isdisjoint(snapshot.columns)
+        ):
+            return
+        waiting = self._waiting.get(snapshot.optimizer, {})
+        came = {*snapshot.scalars, *snapshot.columns}
+        if snapshot.loss_scale is not None:
+            came.add("loss_scale")
+        came_first = not self._came.issuperset(came)
+        if came_first:
+            self._came |= came
+        fed = {rule for rule, reads in waiting.items() if _evaluated(reads, snapshot, came)}
+        if fed:
+            self._fed |= fed
+        if fed or came_first:
+            self._wait(
+                {
+                    each: {rule: reads for rule, reads in left.items() if rule not in fed}
+                    for each, left in self._waiting.items()
+                }
+            )
+
+    def reasons(self) -> dict[str, str]:
+        """Why a rule was never evaluated, by rule."""
+        waiting = self._waiting
+        return {
+            rule: _why(reads, self._came)
+            for rule, reads in _joined(waiting.values())
+            if rule not in self._fed
+        }
+
+
+def _joined(found: Iterable[Mapping[str, Reads]]) -> Iterable[tuple[str, Reads]]:
+    return {rule: reads for each in found for rule, reads in each.items()}.items()
+
+
+def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
+    """Whether the engine evaluates such a rule on this Snapshot; see `BoundEngine.evaluate`."""
+    if not (reads.always or reads.column in came) or snapshot.step % reads.every:
+        return False
+    if snapshot.scalars.get("scaler_skip"):
+        return reads.column in OF_SCALER
+    return reads.fact or not snapshot.provisional
+
+
+def _why(reads: Reads, came: Collection[str]) -> str:
+    if not (reads.always or reads.column in came):
+        return reads.why or NEVER_CAME.get(
+            reads.column, f"{reads.column.partition(':')[0]} was never measured"
+        )
+    return OFF_STEP.format(reads.every) if reads.every > 1 else NOT_JUDGED

@@ -1,0 +1,214 @@
+"""`norm_local`: what a tensor hook sees, one backward of this rank before any reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
+from gradwatch.reading.layouts import alias, dense
+from gradwatch.reading.rows import ROW, UNDERFLOW
+from gradwatch.reading.single import exact_norm
+from gradwatch.taps import backward, dispatch_modes
+from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.swap_tensors import contents, revive
+
+
+class LocalNorms:
+    """`Tensor.register_hook` on K parameters; the largest local norm over the backwards of a step.
+
+    A hook sees the gradient of one backward: not accumulated, not reduced over ranks, and still multiplied by
+    the loss scale, which `collect` divides out. NaN beats every number. A tensor hook also fires for
+    `torch.autograd.grad`, which leaves nothing in `.grad`: what it saw counts once the gradient has been
+    accumulated, and a second hook says so. What a backward that raised has left behind does not count either.
+    A parameter that no hook can see is None.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor | None],
+        failed: Callable[[str, BaseException], None],
+        before: LocalNorms | None = None,
+    ) -> None:
+        """`before` is one that listened to some of these parameters until now; it hands them over."""
+        self._count = len(params)
+        self._norms: dict[int, float | Tensor] = {}  # a tensor where the gradient is on a device
+        self._running = Running()
+        self._taps: dict[int, tuple[int, Tensor, int, tuple[RemovableHandle, ...]]] = {}
+        for k, param in enumerate(params):
+            if param is None:
+                continue
+            norms = None if before is None else before._let_go(param)
+            if norms is not None:
+                self._norms[k] = norms
+            observe, accumulated = _hooks(k, param, self._running, failed)
+            handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
+            self._taps[id(param)] = k, param, contents(param), handles
+
+    def collect(self, scale: Number) -> Sampled:
+        """The local norms of this step; starts the next one."""
+        if backward.current() == backward.NONE:
+            self.backward_ended()
+        sampled = Sampled(self._count)
+        present = np.zeros(self._count, bool)
+        present[list(self._norms)] = True
+        on_host = {k: norm for k, norm in self._norms.items() if not isinstance(norm, Tensor)}
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for k, norm in self._norms.items():
+            if isinstance(norm, Tensor):
+                by_device.setdefault(norm.device, []).append((k, norm))
+        stacks = [torch.stack([norm for _, norm in group]) for group in by_device.values()]
+        order = [k for group in by_device.values() for k, _ in group]
+        if on_host:
+            # In float64 to the end, and never rounded to 0 or past float32 without need: as `norm` is.
+            stacks.append(torch.tensor(list(on_host.values()), dtype=torch.float64, device="cpu"))
+            order += on_host
+        sampled.parts["norm_local"] = AsyncCopy(stacks, np.array(order, np.intp), self._count, scale=scale)
+        sampled.present["norm_local"] = present
+        self.forget()
+        return sampled
+
+    def backward_ended(self) -> None:
+        """The running backward has come to its end: what was measured in it counts."""
+        for k, norm in self._running.norms.items():
+            self._norms[k] = _larger_of(self._norms.get(k), norm)
+        self._running.norms.clear()
+        self._running.arriving.clear()
+        self._running.task = backward.IDLE
+
+    def cleared(self) -> None:
+        """The gradients of the backwards that have ended are gone; the running one counts."""
+        self._norms.clear()
+
+    def forget(self) -> None:
+        """What was measured belongs to no step, as when a GradScaler rejects one."""
+        self._norms.clear()
+        self._running.norms.clear()
+        self._running.arriving.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for _, param, _, _ in list(self._taps.values()):
+            self._let_go(param)
+
+    def _let_go(self, param: Tensor) -> float | Tensor | None:
+        """Stop listening to one parameter; what was measured of it in this step."""
+        if id(param) not in self._taps:
+            return None
+        k, _, stood_for, (seen, accumulated) = self._taps.pop(id(param))
+        seen.remove()
+        accumulated.remove()
+        if contents(param) != stood_for:  # a swap silenced them: leave it able to take new ones
+            revive(param, "_backward_hooks", seen.id)
+            revive(param, "_post_accumulate_grad_hooks", accumulated.id)
+        return self._norms.pop(k, None)
+
+
+class Running:
+    """One backward: what arrived between the two hooks (a gradient, or its norm), and norms, by position."""
+
+    def __init__(self) -> None:
+        self.task = backward.IDLE
+        self.arriving: dict[int, float | Tensor] = {}
+        self._arriving_in = backward.IDLE
+        self.norms: dict[int, float | Tensor] = {}
+
+    def arrives(self, k: int, found: float | Tensor) -> None:
+        """A gradient is on its way to k; those of another backward that never got there are let go."""
+        task = backward.current()
+        if task != self._arriving_in:
+            if not backward.nested():
+                self.arriving.clear()
+            self._arriving_in = task
+        self.arriving[k] = found
+
+    def accumulated(self, k: int) -> None:
+        """The gradient that arrived at k is in `.grad` now."""
+        found = self.arriving.pop(k, None)
+        if found is None:
+            return
+        task = backward.current()
+        if task != self.task:
+            if self.norms and not backward.nested():
+                self.norms.clear()  # the backward before this one raised
+            self.task = task
+        norm = found if isinstance(found, float) else _norm(found)
+        self.norms[k] = norm if k not in self.norms else _larger_of(self.norms[k], norm)
+
+
+Hook = Callable[[Tensor], None]
+
+
+def _hooks(
+    k: int, param: Tensor, running: Running, failed: Callable[[str, BaseException], None]
+) -> tuple[Hook, Hook]:
+    """The two hooks of one parameter. They must not reach the LocalNorms: parameter -> hook -> object leaks."""
+    tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what they do would break its graph
+    dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
+    small = param.is_cpu and param.dtype is torch.float32 and param.numel() <= ROW
+    found = _norm_of_small if small else alias
+
+    @untraced
+    def observe(grad: Tensor | None) -> None:
+        try:
+            # A custom Function may return None for it.
+            if tracing() or grad is None or (not grad.is_cpu and capturing()):
+                return
+            kept = dispatch_modes.unseen(found, grad) if dispatching() or functions() else found(grad)
+            if kept is not None:
+                running.arrives(k, kept)
+        except Exception as error:
+            failed("norm_local", error)
+
+    @untraced
+    def accumulated(_: Tensor) -> None:
+        try:
+            if not tracing():
+                if dispatching() or functions():  # modes of the script's
+                    dispatch_modes.unseen(running.accumulated, k)
+                else:
+                    running.accumulated(k)
+        except Exception as error:
+            failed("norm_local", error)
+
+    # Sending a parameter with a tensor hook to another process would otherwise warn.
+    return unserializable_hook(observe), accumulated
+
+
+def _norm_of_small(grad: Tensor) -> float | Tensor | None:
+    """The norm of no more than a row of float32 elements, or the gradient if it has to be looked at more closely.
+
+    Reading it now costs less than keeping it for the second hook, and no more than a wasted read if none comes.
+    """
+    try:
+        values = grad.numpy()  # sync: CPU tensor
+    except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
+        return alias(grad)
+    if values.dtype != np.float32:
+        return alias(grad)
+    square = float(np.vdot(values, values))
+    return math.sqrt(square) if UNDERFLOW * values.size <= square < math.inf else alias(grad)
+
+
+def _norm(grad: Tensor) -> float | Tensor:
+    with torch.no_grad():
+        if grad.device.type == "cpu":
+            return exact_norm(grad)[0]
+        norm: Tensor = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
+        return norm
+
+
+def _larger_of(before: float | Tensor | None, norm: float | Tensor) -> float | Tensor:
+    """The larger one; NaN beats every number."""
+    if before is None:
+        return norm
+    if isinstance(norm, Tensor):
+        return torch.maximum(norm, torch.as_tensor(before, device=norm.device))
+    before = float(before)
+    return norm if norm > before or norm != norm else before

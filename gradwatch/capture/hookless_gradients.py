@@ -1,0 +1,61 @@
+"""Gradients that are there at a step though no hook was called for them: set by hand, or left from the last step.
+
+A norm that repeats says nothing (a sign, a normalised gradient have the same one in every step), and `id()` little: a
+new tensor may lie where the freed one did. A weak reference to the storage settles it. It keeps no memory, and unlike
+one to the tensor it does not stop `swap_tensors`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradwatch.capture.window import State
+from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.layouts import local
+
+
+class HooklessGradients:
+    """Of K gradients, those of the last step that no hook was called for: storage and version, by position."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._now: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def step(self) -> None:
+        """A step is about to be looked at: what was looked at since the last call is the last step's."""
+        if self._before or self._now:
+            self._before, self._now = self._now, {}
+
+    def is_new(self, k: int, grad: Tensor, now: State, before: State | None, backwards: int) -> bool:
+        """Whether a gradient arrived since the last step: not the same tensor, never written to since.
+
+        `now` and `before` are the states at the two steps; `backwards` have ended in between, for any parameter. A
+        zero gradient after a backward that did not reach it is what `zero_grad(set_to_none=False)` left.
+        """
+        ids, versions, raw = now
+        norms = raw.norms() if isinstance(raw, CpuNorms) else None
+        if norms is not None and norms[k] == 0 and backwards:
+            return False
+        storage = _storage(grad)
+        if storage is not None:
+            self._now[k] = storage, versions[k]
+        if before is None:
+            return True
+        last_ids, last_versions, last = before
+        if versions[k] != last_versions[k]:
+            return True
+        if norms is not None and isinstance(last, CpuNorms) and norms[k] != last.norms()[k]:
+            return True  # written through `.data`, which no version tells
+        known = self._before.get(k)
+        if known is None:  # announced at the last step, so not set by hand then
+            return ids[k] != last_ids[k]
+        return storage is None or storage.cdata != known[0].cdata
+
+
+def _storage(grad: Tensor) -> StorageWeakRef | None:
+    """A weak reference to where the numbers are; None for layouts that have no storage of their own."""
+    try:
+        return StorageWeakRef(local(grad).untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,108 @@
+"""Writes that move no version: a few small gradients are looked at again at the step boundary.
+
+`p.grad.data.clamp_()`, `p.grad.data /= n` and numpy write to a gradient without raising its version, so that
+signatures call it untouched. Reading everything twice would cost a step's whole read again; a few small gradients
+cost microseconds, and code that writes to gradients rarely spares all of them. They are compared bit by bit, and by
+their norms where a factor lies between (a clip that was announced, a loss scale). What changes only others stays
+unseen, and so does, where norms are compared, what leaves these as they were (a change of signs).
+
+Axes: K parameters of a capture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.reading.batched import sum_of_squares
+from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.rows import UNDERFLOW, norms_of_rows, row_of, silently
+
+MOST = 3
+SMALL = 4096
+"""Elements of a gradient that costs next to nothing to measure again."""
+RELATIVE = 1e-5
+"""What two reads of the same gradient may differ by: the accuracy of the batched read."""
+
+Held = tuple[int, int, NDArray[np.float32], bytes]
+"""Position of a gradient, where its memory begins, that memory, and what was in it."""
+
+
+class WriteProbes:
+    """A few small gradients of one capture, chosen once: from each part of it the largest by norm, which a
+    clamp is most likely to reach. `numels[K]` are the sizes of the parameters.
+    """
+
+    def __init__(self, numels: NDArray[np.int64]) -> None:
+        self._floor = np.sqrt(numels * UNDERFLOW)
+        self._numels = numels
+        self._chosen: list[int] = []
+        self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
+        self._held: list[Held] = []  # of those chosen; none where some cannot be kept so
+
+    def hold(self, grads: Sequence[Tensor | None]) -> None:
+        """Keep what is in those chosen, for `agree`: in the warm caches before a read that is cheaper than their norms
+        after it, and tells of every bit.
+        """
+        self._held = []
+        for k in self._chosen:
+            grad = grads[k]
+            if grad is None:
+                continue
+            row = row_of(grad)
+            if row is None:
+                self._held = []
+                return
+            content = row.tobytes()
+            if content.strip(b"\0"):  # zero stays zero whatever it is multiplied by, and says nothing
+                self._held.append((k, grad.data_ptr(), row, content))
+
+    def let_go(self) -> None:
+        """Drop what is held; it will not be compared."""
+        self._held = []
+
+    def agree(
+        self, grads: Sequence[Tensor | None], read: CpuNorms, factor: float, but: Container[int] = ()
+    ) -> bool:
+        """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
+        held, self._held = self._held, []
+        if held and factor == 1.0 and not but:
+            for k, begin, row, content in held:
+                grad = grads[k]
+                # Other memory may have been put under the same gradient (`.data =`), and this may be gone then.
+                if grad is None or grad.data_ptr() != begin or row.tobytes() != content:
+                    return False
+            return True
+        compared = False
+        chosen = self._chosen or self._choose(read.norms())
+        now = silently(norms_of_rows, [grads[k] for k in chosen])
+        for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
+            grad, expected = grads[k], norm * factor
+            if grad is None or expected < floor:
+                continue  # says nothing: zero stays zero whatever it is multiplied by
+            compared = True
+            if k in but:
+                continue
+            if found is None:
+                found = math.sqrt(sum_of_squares(grad))
+            # Not a call for the ordinary case; NaN compares as false, and everything is close to infinity.
+            close = abs(found - expected) <= RELATIVE * expected < math.inf
+            if not close and (math.isfinite(expected) or math.isfinite(found)):
+                return False
+        if not compared:
+            self._chosen = []
+        return True
+
+    def _choose(self, norms: NDArray[np.float64]) -> list[int]:
+        large_enough = np.flatnonzero(norms > self._floor)
+        small = large_enough[self._numels[large_enough] <= SMALL]
+        if not len(small):
+            small = large_enough[np.argsort(self._numels[large_enough], kind="stable")[:1]]
+        parts = small[:, None] if len(small) <= MOST else np.array_split(small, MOST)
+        self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
+        self._floors = [float(self._floor[k]) for k in self._chosen]
+        return self._chosen

@@ -1,0 +1,93 @@
+"""The end of a launch under `gradwatch run`: a line on stderr that says what was watched of what its processes did.
+
+It is printed once a launch (`gradwatch.launch.processes`), after all children were joined; of several ranks the first
+prints its own. A child that left no account where the launch looks for it prints it itself, as does one that outlives
+the process that would have. Nothing is printed by a process that is killed, or leaves by `os._exit`: its journal has no
+end, and the line of its parent says so, with what it had recorded. Of a process that would have spoken for others and
+leaves so, those that outlive it print their own; what is in the journals of the others `gradwatch audit` sums up as the
+line would have. Needs no torch, as `family` does not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gradwatch.account import NOTHING_TAKEN, Account, lines
+from gradwatch.account.exit_reason import how_it_ends, printed_at_exit
+from gradwatch.account.text import nothing_seen
+from gradwatch.launch import processes
+from gradwatch.runtime import stderr
+from gradwatch.runtime.process import alive
+from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
+
+_reasons: list[str] = []
+_armed = [False]
+_said_by: list[int] = []
+
+
+def arm() -> None:
+    """This process may train: have `say`, which the bootstrap calls after all other exit handlers, look at it too."""
+    if not _armed[0]:
+        _armed[0] = True
+        processes.claim()
+        printed_at_exit[0] = True
+
+
+def not_watched(reason: str) -> None:
+    """Something kept steps from being watched; told at the end, in one line, where steps are missing."""
+    reason = " ".join(reason.split())
+    if reason not in _reasons:
+        _reasons.append(reason)
+
+
+def say() -> None:
+    """Print what there is to say, once a process and at once, so that other processes do not write in between."""
+    if os.getpid() in _said_by:
+        return
+    _said_by.append(os.getpid())
+    said = list(_lines(account_of_process()))
+    if said and not quiet_asked():
+        stderr.say("\n".join(said))
+
+
+def _lines(own: Account) -> Iterator[str]:
+    if own.rank or not _first_rank():
+        return
+    if alive(own.told_by, processes.began()) and (not own.trained_or_watched or processes.handed_over()):
+        return
+    account = processes.with_children(own)
+    if account.trained_or_watched:
+        yield from lines(account, shown(account.directory))
+    elif processes.launched() and not processes.recorded():
+        yield nothing_seen(account)
+
+
+def _first_rank() -> bool:
+    """Whether this is rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone."""
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized() and group.get_rank():
+        return False
+    return os.environ.get("RANK", "0") in ("", "0")
+
+
+def account_of_process() -> Account:
+    """The account of everything that this process did; its watches, if there were any, have been closed."""
+    watching, counted = map(sys.modules.get, ("gradwatch.session.session", "gradwatch.taps.process_totals"))
+    if watching is not None:
+        account: Account = watching.account_of_process()
+    else:
+        account = Account(NOTHING_TAKEN if counted is None else counted.TOTALS.taken(), told_by=told_by())
+    reasons = tuple(dict.fromkeys((*_reasons, *account.reasons)))
+    return replace(account, reasons=reasons, ended=account.ended or how_it_ends())
+
+
+def shown(directory: str) -> str:
+    """A folder as it can be typed where `gradwatch run` was."""
+    try:
+        near = os.path.relpath(directory, os.environ.get(LAUNCHED_IN)) if directory else ""
+    except (OSError, ValueError):  # the working folder is gone
+        return directory
+    return directory if near.startswith("..") else near

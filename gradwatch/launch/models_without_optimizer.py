@@ -1,0 +1,89 @@
+"""Models that are trained without an optimizer: found by what a backward is about to fill, for nothing announces them.
+
+The graph of a backward is walked, which costs microseconds to milliseconds; so not of every one: of the first ones,
+then of one in eight more than so far, of the one that follows a backward which reached nothing that is watched, and of
+the first after modules were made; of these the less often the more often nothing was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from gradwatch.taps import module_tree
+from gradwatch.taps.backward_entry import BackwardCall
+from gradwatch.taps.graph.leaves import leaves
+from gradwatch.taps.module_registry import ModuleRegistry
+
+SPARED = 8  # of so many backwards one is looked at, once so many have passed
+
+
+class _Patience:
+    """Which of many occasions to look are taken: each, but of those after `n` looks in vain only every 2ⁿ-th."""
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._passed = 0
+
+    def due(self, occasion: bool) -> bool:
+        """Whether this occasion, if it is one, is taken."""
+        self._passed += occasion
+        return occasion and self._passed >= self._every
+
+    def looked(self, found: bool) -> None:
+        """A look was taken, and was worth it or not."""
+        self._every = 1 if found else 2 * self._every
+        self._passed = 0
+
+
+class ModelsWithoutOptimizer:
+    """Which models that are not watched the backwards of this process reach."""
+
+    def __init__(self, registered: ModuleRegistry) -> None:
+        self._registered = registered
+        self.begin()
+
+    def begin(self) -> None:
+        """Look at the first backwards again: in a forked child."""
+        self._backwards = 0
+        self._next = 1
+        self._clock = -1  # registrations when a backward was looked at
+        self._lost, self._built = _Patience(), _Patience()
+        self._asked: tuple[_Patience, ...] = ()  # whose occasion the present look is
+
+    def due(self, reached: bool) -> bool:
+        """Whether the graph of the backward that is about to run should be looked at; called once for each.
+
+        `reached`: the one before it reached something that is watched.
+        """
+        self._backwards += 1
+        lost, built = self._lost.due(not reached), self._built.due(self._clock != self._registered.clock)
+        if self._backwards < self._next and not (lost or built):
+            return False
+        self._clock = self._registered.clock
+        self._asked = (*([self._lost] if lost else []), *([self._built] if built else []))
+        self._next = self._backwards + max(1, self._backwards // SPARED)
+        return True
+
+    def models(self, call: BackwardCall, watched: Callable[[int], bool]) -> list[nn.Module]:
+        """The models that hold parameters which this backward fills, and which are not `watched` (asked by `id`).
+
+        None of FSDP's: what a backward fills there are copies of shards, which no optimizer knows.
+        """
+        known = self._registered
+        params = [leaf for leaf in leaves(call.roots) if not watched(id(leaf))]
+        owners = known.owners(params) if params else []
+        roots = {
+            id(root): root for root in (known.root(one[0], known.clock) for one in owners if one is not None)
+        }
+        found = [root for root in roots.values() if not _sharded(root)]
+        for patience in self._asked:
+            patience.looked(bool(found))
+        return found
+
+
+def _sharded(root: nn.Module) -> bool:
+    """Whether a part of this model is FSDP's: the wrapper of FSDP1, or a class that FSDP2 has made of the module's."""
+    names = (type(module).__name__ for module in module_tree.modules(root))
+    return any(name.startswith(("FSDP", "FullyShardedDataParallel")) for name in names)

@@ -1,0 +1,111 @@
+"""The processes of one launch: which of them prints the account, and what the others left in their journals.
+
+One line comes from one launch. The process that was launched, or the first Python below it that imports torch, prints
+it (`claim`), and its children, however they were started, know from their environment that it does. They leave their
+account in the journal that they write into the run's folder anyway. Needs no torch: the process that was launched may
+start trainings without importing it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from gradwatch.account import Account
+from gradwatch.account.launch_total import Part, launch_total
+from gradwatch.runtime.process import alive
+from gradwatch.session.settings import DEFAULT_DIR, ROOT, TELLER, told_by
+
+_CLOCKS = 60.0  # seconds that the clock of a file server may be behind
+_SECONDS = 2.0  # for reading what processes without an end have recorded; of less, fewer steps are known
+LAUNCHED = "GRADWATCH_LAUNCH_PID"
+"""The process that `gradwatch run` became; its children have it in their environment too."""
+
+
+def claim() -> None:
+    """Print the account of this process and all that it starts, unless a process above, still alive, does that."""
+    if not alive(told_by(), began()):
+        rank = os.environ.get("RANK", "")
+        os.environ[TELLER] = f"{os.getpid()}:{rank}:{os.uname().nodename}:{time.time()}"
+
+
+def launched() -> bool:
+    """Whether this is the process that `gradwatch run` became."""
+    return os.environ.get(LAUNCHED) == str(os.getpid())
+
+
+def folder() -> Path:
+    """Where the processes of this launch write their journals."""
+    return Path(os.environ.get(ROOT, DEFAULT_DIR), os.environ.get("GRADWATCH_RUN_ID", ""))
+
+
+def recorded() -> bool:
+    """Whether some process has written to the folder of this launch since it began."""
+    return any(_written(began()))
+
+
+def handed_over() -> bool:
+    """Whether all journals of this process end with an account, where the process that prints it looks for them."""
+    own = [part.ended for part in _parts() if part.pid == os.getpid()]
+    return bool(own) and all(own)
+
+
+def with_children(own: Account) -> Account:
+    """The account of this process and of those that it has started, or these, and that leave the telling to it.
+
+    A process without an end in its journal was killed, or left by `os._exit`, or runs on: of it counts what it has
+    recorded. So does a first rank that is gone without a word, for it would have printed its own.
+    """
+    children = [part for part in _parts() if _spoken_for(part)]
+    if not children:
+        return own
+    return replace(launch_total(children, _runs, own), directory=own.directory or str(folder()))
+
+
+def _spoken_for(part: Part) -> bool:
+    unfinished = not (part.told_by or part.account.rank or part.ended or part.pid == os.getpid())
+    return part.told_by == os.getpid() or (unfinished and not _runs(part))
+
+
+def _runs(part: Part) -> bool:
+    return alive(part.pid, part.since)
+
+
+def _parts() -> Iterator[Part]:
+    """What each journal of this launch, on this machine, says of its process."""
+    since = began()
+    found = list(_written(since - _CLOCKS))
+    if not found:
+        return
+    # Here, not at the top: this is for processes that train, or whose children do.
+    from gradwatch.journal import JournalReader
+    from gradwatch.journal.parts import part_of
+
+    for path in found:
+        try:
+            part = part_of(JournalReader(path), _SECONDS / len(found))
+        except OSError:  # deleted meanwhile
+            continue
+        if part is not None and part.host == os.uname().nodename and part.since >= since:
+            yield part
+
+
+def began() -> float:
+    """When the launch, or the part of it whose account is printed by one process, began (Unix seconds)."""
+    with suppress(ValueError, IndexError):
+        return float(os.environ.get(TELLER, "").split(":")[3])
+    return 0.0
+
+
+def _written(since: float) -> Iterator[Path]:
+    """The first files of journals that were written to since then, by the clock of the file system."""
+    try:
+        for path in sorted(folder().glob("rank*-attempt*.gwj")):
+            if path.stat().st_mtime >= since and path.name.count(".") == 1:
+                yield path
+    except OSError:
+        return

@@ -1,0 +1,255 @@
+"""What is held of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
+
+A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
+parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
+level by level, until some of them turn out to be what the loop calls. What was held
+before a watch began (`gradwatch.localise.hold.pre_attach`) counts until the step it led to is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.localise.hold.caller_scope import beside
+from gradwatch.localise.hold.kinds import Kind, Kinds, kind_of
+from gradwatch.localise.hold.recorded_calls import Call, Outermost, RecordedCalls
+from gradwatch.taps import module_tree
+from gradwatch.taps.dynamo import anything_compiled, compiles
+
+UNCALLED = 2  # steps after which a model that was not called is looked for in its children
+LEVELS = 3  # of children
+WIDEST = 64  # parts of one model
+FEW = 16  # parts held beside their model: each call of one costs 4 us
+
+
+Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], RecordedCalls]
+
+
+class Family:
+    """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
+
+    def __init__(self, model: nn.Module, hold: Hold, kinds: Kinds) -> None:
+        self._hold = hold
+        self.outermost = Outermost()
+        self.sought = True  # which of these the loop calls
+        self._level = 0
+        self._waited = 0
+        self._kind = kind_of(model, kinds)
+        self._whole = hold(model, self.outermost, self._kind)
+        if not (self._whole.refused or self._kind.whole or anything_compiled()):
+            parts = [hold(part, self.outermost, Kind()) for part in _within(model)]
+            # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
+            self._whole.parts = [part for part in parts if not part.refused]
+        self.recordings = [self._whole, *self._whole.parts]
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The watched model; None once it has been freed."""
+        return self._whole.model()
+
+    def belongs_to(self, hold: Hold, adopt: Callable[[RecordedCalls], None]) -> None:
+        """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
+        self._hold = hold
+        for recording in dict.fromkeys((*self.recordings, self._whole, *self._whole.parts)):
+            adopt(recording)
+
+    def step_taken(self, optimizer: Optimizer) -> None:
+        """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
+        if not any(recording.moves(optimizer) for recording in self.recordings):
+            return
+        if any(recording.was_called for recording in self.recordings):
+            self.sought = False
+            if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
+                # The parts of the next model of this kind are held only where it is not called itself.
+                self._kind.whole = True
+            self.recordings = [recording for recording in self.recordings if not recording.is_over]
+            return
+        self._waited += 1
+        if self._waited == UNCALLED:
+            self._descend()
+
+    def _descend(self) -> None:
+        level = [self._whole] if self._level == 0 else self.recordings
+        parts = [
+            part for recording in level if (model := recording.model()) is not None for part in _parts(model)
+        ]
+        self._level += 1
+        self.sought = self._level < LEVELS
+        refused = any(recording.refused for recording in self.recordings)
+        if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook sees
+            self.sought = False
+            return
+        for recording in self.recordings:
+            recording.close()
+        self.recordings = [self._hold(part, self.outermost, Kind()) for part in parts]
+        self._waited = 0
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Its children; those of a list of modules, which is never called, in its place."""
+    for child in dict.fromkeys(model._modules.values()):
+        if child is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _within(model: nn.Module) -> list[nn.Module]:
+    """Its parts, level by level, as far as they may be held beside it without anybody noticing."""
+    found: dict[int, nn.Module] = {}
+    level = [model]
+    for _ in range(LEVELS):
+        level = [part for one in level if not compiles(one) for part in _parts(one) if part is not model]
+        if len(found) + len(level) > FEW:
+            break
+        found.update((id(part), part) for part in level)
+    return list(found.values())
+
+
+class Inherited(NamedTuple):
+    """What was held before a watch began: whole models that go on, the criteria beside them, and calls of others."""
+
+    families: list[Family]
+    criteria: Sequence[RecordedCalls]
+    former: Sequence[RecordedCalls]
+
+
+class CallRecorder:
+    """The calls since the last step, of all models and criteria. Never raises into a forward.
+
+    `failed` counts an internal error; `max_bytes` caps what is held per model, and per call of a criterion.
+    """
+
+    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int) -> None:
+        self._failed = failed
+        self._max_bytes = max_bytes
+        self._families: list[Family] = []
+        self.kinds: Kinds = {}
+        self._criteria: list[RecordedCalls] = []
+        self._former: list[RecordedCalls] = []  # that record no further call
+        self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
+
+    def add(self, model: nn.Module) -> None:
+        """Hold the calls of one more model, unless they are held."""
+        self._let_go(None)
+        if all(family.model is not model for family in self._families):
+            self._families.append(Family(model, self._model, self.kinds))
+
+    def inherit(self, before: Inherited, steps: int) -> None:
+        """Go on with what was held before this began; `steps` have been taken so far."""
+        self._steps[0] = steps
+        for family in before.families:
+            self._let_go(family.model)
+            family.belongs_to(self._model, self._adopt)
+            self._families.append(family)
+        for recording in (*before.criteria, *before.former):
+            self._adopt(recording)
+        held = {id(recording.model()) for recording in self._criteria}
+        for criterion in before.criteria:
+            if id(criterion.model()) in held:
+                criterion.unhook()
+                self._former.append(criterion)
+            else:
+                self._criteria.append(criterion)
+        self._former += before.former
+
+    def _adopt(self, recording: RecordedCalls) -> None:
+        recording.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
+
+    def _let_go(self, model: nn.Module | None) -> None:
+        """Close the family of this model; of those that have been freed for None."""
+        for family in [one for one in self._families if one.model is model]:
+            for recording in family.recordings:
+                recording.close()
+            self._families.remove(family)
+
+    def close(self) -> None:
+        """Remove every hook and let go of everything."""
+        for recording in self:
+            recording.close()
+        self._families.clear()
+        self._criteria.clear()
+        self._former.clear()
+
+    def drop(self) -> None:
+        """Let go of the calls: they belong to no step."""
+        for recording in self:
+            recording.drop()
+
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The gradients that this optimizer was to step by (None = not known) were thrown away: they are of no step."""
+        over: set[int] = set()
+        for recording in self._of_models():
+            if optimizer is None or recording.moves(optimizer):
+                over |= recording.cleared()
+        for criterion in self._criteria:
+            criterion.cleared(over)
+
+    def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
+        """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
+        self._steps[0] = number
+        held = self._former + self._criteria
+        for family in self._families:
+            held += family.recordings  # `self`, without its Python calls in cold caches
+        for recording in held:
+            if recording.calls or recording.indices is not None:
+                recording.taken(optimizer, before)
+        for family in self._families:
+            family.outermost.now = None  # a forward that raised has left it set
+            if family.sought:
+                family.step_taken(optimizer)
+        if self._former:
+            self._former = [recording for recording in self._former if recording.calls]
+
+    def calls(self) -> list[tuple[nn.Module, Call]]:
+        """(module, call) of those that a gradient has reached, in the order they were made."""
+        held = []
+        for recording in self:
+            module = recording.model()
+            if module is not None:
+                held += [(module, call) for call in list(recording.calls) if call.gradients or call.reason]
+        return sorted(held, key=lambda pair: pair[1].order)
+
+    @property
+    def refused(self) -> str:
+        """Why a watched model cannot be run again at all; "" where it can."""
+        return next((recording.refused for recording in self._of_models() if recording.refused), "")
+
+    @property
+    def dropped(self) -> int:
+        """Calls of this step that were let go for their size."""
+        return sum(recording.dropped for recording in self)
+
+    def __iter__(self) -> Iterator[RecordedCalls]:
+        return iter(self._of_models() + self._criteria)
+
+    def _of_models(self) -> list[RecordedCalls]:
+        return [recording for family in self._families for recording in family.recordings] + self._former
+
+    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> RecordedCalls:
+        return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met)
+
+    def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
+        return RecordedCalls(module, self._failed, self._max_bytes, steps=self._steps, **options)
+
+    def _met(self, frame: FrameType | None) -> None:
+        """A model is called from there."""
+        known = {
+            id(module)
+            for recording in self
+            if (m := recording.model()) is not None
+            for module in module_tree.modules(m)
+        }
+        for criterion in beside(frame, known):
+            recording = self._recorder_of(criterion, light=True)
+            if recording.refused:
+                recording.close()
+            else:
+                self._criteria.append(recording)

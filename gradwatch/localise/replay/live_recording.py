@@ -1,0 +1,104 @@
+"""The next steps recorded as they run, where a replay was refused or found nothing: loss function and all.
+
+From one `optimizer.step()` to the next every operation of this thread is looked at, and every backward. The job
+computes what it would have computed; it only takes longer, for as many steps as were asked for, and then the
+recording ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.replay.recorder import Recorder
+from gradwatch.localise.replay.replay import Trace, blame_backward, sources
+from gradwatch.taps import dispatch_modes
+from gradwatch.taps.dynamo import anything_compiled
+from gradwatch.taps.graph import around_backward
+
+
+class Live:
+    """Records the steps between `begin` and `end`, `steps` of them; `end` gives what one of them came to.
+
+    `seconds` is what the recorded steps have taken so far.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], steps: int, failed: Callable[[BaseException], None]
+    ) -> None:
+        self.left = steps
+        self.seconds = 0.0
+        self._models = models
+        self._failed = failed
+        self._stack: contextlib.ExitStack | None = None
+        self._recorder: Recorder | None = None
+        self._trace = Trace()
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A step has ended: record the next one. Raises `Refused` where that could disturb the job."""
+        if self._stack is None and self.left > 0:
+            with dispatch_modes.as_found():  # the hooks of a step run with the modes of the script set aside
+                self._enter()
+
+    def _enter(self) -> None:
+        refuse()
+        self._recorder = Recorder(self._models, self._failed)
+        self._trace = Trace(sources=sources(_named(self._models)))
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._recorder.forward(functions=False))
+        self._stack.enter_context(around_backward.watched(self._backward))
+        self._began = time.perf_counter()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._stack is not None
+
+    def end(self) -> Trace | None:
+        """The next step is about to be taken; None where nothing was being recorded."""
+        if self._stack is None or self._recorder is None:
+            return None
+        with dispatch_modes.as_found():
+            if not self._recorder.innermost:
+                # The script has entered a dispatch mode of its own since, and is still in it: ours is beneath.
+                self._recorder.sleep()
+                return None
+            self._stack.close()
+        self._stack = None
+        self.left -= 1
+        self.seconds += time.perf_counter() - self._began
+        return self._trace
+
+    def close(self) -> None:
+        """Stop recording."""
+        self.left = 0
+        self.end()
+
+    def _backward(self, roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
+        if self._recorder is None:
+            return run()
+        return blame_backward(self._trace, self._recorder, roots, run)
+
+
+def refuse() -> None:
+    """Raise `Refused` where looking at every operation could disturb the job."""
+    if dispatch_modes.dispatching():
+        raise Refused("the script has a TorchDispatchMode active")
+    if not around_backward.possible():
+        raise Refused("this torch version offers no hook at the start of a backward")
+    if anything_compiled():
+        raise Refused("parts of the job are compiled, and recording them would compile them anew")
+
+
+def _named(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for model in models:
+        found |= dict(model.named_parameters())
+        found |= dict(model.named_buffers())
+    return found

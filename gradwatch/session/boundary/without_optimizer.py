@@ -1,0 +1,293 @@
+"""Loops that train without an optimizer of torch's: weights moved by their own code. Observed, never acted on.
+
+A step is what happened between two moves of the weights. torch announces none of them (`p.data.add_` does not even bump
+a version), so a few weights are compared when the next backward begins; a clip by `clip_grad_norm_` and gradients
+that were cleared end a step too. What each backward left was read at its end, so it does not matter that
+the gradients may be gone by then. Until weights were seen to move without a step of an optimizer nothing is claimed:
+what was read of a loop whose optimizer is not known yet is kept aside for one step. Parameters that receive gradients
+and never move (a backbone that was neither frozen nor given to the optimizer) are read no more after a while, until
+they do.
+
+The parameters are those that no living optimizer has: one side of a GAN may be trained so, or a second model after one
+that had an optimizer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradwatch.capture.columns.loss import Root
+from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.parameters import Capture
+from gradwatch.reading.device import Number
+from gradwatch.session.binding.binder import Binder
+from gradwatch.session.pipeline import StepPipeline
+from gradwatch.taps import backward_entry, clip_functions
+from gradwatch.taps.clip_functions import Multiplication
+from gradwatch.taps.optimizers.groups import params_of
+
+PROBED = 8  # parameters compared, and elements of each
+MOST = 1 << 22  # elements of a gradient of which the largest is looked for
+STILL = 64  # backwards after which weights that have not moved are taken to be trained by nothing
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+class LoopsWithoutOptimizer:
+    """The captures of a Capture whose parameters belong to no living optimizer that stepped: one for each loop.
+
+    Parameters of one model, or reached by one backward when they were first reached, belong to one loop.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        binder: Binder,
+        pipeline: StepPipeline,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._capture = capture
+        self._binder = binder
+        self._pipeline = pipeline
+        self._failed = failed
+        self._loops: list[_Loop] = []
+        # When it was last looked whether the loops' captures stand.
+        self._unowned: frozenset[int] = frozenset()
+        self._ending = False  # a step is being ended, for which everything is asked to be settled
+        capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
+        capture.before_drop = self.flush  # a model may be gone before another backward begins
+        self._removes = [backward_entry.listen(self._begins), clip_functions.listen(self._clipped)]
+
+    def close(self) -> None:
+        """Judge the last steps, where the weights have moved since their backward; listen no more."""
+        for remove in self._removes:
+            remove()
+        self.flush()
+
+    def flush(self) -> None:
+        """Judge the steps whose weights have moved, before their Records are read."""
+        if self._loops and not self._ending:
+            self._guarded(self._flush)
+
+    def _flush(self) -> None:
+        self._ending = True
+        try:
+            for loop in self._open():
+                if loop.moved():
+                    self._end(loop)
+        finally:
+            self._ending = False
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            with self._capture.arranging.held, torch.no_grad():
+                call()
+        except Exception as error:
+            self._failed(error)
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _arrived(self, touched: list[int], root: Root | None) -> None:
+        """A backward has ended that reached parameters of no optimizer."""
+        new = set(touched).difference(*(loop.captured.position for loop in self._loops))
+        if new:
+            self._make_room(new)
+        for loop in self._loops:
+            mine = [slot for slot in touched if slot in loop.captured.position]
+            if not mine:
+                continue
+            if not loop.arrived(mine, root):
+                self._capture.cleared(loop.captured)
+            if loop.still == STILL:
+                self._capture.mute(loop.captured, keep=mine[-1])
+
+    def _make_room(self, new: set[int]) -> None:
+        """Parameters that are in no capture yet: those of a loop's model join it, others are a loop of their own."""
+        captured = self._capture.adopt_unowned(None, [*new])
+        for loop in self._loops:
+            if not captured.position.keys().isdisjoint(loop.captured.position):
+                known = loop.captured if loop.claimed else None
+                loop.take(self._capture.adopt_unowned(known, [*new, *loop.captured.position]))
+                return
+        self._loops.append(_Loop(self._capture.captures, captured))
+
+    def unscaled(self, optimizer: Optimizer, scale: Number) -> None:
+        """A GradScaler divides the gradients of an optimizer whose steps torch does not announce."""
+        params = set(map(id, params_of(optimizer)))
+        for loop in self._open():
+            if not params.isdisjoint(loop.captured.param_ids):
+                loop.captured.unscaled(scale)
+                loop.scale = scale
+
+    def _begins(self, call: backward_entry.BackwardCall) -> None:
+        if call.accumulates and not (call.nested or _tracing()):
+            self._capture.let_go_of_dead()  # what they had trained may be trained by hand from now on
+            if self._loops:
+                self._guarded(self._next_backward)
+
+    def _next_backward(self) -> None:
+        thread = threading.get_ident()
+        for loop in self._open():
+            if loop.moved() or (loop.claimed and (loop.clip_seen or loop.cleared())):
+                self._end(loop)
+            elif loop.claimed and loop.thread == thread and loop.captured.begins():
+                self._capture.cleared(loop.captured)
+
+    def _clipped(self, clip: Multiplication | None) -> None:
+        if self._loops and clip is not None:
+            self._guarded(lambda: self._clip_covers({id(grad) for grad in clip.grads}))
+
+    def _clip_covers(self, ids: set[int]) -> None:
+        for loop in self._open():
+            loop.clip_seen |= {id(grad) for grad in loop.captured.grads() if grad is not None} <= ids
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def _open(self) -> list[_Loop]:
+        """The loops of which a step is open; one is forgotten as soon as an optimizer has some parameter of it."""
+        unowned = self._capture.unowned_slots()
+        if unowned is not self._unowned:
+            self._unowned = unowned
+            for loop in self._loops:
+                if not self._stands(loop.captured):
+                    self._loops = [one for one in self._loops if one is not loop]
+        return [loop for loop in self._loops if loop.captured.backwards]
+
+    def _stands(self, captured: OptimizerCapture) -> bool:
+        pairs = zip(map(int, captured.slots), captured.params, strict=True)
+        return bool(captured) and all(
+            slot in self._unowned and self._capture.params[slot] is param for slot, param in pairs
+        )
+
+    def _end(self, loop: _Loop) -> None:
+        """Judge what the last backward left."""
+        captured = loop.captured
+        if not loop.claimed:
+            loop.still = 0
+            self._claim(captured)
+        loop.ends()
+        if captured.unread:  # trained by hand after all: from the next backward on
+            self._capture.cleared(captured)
+            captured.discard()
+            return
+        window = captured.observed()
+        window.loss_scale, loop.scale = loop.scale, None
+        self._capture.look_after(captured, window)
+        self._pipeline.observe(captured, window, self._failed)
+        captured.advance()
+
+    def _claim(self, captured: OptimizerCapture) -> None:
+        """The weights are trained by hand: rules are bound to them."""
+        before, self._ending = self._ending, True
+        try:
+            self._capture.claim(captured)
+            self._binder.bind(captured)
+        finally:
+            self._ending = before
+
+
+class _Loop:
+    """One capture, and the values by which its weights are seen to move; `captures` are those given each backward."""
+
+    def __init__(self, captures: list[OptimizerCapture], captured: OptimizerCapture) -> None:
+        self._captures = captures
+        self.clip_seen = False  # in the window that is open
+        self.thread = 0  # that its last backward has run on
+        self.scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
+        self.take(captured)
+
+    def take(self, captured: OptimizerCapture) -> None:
+        """This is its capture from now on."""
+        self.captured = captured
+        self._weights: list[Probed] = []
+        self.still = 0  # backwards since the weights were first looked at, while they have not moved
+
+    @property
+    def claimed(self) -> bool:
+        """Whether the weights were seen to move without an optimizer."""
+        return any(captured is self.captured for captured in self._captures)
+
+    def arrived(self, touched: list[int], root: Root | None) -> bool:
+        """A backward has ended that reached these slots; False where it left no gradient there, used up inside it."""
+        captured, self.thread = self.captured, threading.get_ident()
+        # A capture that is claimed got it, and is read, with all others; not one claimed by another thread since.
+        if not (self.claimed and captured.backwards):
+            captured.begins()
+            captured.add_arrivals(touched, root)
+            self.still += 1
+            if self.still > STILL:
+                return True  # the weights are compared with those of then
+            captured.read()
+        self._weights = probe(captured.params)
+        return bool(self._weights)
+
+    def moved(self) -> bool:
+        """Whether the weights are others than at the end of the backward."""
+        # NaN is other than itself: where nothing was seen to move so far, that is not enough.
+        return any(other_than(each, self.claimed) for each in self._weights)
+
+    def ends(self) -> None:
+        """Its step is over: weights are compared again from the end of the next backward on."""
+        self.clip_seen, self._weights = False, []
+
+    def cleared(self) -> bool:
+        """Whether every gradient was taken away."""
+        return all(grad is None for grad in self.captured.grads())
+
+
+class Probed(NamedTuple):
+    """Values of one parameter, and where they stand: `param.view(-1)[::every]`, or at `at`."""
+
+    param: Tensor
+    every: int
+    at: Tensor | None
+    values: Tensor
+
+
+def probe(params: Sequence[Tensor]) -> list[Probed]:
+    """A few elements of a few parameters that have a gradient, and of each the one with the largest; never waits."""
+    with_gradient = [param for param in params if param.grad is not None]
+    found = []
+    for param in with_gradient[:: max(1, len(with_gradient) // PROBED)]:
+        flat = _flat(param)
+        every, at = max(1, flat.numel() // PROBED), _largest(param)
+        found.append(Probed(param, every, None, flat[::every].clone()))
+        if at is not None and flat.numel() > PROBED:
+            found.append(Probed(param, every, at, flat.index_select(0, at)))
+    return found
+
+
+def other_than(then: Probed, nan_differs: bool) -> bool:
+    """Whether these elements have other values now."""
+    flat = _flat(then.param)
+    now = flat[:: then.every] if then.at is None else flat.index_select(0, then.at)
+    if now.shape != then.values.shape or now.dtype != then.values.dtype:
+        return True
+    if torch.equal(now, then.values):
+        return False
+    return nan_differs or not torch.allclose(now, then.values, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _flat(param: Tensor) -> Tensor:
+    flat = param.detach()
+    return getattr(flat, "_local_tensor", flat).reshape(-1)
+
+
+def _largest(param: Tensor) -> Tensor | None:
+    """int64[1], where the gradient is largest, in the first `MOST` elements; of a sparse one in its first row.
+
+    An embedding moves in the few rows that were used. None where that cannot be said.
+    """
+    grad = param.grad
+    if grad is None or hasattr(grad, "_local_tensor") or not grad.numel():
+        return None
+    if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1 and grad._nnz():
+        return grad._indices()[0, :1] * (param.numel() // param.shape[0])
+    if grad.layout is not torch.strided or grad.numel() != param.numel():
+        return None
+    return grad.reshape(-1)[:MOST].abs().argmax().reshape(1)

@@ -1,0 +1,136 @@
+"""What is measured of a step beside its norms: sampled columns, module taps, local norms, observed values, the loss."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import Tensor
+
+from gradwatch.capture.assemble import Extras
+from gradwatch.capture.columns.loss import without_scale
+from gradwatch.capture.columns.modules import ModuleTaps
+from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.window import Window
+from gradwatch.detectors.detector import Column
+from gradwatch.errors import AttachError
+from gradwatch.reading.device import arrived, is_ready, kept
+from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
+from gradwatch.session.context import OptimizerContext
+
+MEASURED = frozenset({*get_args(Column), *SCALAR_COLUMNS, *RANK_COLUMNS}) - {"loss"}
+"""Names that no observed value may take."""
+NOTHING = Extras()
+"""Of a step on which nothing was measured but norms."""
+
+
+@dataclass(slots=True, eq=False)
+class Measurement:
+    """One step as it was measured, by the rules of then; some numbers may still be on their way from a device."""
+
+    captured: OptimizerCapture
+    bound_rules: OptimizerRules
+    window: Window
+    extras: Extras
+    scalars: dict[str, Any]
+    clock: Clock
+
+    def ready(self) -> bool:
+        """Whether every number is here."""
+        return self.window.ready() and self.extras.ready() and all(map(is_ready, self.scalars.values()))
+
+    def values(self) -> dict[str, float]:
+        """The values that there is one of per step; waits for a device."""
+        return {name: arrived(value) for name, value in self.scalars.items()}
+
+
+class ExtraColumns:
+    """Reads the extra columns of every step of one session.
+
+    `taps` are those on modules, whose sites belong to the first optimizer; `spent` gives the seconds that watching has
+    cost since it was last asked; `defers`: no rule needs the verdict of a calm step before the step is taken.
+    """
+
+    def __init__(self, taps: ModuleTaps | None, spent: Callable[[], float], defers: bool) -> None:
+        self._taps = taps
+        self._spent = spent
+        self._defers = defers
+        self._observed: dict[str, tuple[int, Any]] = {}  # by name: when it was observed last, and the value
+        self._count = 0
+
+    def observe(self, name: str, value: float | Tensor) -> None:
+        """Keep a one-per-step value for the next step of every optimizer.
+
+        Raises `AttachError` for the name of something that gradwatch measures itself: it would stand in its place.
+        """
+        if name in MEASURED:
+            raise AttachError(
+                f"observe({name}=…) is not used: gradwatch measures {name!r} itself; choose another name"
+            )
+        self._count += 1
+        self._observed[name] = (self._count, kept(value))
+
+    def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
+        """Read everything about a window that must be read now.
+
+        Where a rule may fire at once, `window.deferrable` is taken away.
+        """
+        bound_rules, captured = ctx.rules, ctx.captured
+        optimizer = captured.optimizer() if captured.optimizer is not None else None
+        params: list[Sampled] = []
+        if bound_rules.sampler.wanted and window.step not in bound_rules.sampler.idle:
+            sampled = bound_rules.sampler.collect(window.step, captured.params, captured.grads, window.left)
+            params += [] if sampled is None else [sampled]
+        scale = 1.0 if window.loss_scale is None else window.loss_scale
+        if bound_rules.local is not None:
+            params.append(bound_rules.local.collect(scale))
+        modules = []
+        if self._taps is not None and not captured.index:
+            modules.append(self._taps.collect(window.step, scale))
+        scalars = self._unseen(bound_rules) if self._count > bound_rules.observed else {}
+        if window.loss is not None and "loss" not in scalars:
+            scalars["loss"] = without_scale(window.loss, window.loss_scale)
+        if captured.without_optimizer:
+            scalars["observed_only"] = 1.0
+        if optimizer is not None:
+            lr = optimizer.param_groups[0].get("lr", 0.0)
+            scalars["lr"] = lr if type(lr) is float else kept(lr)  # of a capturable one, without waiting
+        if window.skipped is not None:
+            scalars["scaler_skip"] = window.skipped
+        if window.deferrable:
+            extra = bool(params or modules or bound_rules.sampler.awaiting)
+            window.deferrable = not extra and self._deferrable(ctx, bound_rules, window, scalars)
+        extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
+        now = time.perf_counter()
+        before, bound_rules.last_step = bound_rules.last_step, now
+        clock = Clock(self._spent(), None if before is None else now - before, time.time())
+        return Measurement(captured, bound_rules, window, extras, scalars, clock)
+
+    def _deferrable(
+        self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: Window, scalars: dict[str, Any]
+    ) -> bool:
+        """Whether this calm window may wait to be judged."""
+        finite = True
+        for value in scalars.values():
+            finite = finite and type(value) is float and math.isfinite(value)
+        return (
+            finite
+            and self._defers
+            and bound_rules.ordinary_steps >= ORDINARY
+            and window.loss_scale is None
+            and window.skipped is None
+            and (ctx.needs_no_ranks or not ctx.exchanges)
+        )
+
+    def _unseen(self, bound_rules: OptimizerRules) -> dict[str, Any]:
+        """What was observed since this optimizer's last step; each of them gets every value once."""
+        fresh = {
+            name: value for name, (count, value) in self._observed.items() if count > bound_rules.observed
+        }
+        bound_rules.observed = self._count
+        return fresh

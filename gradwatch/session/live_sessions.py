@@ -1,0 +1,120 @@
+"""Which sessions are live, the end of those whose models are gone, and the end of the process.
+
+torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
+end it. A weak reference with a callback, or `__del__`, would run gradwatch in the midst of any code of the script, the
+garbage collector's included, where what a signal handler raises goes nowhere. So nothing runs when a model goes. Its
+Watch is closed before the next backward of the process, or when another one is made, and gives up the memory of the
+parameters as soon as a parameter is put into another model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from gradwatch.account import Ending
+from gradwatch.account.exit_reason import how_it_ends
+from gradwatch.records.snapshot import RunInfo
+from gradwatch.runtime.process import here
+from gradwatch.taps import backward_entry, module_building
+from gradwatch.taps.backward_entry import BackwardCall
+from gradwatch.taps.process_totals import ended_by_exceptions
+
+
+class Lives(Protocol):
+    """A session, as far as its end is concerned."""
+
+    run: RunInfo
+    ended: Ending
+
+    def orphaned(self) -> bool:
+        """Whether it ends with its models and all of them are gone."""
+
+    def let_go_of_dead(self) -> None:
+        """Hold no parameter that no optimizer and no model holds."""
+
+    def close(self) -> None:
+        """End it."""
+
+    def catch_up(self) -> None:
+        """Judge what was put off."""
+
+    def conclude(self) -> None:
+        """Give its account to its sinks, once."""
+
+    def close_sinks(self) -> None:
+        """Close what it writes to, once."""
+
+
+W = TypeVar("W", bound=Lives)
+
+
+class LiveSessions(Generic[W]):
+    """The live sessions, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._live: list[W] = []
+        self._removes: list[Callable[[], None]] = []
+
+    def add(self, watch: W) -> None:
+        """It lives from now on."""
+        self._live.append(watch)
+        _at_exit()
+        if not self._removes:
+            self._removes += backward_entry.listen(self._about_to_run), module_building.listen(self._built)
+
+    def discard(self, watch: W) -> None:
+        """It has been closed. The last one takes the taps with it."""
+        if watch in self._live:
+            self._live.remove(watch)
+        while self._removes and not self._live:
+            self._removes.pop()()
+
+    def all(self) -> tuple[W, ...]:
+        """Every live watch, those included that will be closed at the next event."""
+        return tuple(self._live)
+
+    def close_orphans(self) -> None:
+        """Close the watches whose models are gone."""
+        for watch in tuple(self._live):
+            if watch.orphaned() and watch in self._live:
+                self._live.remove(watch)  # first: closing asks for those that live
+                watch.close()
+
+    # -- told by taps ------------------------------------------------------------------------------------
+
+    def _about_to_run(self, call: BackwardCall) -> None:
+        self.close_orphans()
+
+    def _built(self) -> None:
+        for watch in tuple(self._live):
+            watch.let_go_of_dead()
+
+
+LIVE: LiveSessions[Any] = LiveSessions()
+"""The sessions of this process."""
+
+
+@functools.cache
+def _at_exit() -> None:
+    atexit.register(_process_ends)
+
+
+def _process_ends() -> None:
+    """Judge what was put off, give the account, close the sinks; models and optimizers are left as they are."""
+    conclude_all()
+    for one in LIVE.all():
+        one.close_sinks()
+
+
+def conclude_all() -> None:
+    """The process ends: every live session judges what it put off, and gives its account."""
+    ended_by_exceptions()
+    LIVE.close_orphans()
+    for one in LIVE.all():
+        if one.run.pid == here[0]:
+            one.ended = how_it_ends()
+            one.catch_up()
+            one.conclude()

@@ -1,0 +1,222 @@
+"""Every module and what it holds, known by torch's own events: registration, copying and unpickling.
+
+Parameters and modules put into a module pass torch's global registration hooks. A copied or unpickled module passes
+none, but its `__setstate__` is looked up: the class attribute is replaced by a descriptor that notes the instance and
+gives torch's own function. Everything is held by weak references without callbacks, to modules only (a weak reference
+to a parameter makes `torch.utils.swap_tensors` raise); what is found is compared with the module as it is now.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from gradwatch.runtime import guard
+from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.patch import OnLookup, Patch
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names under which DDP, torch.compile, FSDP1 and activation checkpointing hold what they wrap."""
+_SMALL = 256  # entries below which nothing is pruned
+
+
+class Place(NamedTuple):
+    """A module, the name of a parameter or module in it, and `ModuleRegistry.clock` when it was put there."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    since: int
+
+
+class ModuleRegistry:
+    """The live modules; `clock` counts what was registered so far.
+
+    A module made before this began is known from its first registration, copy or unpickling after it. `building` is
+    called whenever a parameter is put into a module, or a module is copied or unpickled; it must not raise.
+    """
+
+    def __init__(self, building: Callable[[], None] | None = None) -> None:
+        self.clock = 0
+        self._building = building or _nothing
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._fresh: list[weakref.ref[nn.Module]] = []  # since they were last asked for
+        self._unread: list[tuple[weakref.ref[nn.Module], int]] = []  # copied, their contents not looked at
+        self._owners: dict[int, Place] = {}  # by id of the parameter
+        self._parents: dict[int, tuple[Place, ...]] = {}  # by id of the module
+        self._prune_at = _SMALL
+        self._removes: list[Callable[[], None]] = [
+            register_module_parameter_registration_hook(self._parameter).remove,
+            register_module_module_registration_hook(self._module).remove,
+            _states.listen(self._state),
+        ]
+
+    def close(self) -> None:
+        """Give torch back as found, and forget everything."""
+        while self._removes:
+            self._removes.pop()()
+        for known in (self._modules, self._owners, self._parents):
+            known.clear()
+        self._fresh.clear()
+        self._unread.clear()
+
+    # -- asked -------------------------------------------------------------------------------------------
+
+    def owners(self, params: Iterable[Tensor]) -> list[tuple[nn.Module, str] | None]:
+        """(module, name in it) of each parameter; None where no known module holds it.
+
+        All modules are walked only where a parameter was put into one without torch's knowledge (`.to()` may).
+        """
+        self._read()
+        wanted = list(params)
+        found = [self._owner(param) for param in wanted]
+        if any(each is None for each in found):
+            self._walk()
+            found = [self._owner(param) for param in wanted]
+        return found
+
+    def root(self, module: nn.Module, before: int) -> nn.Module:
+        """The outermost module around this one, by what was registered up to `before`.
+
+        Around them all, what wraps a whole model under the name that DDP, FSDP or torch.compile use, at any time.
+        """
+        seen = {id(module)}
+        while True:
+            outer = self._outer(module, before)
+            if outer is None or id(outer) in seen:
+                return module
+            seen.add(id(outer))
+            module = outer
+
+    def fresh_roots(self) -> list[nn.Module]:
+        """The outermost modules that were registered, copied or unpickled since this was last asked."""
+        self._read()
+        fresh, self._fresh = self._fresh, []
+        roots = {}
+        for ref in fresh:
+            module = ref()
+            if module is not None:
+                root = self.root(module, self.clock)
+                roots[id(root)] = root
+        return list(roots.values())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        self._read()
+        for ref in list(self._modules.values()):
+            module = ref()
+            if module is not None:
+                yield module
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _owner(self, param: Tensor) -> tuple[nn.Module, str] | None:
+        place = self._owners.get(id(param))
+        module = None if place is None else place.module()
+        if place is None or module is None or module._parameters.get(place.name) is not param:
+            return None
+        return module, place.name
+
+    def _outer(self, module: nn.Module, before: int) -> nn.Module | None:
+        for place in self._parents.get(id(module), ()):
+            outer = place.module()
+            if outer is None or (place.since > before and place.name not in WRAPPERS):
+                continue
+            if outer._modules.get(place.name) is module:
+                return outer
+        return None
+
+    def _read(self) -> None:
+        """Look into the modules that were copied or unpickled."""
+        unread, self._unread = self._unread, []
+        for ref, since in unread:
+            module = ref()
+            if module is not None and "_parameters" in vars(module) and "_modules" in vars(module):
+                self._know(module)
+                self._look_into(module, since)
+
+    def _walk(self) -> None:
+        for module in self:
+            for name, param in module._parameters.items():
+                if param is not None and self._owner(param) is None:
+                    self._owners[id(param)] = Place(self._modules[id(module)], name, self.clock)
+
+    def _look_into(self, module: nn.Module, since: int) -> None:
+        ref = self._modules[id(module)]
+        for name, param in module._parameters.items():
+            if param is not None:
+                self._owners[id(param)] = Place(ref, name, since)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._add_parent(child, Place(ref, name, since))
+
+    def _know(self, module: nn.Module) -> weakref.ref[nn.Module]:
+        ref = self._modules.get(id(module))
+        if ref is None or ref() is not module:
+            self._modules[id(module)] = ref = weakref.ref(module)
+            self._parents.pop(id(module), None)
+            self._fresh.append(ref)
+            if len(self._modules) > self._prune_at:
+                self._prune()
+        return ref
+
+    def _add_parent(self, child: nn.Module, place: Place) -> None:
+        self._know(child)
+        # The first to hold it comes first; those that are gone give room.
+        alive = tuple(one for one in self._parents.get(id(child), ()) if one.module() is not None)
+        self._parents[id(child)] = (*alive, place)
+
+    def _prune(self) -> None:
+        """Forget what is about modules that are gone."""
+        self._modules = {key: ref for key, ref in list(self._modules.items()) if ref() is not None}
+        self._owners = {key: one for key, one in list(self._owners.items()) if one.module() is not None}
+        self._parents = {key: v for key, v in list(self._parents.items()) if key in self._modules}
+        self._fresh = [ref for ref in self._fresh if ref() is not None]
+        self._prune_at = max(_SMALL, 2 * len(self._modules))
+
+    # -- told by torch -----------------------------------------------------------------------------------
+
+    @untraced
+    def _parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
+        try:
+            self.clock += 1
+            ref = self._know(module)
+            if param is not None and self._owner(param) is None:
+                self._owners[id(param)] = Place(ref, name, self.clock)
+            self._building()
+        except Exception as error:
+            guard.fault("capture", error)
+
+    @untraced
+    def _module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        try:
+            self.clock += 1
+            ref = self._know(module)
+            if isinstance(child, nn.Module):
+                self._add_parent(child, Place(ref, name, self.clock))
+        except Exception as error:
+            guard.fault("capture", error)
+
+    def _state(self, module: nn.Module | None) -> None:
+        if module is None:  # looked up on the class
+            return
+        self.clock += 1
+        self._unread.append((weakref.ref(module), self.clock))
+        if len(self._unread) > self._prune_at:
+            self._unread = [each for each in self._unread if each[0]() is not None]
+            self._prune_at = max(self._prune_at, 2 * len(self._unread))
+        self._building()
+
+
+def _nothing() -> None:
+    """In the place of a listener."""
+
+
+_states: Patch[Callable[[nn.Module | None], object]] = Patch(
+    nn.Module, "__setstate__", lambda layer: OnLookup(nn.Module, "__setstate__", layer)
+)
