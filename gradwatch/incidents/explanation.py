@@ -33,6 +33,8 @@ def sentence(finding: Finding) -> str:
     said = BEGAN[finding.phase].format(op=op)
     if finding.phase == "loss" and finding.op:
         said += f" (most likely {op})"
+    elif finding.phase == "loss" and finding.where:
+        said += ", of the model called"  # there; what is at fault stands after it
     if finding.module:
         said += f" in {finding.module}"
     return f"{said} at {finding.where}" if finding.where else said

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.incidents.explanation import sentence
 from gradwatch.localise.diagnosis import loss_side
 from gradwatch.records.finding import Finding
 from tests.support.kept import Kept
@@ -41,6 +42,40 @@ def test_one_operation_that_can_fail_is_named() -> None:
     assert finding.frame is not None
     assert finding.frame.source == "*_, loss = kept_by_the_loop"
     assert "`loss` (loss: float32[], 1 zero of 1, 0 … 0) was computed by sub, pow, mean, sqrt" in finding.note
+
+
+class Passing(nn.Module):
+    """Passes its argument on to a model, as adjoint solvers and averaging wrappers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_a_module_that_passes_on_is_not_blamed() -> None:
+    """A wrapper made for one forward calls the model; the NaN is made by the line that calls the wrapper."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(5):
+            optimizer.zero_grad()
+            wrapper = Passing(model)
+            loss = wrapper(torch.randn(6, 4)).square().mean() * (math.nan if step == 3 else 1.0)
+            loss.backward()
+            optimizer.step()
+    finding = next(finding for record in kept.records for finding in record.findings)
+    assert finding.phase == "loss"
+    assert [frame.source for frame in finding.frames] == [
+        "loss = wrapper(torch.randn(6, 4)).square().mean() * (math.nan if step == 3 else 1.0)"
+    ]
+    assert sentence(finding).startswith(
+        "the loss side: finite outputs, non-finite gradients, of the model called at "
+    )
 
 
 def test_of_several_suspects_none_is_named() -> None:

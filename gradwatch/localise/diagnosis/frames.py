@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradwatch.records.finding import Frame
 
@@ -53,7 +54,11 @@ class Callers:
         self._known: dict[tuple[int, int], tuple[CodeType, int]] = {}
 
     def now(self, anew: bool = False) -> tuple[tuple[CodeType, int] | None, FrameType | None]:
-        """(code and line that called, None = none; the frame where it was not known, or is asked for `anew`)."""
+        """(code and line that called, None = none; the innermost frame where it was not known, or is asked for `anew`).
+
+        A module that only passes on to the model (`return self.inner(x)`) is no such line: what is computed of the
+        outputs may stand outside it.
+        """
         try:
             frame: FrameType | None = sys._getframe(self._depth)
         except ValueError:  # the stack is less deep than it was
@@ -62,16 +67,34 @@ class Callers:
             known = self._known.get((id(frame.f_code), frame.f_lasti))
             if known is not None:
                 return known, None
-        frame, self._depth = sys._getframe(0), 0
-        while frame is not None and not is_of_user(frame):
-            frame, self._depth = frame.f_back, self._depth + 1
-        if frame is None:
+        frame = innermost = None
+        for depth, outer in enumerate(_outwards(sys._getframe(0))):
+            if is_of_user(outer):
+                innermost = innermost or outer
+                frame, self._depth = outer, depth
+                if not _is_forward(outer):
+                    break
+        if frame is None or innermost is None:
             self._depth = 0
             return None, None
         if len(self._known) >= self.MOST:
             self._known.clear()
         self._known[id(frame.f_code), frame.f_lasti] = found = frame.f_code, frame.f_lineno
-        return found, frame
+        return found, innermost
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_forward(frame: FrameType) -> bool:
+    """Whether torch called it for a call of a module."""
+    outer = next(
+        (one for one in _outwards(frame.f_back) if not one.f_code.co_filename.startswith(OURS)), None
+    )
+    return outer is not None and outer.f_code.co_filename == nn.modules.module.__file__
 
 
 def is_of_user(frame: FrameType) -> bool:
