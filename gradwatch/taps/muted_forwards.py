@@ -29,6 +29,11 @@ batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 """True for the stand-in of a batch inside `vmap`: its numbers cannot be read."""
 
 
+def transforming() -> bool:
+    """Whether this thread is inside a transform of `torch.func`: no gradient there is one of `.grad`."""
+    return _transform() is not None
+
+
 def is_muted() -> bool:
     """Whether module hooks are to keep quiet in this thread."""
     return _transform() is not None or getattr(_local, "muted", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import warnings
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import gradwatch
+from gradwatch.localise.replay import replay
+from gradwatch.localise.replay.backward import BackwardTracer
 from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
 from tests.localise.models import Faulty, SqrtAtZero
 from tests.localise.test_in_the_loop import Loop, broken, rules
 from tests.support.kept import Kept
+
+_AS_IT_IS: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def test_a_step_that_was_not_held_is_recorded_when_it_comes_again() -> None:
@@ -103,6 +108,69 @@ def test_recording_changes_no_bit(case: str) -> None:
         assert torch.equal(one, other)
     assert not torch.is_anomaly_enabled()
     assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["vmap", "grad"])
+def test_recording_stays_out_of_a_transform(inside: bool) -> None:
+    """The steps after the NaN are recorded, and `torch.func` runs backwards in them whose numbers cannot be read."""
+
+    def train(watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, kept = nn.Linear(4, 1), Kept()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+        def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(model, params, (x,))
+            return out.square().mean()
+
+        def step(at: int) -> None:
+            params = {name: param.detach() for name, param in model.named_parameters()}
+            grads: Any = torch.func.grad(loss)
+            if inside:
+                found = torch.func.vmap(grads, in_dims=(None, 0))(params, torch.randn(5, 4))
+                found = {name: each.mean(0) for name, each in found.items()}
+            else:
+                found = grads(params, torch.randn(5, 4))
+            for name, param in model.named_parameters():
+                param.grad = found[name] * (float("nan") if at == 1 else 1.0)
+            if watched or at != 1:  # what the rule skips
+                optimizer.step()
+
+        with (
+            gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True)
+            if watched
+            else _AS_IT_IS
+        ):
+            for at in range(5):
+                step(at)
+        assert [record.decision.skip for record in kept.records] == [at == 1 for at in range(5) if watched]
+        return [param.detach() for param in model.parameters()]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("at", ["blame_outputs", "blame_nodes", "attach"])
+def test_a_fault_of_the_recording_never_reaches_the_backward(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at a backward of the script fails: it is counted, and the backward has run."""
+
+    def fail(*args: object) -> None:
+        raise ValueError("ours")
+
+    monkeypatch.setattr(BackwardTracer if at == "attach" else replay, at, fail)
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept]) as gw:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 4)).square().mean() * (float("nan") if step == 1 else 1.0)
+            loss.backward()
+            optimizer.step()
+        assert gw.status()["internal_errors"]
+    assert [record.decision.skip for record in kept.records] == [step == 1 for step in range(5)]
 
 
 def test_recording_stays_out_of_a_mode_of_the_script() -> None:

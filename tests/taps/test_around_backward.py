@@ -1,14 +1,15 @@
-"""Backwards handed to a function that runs them: those of its own thread, for the length of a block."""
+"""Functions called around the backwards of their own thread, for the length of a block."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from gradwatch.runtime import guard
 from gradwatch.taps.graph import around_backward
 
 
@@ -20,14 +21,9 @@ def backward() -> Tensor:
     return x.grad
 
 
-def counting(seen: list[int]) -> Callable[[Sequence[Tensor], Callable[[], Any]], Any]:
-    """Runs the backward, and notes how many roots it had."""
-
-    def watch(roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        seen.append(len(roots))
-        return run()
-
-    return watch
+def counting(seen: list[int]) -> Callable[[Sequence[Tensor]], None]:
+    """Notes how many roots a backward has."""
+    return lambda roots: seen.append(len(roots))
 
 
 def test_each_thread_is_given_its_own_backwards() -> None:
@@ -53,3 +49,25 @@ def test_each_thread_is_given_its_own_backwards() -> None:
     backward()
     assert (mine, theirs) == ([1], [1])
     assert torch.autograd._engine_run_backward is found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_fault_around_a_backward_does_not_reach_it(when: str) -> None:
+    """It is counted, and the backward has run."""
+
+    def fail() -> None:
+        raise ValueError("ours")
+
+    def watch(roots: Sequence[Tensor]) -> Callable[[], None]:
+        if when == "before":
+            fail()
+        return fail
+
+    faults: list[str] = []
+    remove = guard.listen(lambda component, error: faults.append(f"{component}: {error}"))
+    try:
+        with around_backward.watched(watch):
+            assert backward().tolist() == [3.0, 3.0]
+    finally:
+        remove()
+    assert faults == ["localise: ours"]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradwatch.capture.names import named_modules
+from gradwatch.runtime import guard
 from gradwatch.taps.graph.nodes import next_number
 
 LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
@@ -66,25 +67,33 @@ class ModuleAttribution:
         return self._modules[position] if position >= 0 and number < LEAF else ("", "")
 
     def _enters(self, module: nn.Module, args: Any) -> None:
-        # A module that is not registered belongs to the one that called it.
-        self._stack.append(self._names.get(id(module), self.now))
-        self._note()
-
-        if module._forward_hooks:
-            # What the user's forward hooks compute belongs to the module too, and the global hook runs before them.
-            self._last[id(module)] = module.register_forward_hook(self._leaves, always_call=True)
+        try:
+            # A module that is not registered belongs to the one that called it.
+            self._stack.append(self._names.get(id(module), self.now))
+            self._note()
+            if module._forward_hooks:
+                # What the user's forward hooks compute belongs to the module too, and the global hook runs before them.
+                self._last[id(module)] = module.register_forward_hook(self._leaves, always_call=True)
+        except Exception as error:
+            guard.fault("localise", error)
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) not in self._last:
-            self._leaves(module, args, output)
+        try:
+            if id(module) not in self._last:
+                self._leaves(module, args, output)
+        except Exception as error:
+            guard.fault("localise", error)
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
-        last = self._last.pop(id(module), None)
-        if last is not None:
-            last.remove()
-        if self._stack:
-            self._stack.pop()
-        self._note()
+        try:
+            last = self._last.pop(id(module), None)
+            if last is not None:
+                last.remove()
+            if self._stack:
+                self._stack.pop()
+            self._note()
+        except Exception as error:
+            guard.fault("localise", error)
 
     def _note(self) -> None:
         number = next_number()

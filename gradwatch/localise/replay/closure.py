@@ -75,8 +75,8 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
     recorder.expect(given.values())
     trace = Trace(sources=sources({name.split(".", 2)[2]: tensor for name, tensor in given.items()}))
 
-    def backward(roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        return blame_backward(trace, recorder, roots, run)
+    def backward(roots: Sequence[Tensor]) -> Callable[[], None]:
+        return blame_backward(trace, recorder, roots)
 
     def closure() -> None:
         kept.generators.restore()

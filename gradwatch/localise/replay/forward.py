@@ -21,6 +21,7 @@ from gradwatch.localise.diagnosis.operations import CONTRACTIONS, NOT_READ, of_k
 from gradwatch.localise.diagnosis.values import State, describe, readable, state, tensors
 from gradwatch.reading.device import capturing
 from gradwatch.records.finding import Frame, Operand
+from gradwatch.runtime import guard
 from gradwatch.taps import containers
 from gradwatch.taps.dispatch_modes import DispatchMode
 
@@ -79,17 +80,30 @@ class ForwardTracer(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it was given and what it made."""
-        kwargs = kwargs or {}
+        try:
+            before = self._looked_before(func, args, kwargs or {})
+        except Exception as error:
+            before = None
+            guard.fault("localise", error)
+        result = func(*args, **(kwargs or {}))
+        try:
+            if before is not None:
+                self._guarded(self._makes, func, result)
+                self._guarded(self._after, func, args, kwargs or {}, result, before)
+        except Exception as error:
+            guard.fault("localise", error)
+        return result
+
+    def _looked_before(self, func: Any, args: Any, kwargs: Any) -> dict[int, State] | None:
+        """What `_before` gives; None where the operation is not looked at."""
         watched = not (self.asleep or func.namespace in COLLECTIVES or capturing())
-        watched = watched and os.getpid() == self._process  # a worker forked meanwhile is not looked at
-        before = self._guarded(self._before, func, args, kwargs) if watched else None
+        # A worker forked meanwhile is not looked at.
+        if not watched or os.getpid() != self._process:
+            return None
+        before: dict[int, State] | None = self._guarded(self._before, func, args, kwargs)
         if before is not None and func._schema.is_mutable and not self.stray:
             self._guarded(self._writes, func, args, kwargs)
-        result = func(*args, **kwargs)
-        if before is not None:
-            self._guarded(self._makes, func, result)
-            self._guarded(self._after, func, args, kwargs, result, before)
-        return result
+        return before
 
     def of(self, tensor: Tensor) -> Origin | None:
         """The origin of what is not finite in a tensor; None for a finite one, or one never seen."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -80,10 +79,8 @@ class Live:
         self.left = 0
         self.end()
 
-    def _backward(self, roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-        if self._recorder is None:
-            return run()
-        return blame_backward(self._trace, self._recorder, roots, run)
+    def _backward(self, roots: Sequence[Tensor]) -> Callable[[], None] | None:
+        return None if self._recorder is None else blame_backward(self._trace, self._recorder, roots)
 
 
 def refuse() -> None:

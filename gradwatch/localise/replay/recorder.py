@@ -40,9 +40,9 @@ class Recorder:
     @contextlib.contextmanager
     def backward(self, roots: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Watch the backward that starts at `roots`; gives the leaves it ends in."""
-        self._backward.attach(roots)
         slept, self._forward.asleep = self._forward.asleep, True  # the nodes are looked at, not their kernels
         try:
+            self._backward.attach(roots)
             # The backward of a custom Function is Python of the user's: its line can be told too.
             with self._inside_custom if self._backward.has_custom else contextlib.nullcontext():
                 yield self._backward.leaves

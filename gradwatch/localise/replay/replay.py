@@ -28,6 +28,7 @@ from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.state_restored import stand_ins, state_restored
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import containers, dynamo, module_calls
+from gradwatch.taps.mute import transforming
 from gradwatch.taps.process_totals import uncounted
 
 
@@ -173,16 +174,19 @@ def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return tensors(made[-1] if made else returned)
 
 
-def blame_backward(trace: Trace, recorder: Recorder, roots: Sequence[Tensor], run: Callable[[], Any]) -> Any:
-    """Run a backward that starts at `roots`; note what made them or a gradient non-finite, unless that is known."""
-    if trace.blamed:
-        return run()
+def blame_backward(trace: Trace, recorder: Recorder, roots: Sequence[Tensor]) -> Callable[[], None]:
+    """Look at a backward that is about to start at `roots`; the returned call, after it, ends that.
+
+    What made them or a gradient non-finite is noted, unless that is known.
+    """
+    looking = contextlib.ExitStack()
+    if trace.blamed or transforming():
+        return looking.close
     with torch.no_grad():
         blame_outputs(trace, roots, recorder)
-    with recorder.backward(roots):
-        result = run()
-    blame_nodes(trace, recorder)
-    return result
+    looking.callback(blame_nodes, trace, recorder)
+    looking.enter_context(recorder.backward(roots))
+    return looking.close
 
 
 def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""Every backward of a thread handed to a function that runs it, for as long as a recording lasts.
+"""A function called before and after every backward of a thread, for as long as a recording lasts.
 
 Unlike the entry that `gradwatch.taps.backward_entry` notices, this puts a frame of gradwatch around the backward.
 """
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwatch.runtime import guard
 from gradwatch.taps.patch import Layer, Patch
 
 RUN_BACKWARD = "_engine_run_backward"
 """torch's function through which every `backward()` and `grad()` goes."""
-Watch = Callable[[Sequence[Tensor], Callable[[], Any]], Any]
+Watch = Callable[[Sequence[Tensor]], Callable[[], None] | None]
+"""Called with the tensors a backward starts at; what it returns is called once that has ended or raised."""
 
 
 class _Watcher(NamedTuple):
@@ -33,7 +35,7 @@ def possible() -> bool:
 
 
 def watched(watch: Watch) -> AbstractContextManager[None]:
-    """Have `watch(roots, run)` called in place of every backward of this thread, in this block; it calls `run()`."""
+    """Have `watch(roots)` called before every backward of this thread, in this block."""
     return _run_backward.listening(_Watcher(threading.get_ident(), os.getpid(), watch))
 
 
@@ -41,16 +43,29 @@ def _make(layer: Layer[_Watcher]) -> Callable[..., Any]:
     original = layer.original
 
     def around(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
+        try:
+            ended = _begins(layer.listeners, roots)
+        except Exception as error:
+            ended = None
+            guard.fault("localise", error)
+        try:
             return original(roots, *args, **kwargs)
-
-        here = threading.get_ident(), os.getpid()
-        for one in reversed(layer.listeners):
-            if (one.thread, one.process) == here:
-                return one.watch([root for root in roots if isinstance(root, Tensor)], run)
-        return run()
+        finally:
+            try:
+                if ended is not None:
+                    ended()
+            except Exception as error:
+                guard.fault("localise", error)
 
     return around
+
+
+def _begins(watchers: Sequence[_Watcher], roots: Sequence[Any]) -> Callable[[], None] | None:
+    here = threading.get_ident(), os.getpid()
+    for one in reversed(watchers):
+        if (one.thread, one.process) == here:
+            return one.watch([root for root in roots if isinstance(root, Tensor)])
+    return None
 
 
 _run_backward = Patch(torch.autograd, RUN_BACKWARD, _make)
