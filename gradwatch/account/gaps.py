@@ -33,6 +33,8 @@ def _steps(account: Account) -> Iterator[str]:
         yield f"{missed:,} of {_many(taken.steps, 'optimizer step')} not watched: {why}"
     elif seen.steps > taken.steps + taken.nested:
         yield f"{_many(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
+    elif taken.raised > (account.ended in ("stopped", "failed")):  # perhaps by what ended the training
+        yield f"whether the weights moved in {_many(taken.raised, 'watched step')} that an exception ended"
     if taken.rejected > seen.rejected:
         lost = taken.rejected - seen.rejected
         yield f"{lost:,} of {_many(taken.rejected, 'step')} rejected by a GradScaler not watched"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +95,30 @@ def test_a_step_ended_by_its_closure_is_told_as_that(tmp_path: Path) -> None:
         account = Account.from_dict(gw.status()["account"])
     assert (account.taken.steps, account.taken.raised, account.watched.steps) == (3, 1, 2)
     assert gaps(account) == ("1 of 3 optimizer steps not watched: 1 step ended by an exception",)
+
+
+def test_a_watched_step_that_an_exception_ended_is_told(tmp_path: Path) -> None:
+    """Its gradients were there and judged; whether the weights moved nothing says. Where it ended the run that is said."""
+    torch.manual_seed(0)
+    model, fails = torch.nn.Linear(2, 1), [False, True, False]
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fails.pop(0):
+                raise MemoryError
+            return super().step(closure)
+
+    optimizer = Failing(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, listen=None) as gw:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            with contextlib.suppress(MemoryError):
+                optimizer.step()
+        account = Account.from_dict(gw.status()["account"])
+    assert (account.taken.steps, account.taken.raised, account.watched.steps) == (3, 1, 3)
+    assert gaps(account) == ("whether the weights moved in 1 watched step that an exception ended",)
+    assert gaps(replace(account, ended="failed")) == ()
 
 
 def test_backwards_without_a_step_are_told_by_what_was_made() -> None:

@@ -28,7 +28,7 @@ from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.state_restored import stand_ins, state_restored
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import containers, dynamo, module_calls
-from gradwatch.taps.mute import transforming
+from gradwatch.taps.muted_forwards import transforming
 from gradwatch.taps.process_totals import uncounted
 
 
