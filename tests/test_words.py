@@ -49,7 +49,7 @@ RETIRED = {
     "settled": "closed_at",
     "spoilt": "nonfinite_statistics",
     "standing": "ClipSection, clip_section",
-    "glance": "quick_total, look_if_due",
+    "glance": "quick_total, check_if_due",
     "sentinels": "kept_hooks, WriteProbes",
     "thinned": "pruned",
     "thin": "prune",

@@ -76,13 +76,13 @@ class RulesWithoutData:
         came_first = not self._came.issuperset(came)
         if came_first:
             self._came |= came
-        fed = {rule for rule, reads in waiting.items() if _evaluated(reads, snapshot, came)}
-        if fed:
-            self._fed |= fed
-        if fed or came_first:
+        evaluated = {rule for rule, reads in waiting.items() if _evaluated(reads, snapshot, came)}
+        if evaluated:
+            self._fed |= evaluated
+        if evaluated or came_first:
             self._wait(
                 {
-                    each: {rule: reads for rule, reads in left.items() if rule not in fed}
+                    each: {rule: reads for rule, reads in left.items() if rule not in evaluated}
                     for each, left in self._waiting.items()
                 }
             )

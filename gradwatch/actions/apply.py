@@ -25,7 +25,7 @@ from gradwatch.capture.versions import versions_of
 from gradwatch.engine.outcome import factors_of, uniform_factor
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device
-from gradwatch.reading.device import arrived, clip_factor, kept
+from gradwatch.reading.device import clip_factor, host_value, start_copy
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
@@ -66,7 +66,7 @@ class StepActions:
         if self._amp_overrides:
             self.restore_amp()
         if self.held:
-            self.let_go(finished=True)
+            self.release(finished=True)
 
     def apply(
         self,
@@ -95,7 +95,7 @@ class StepActions:
             try:
                 self._carry_out(optimizer, captured, decision, evaluations, clip_section)
             except Exception as error:
-                self.give_back()  # the gradient passes unchanged
+                self.restore()  # the gradient passes unchanged
                 self.restore_amp()
                 changed = found is not None and versions_of(captured.grads()) != found
                 if changed and put_back(captured, aside):
@@ -127,7 +127,7 @@ class StepActions:
                 optimizer, captured, instead, evaluations, None
             )  # it asks for nothing per element
         except Exception:  # not even that can be done: it is told as a failure all the same
-            self.give_back()
+            self.restore()
             instead = replace(instead, skip=False, max_norm=None)
         return instead
 
@@ -251,23 +251,23 @@ class StepActions:
         for override in gates:
             override.restore()
 
-    def let_go(self, finished: bool) -> None:
+    def release(self, finished: bool) -> None:
         """Restore everything as it was before the step, which has `finished` or raised."""
         self.held = False
         try:
-            self.give_back(finished)
+            self.restore(finished)
         finally:
             self.restore_amp()
 
-    def give_back(self, finished: bool = True) -> None:
+    def restore(self, finished: bool = True) -> None:
         """Put back what a skip set aside, but no gradient where a newer backward has already made one.
 
         `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
         """
         skipper, self._skipper = self._skipper, None
         if skipper is not None:
-            skipper.give_back(finished)
-            skipper.let_go()
+            skipper.restore(finished)
+            skipper.release()
 
 
 class AmpOverride(NamedTuple):
@@ -321,7 +321,7 @@ def _reshape(
     ahead: dict[int, Tensor] = {}
     if decision.elementwise and clip_section is not None:
         optimizer = None if captured.optimizer is None else captured.optimizer()
-        scale = arrived(kept(carried_scale(optimizer)))
+        scale = host_value(start_copy(carried_scale(optimizer)))
         ahead = clip_section.take(Found(grads, captured.params, scale), coef)
         put({k: made for k, made in ahead.items() if not zero[k]}, grads)
     factors = torch.from_numpy(coef.copy()).unbind()

@@ -27,7 +27,7 @@ class ClosureCalls:
     """
 
     def __init__(
-        self, memory: WeightBackup | None, outer: ClosureCalls | None = None, depth: int = 1
+        self, backup: WeightBackup | None, outer: ClosureCalls | None = None, depth: int = 1
     ) -> None:
         self.outer = outer
         self.depth = depth
@@ -36,7 +36,7 @@ class ClosureCalls:
         self.later_nonfinite = False  # a later evaluation was not finite: what follows it says nothing new
         # A bound on the first gradient's total, for every evaluation of the step.
         self.max_norm: float | None = None
-        self.memory = memory
+        self.backup = backup
         self._running: object = None  # the outermost closure that runs
 
     @property
@@ -61,7 +61,7 @@ class ClosureCalls:
     @property
     def must_finish(self) -> bool:
         """Whether a skip is left to the end of the step: in the midst of it LBFGS must not find zeros."""
-        return self.count > 1 and self.memory is not None and self.memory.exact
+        return self.count > 1 and self.backup is not None and self.backup.exact
 
 
 class WeightBackup:

@@ -60,7 +60,7 @@ class MicroDrop:
         self._kept = self._dropped = 0
         self._factor = 1.0  # what the gradients have been multiplied by for those that were dropped
         self._poison: dict[int, Detail] = {}
-        self.off = ""
+        self.disabled_reason = ""
         self._handles = [_listen(k, param, self) for k, param in enumerate(captured.params)]
         before_clip = self._guard(self.correct)
         self._unlisten = clip_functions.listen(lambda _: before_clip())
@@ -75,8 +75,8 @@ class MicroDrop:
 
     def scaled(self) -> None:
         """A GradScaler has multiplied a loss."""
-        if not self.off:
-            self.off = SCALED
+        if not self.disabled_reason:
+            self.disabled_reason = SCALED
             self._refused(SCALED)
 
     def is_of(self, captured: OptimizerCapture) -> bool:
@@ -97,7 +97,7 @@ class MicroDrop:
 
         return guarded
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         """Nothing has been kept or dropped since."""
         self._kept, self._dropped, self._factor, self._poison = 0, 0, 1.0, {}
 
@@ -106,13 +106,18 @@ class MicroDrop:
     def begins(self, k: int, task: int) -> None:
         """The first hook of a graph task speaks, that of parameter k."""
         captured = self._captured()
-        if captured is None or self.off or backward.nested() or not backward.reaches(captured.params[k]):
+        if (
+            captured is None
+            or self.disabled_reason
+            or backward.nested()
+            or not backward.reaches(captured.params[k])
+        ):
             return
         self._ends.arm()  # a backward before this one that raised is settled first
         if self._open:  # back from a nested one
             return
         if captured.begins():
-            self._forget()
+            self._discard()
             self._cleared(captured)
         captured.stash()
         if self._factor != 1.0:  # corrected too early: another micro-batch comes
@@ -188,7 +193,7 @@ class MicroDrop:
         window.empty = self._dropped > 0 and self._kept == 0
         if self._dropped:
             window.loss = None  # that of the backwards which are left is not known
-        self._forget()
+        self._discard()
         if poison and isinstance(window.raw, CpuNorms):
             window.deferrable = False
             raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})

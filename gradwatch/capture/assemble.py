@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.capture.window import Window
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.device import arrived
+from gradwatch.reading.device import host_value
 from gradwatch.records.snapshot import Column, Sites, Snapshot
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -101,7 +101,7 @@ def assemble(
         coef=coef,
         total_norm=total,
         total_norm_applied=applied,
-        loss_scale=None if window.loss_scale is None else arrived(window.loss_scale),
+        loss_scale=None if window.loss_scale is None else host_value(window.loss_scale),
         columns=columns,
         scalars=scalars,
         micro=window.micro,

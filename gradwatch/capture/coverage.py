@@ -80,7 +80,7 @@ class Places:
                     if slot is not None and slot not in self._of:
                         self._of[slot] = weakref.ref(module), name
 
-    def forget(self, slot: int) -> None:
+    def remove(self, slot: int) -> None:
         """The slot's parameter was let go."""
         self._of.pop(slot, None)
 
@@ -122,10 +122,10 @@ class Coverage:
         self._places.note(models, self._slot_of)
         self._registrations.watch(models)
 
-    def forget(self, slot: int) -> None:
+    def remove(self, slot: int) -> None:
         """The slot's parameter was let go."""
         self._at_attach.discard(slot)
-        self._places.forget(slot)
+        self._places.remove(slot)
 
     def count(self, models: list[nn.Module], captures: Iterable[OptimizerCapture]) -> float:
         """Walk the models; the ratio, which stays until the next count."""

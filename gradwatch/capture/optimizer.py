@@ -29,7 +29,7 @@ from gradwatch.capture.write_probes import WriteProbes
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms, Number, arrived
+from gradwatch.reading.device import DeviceNorms, Number, host_value
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.rows import UNDERFLOW
@@ -84,7 +84,7 @@ class OptimizerCapture:
         self.pruned = False
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
-        self.late = False  # the end of its last backward was missed: read at the step boundary
+        self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
         self.inside_backward = inside_backward
         self.without_optimizer = without_optimizer
         self.closed_at = -1  # backwards when the window was closed; -1 while it is open
@@ -158,8 +158,9 @@ class OptimizerCapture:
     def overdue(self) -> bool:
         """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
         if self.unread or self._norms is None:
-            by_hand = self._schedule.expected == 0 and bool(self.params)  # set by hand, without a backward
-            return self.backwards > 0 or by_hand
+            # `.grad` assigned by the script, without a backward
+            set_by_hand = self._schedule.expected == 0 and bool(self.params)
+            return self.backwards > 0 or set_by_hand
         return not (self.known_scalings or self.distributed) and replaced(
             self._kept or self._held, self.params
         )
@@ -189,7 +190,7 @@ class OptimizerCapture:
 
     def missed_end(self) -> None:
         """The end of its last backward was not seen: it is read at the step boundary."""
-        self.late = self.backwards > 0
+        self.backward_end_missed = self.backwards > 0
 
     def take_hook_missed(self) -> bool:
         """Whether a gradient arrived whose hook was not called, since this was last asked."""
@@ -237,7 +238,7 @@ class OptimizerCapture:
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self._kept = None
-        self._write_probes.let_go()
+        self._write_probes.release()
         cleared = self._arrivals.begins()
         if cleared:
             self.losses.clear()
@@ -324,7 +325,9 @@ class OptimizerCapture:
         state = ids, versions, raw
         self._hookless.step()
         calls, trusted = self._presence(grads, state, current, None if ordinary else repeats)
-        uncertain = unread or self.late or self.spans_two_steps or self.distributed or not trusted
+        uncertain = (
+            unread or self.backward_end_missed or self.spans_two_steps or self.distributed or not trusted
+        )
         window = Window(
             self.sites,
             self.step,
@@ -350,16 +353,16 @@ class OptimizerCapture:
     def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
         """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
         # A loop whose hooks are never called is read at the boundary by design; any other unread window ended early.
-        unread_early = unread and not (self._schedule.expected == 0 and self.backwards == 0)
-        late = self.late and max(versions, default=0) > UNTOUCHED
+        unread_before_schedule = unread and not (self._schedule.expected == 0 and self.backwards == 0)
+        end_missed = self.backward_end_missed and max(versions, default=0) > UNTOUCHED
         partial = self.distributed and bool(self.partial())
-        return unread_early or late or self.spans_two_steps or not trusted or partial
+        return unread_before_schedule or end_missed or self.spans_two_steps or not trusted or partial
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
         self.step += 1
         self.closed_at = -1
-        self.spans_two_steps = self.late = False
+        self.spans_two_steps = self.backward_end_missed = False
         self.reduced_total = None
         self._arrivals.restart()
         self.losses.clear()
@@ -407,7 +410,7 @@ class OptimizerCapture:
             raw if after is None else after,
             calls,
             current,
-            self.late,
+            self.backward_end_missed,
             True,
             applied_known=after is not None,
             loss=self.losses.total(),
@@ -494,7 +497,7 @@ class OptimizerCapture:
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
         self.frozen, self._held, self._arrivals = [], [], ArrivalCounts([])
-        self._write_probes.let_go()
+        self._write_probes.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -503,7 +506,7 @@ class OptimizerCapture:
         if not self.on_cpu:
             return device.read(grads, scale)
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
-        left = scale if type(scale) is float else arrived(scale)
+        left = scale if type(scale) is float else host_value(scale)
         reading = CpuNorms(self._reader.read(rest), self._floor, left)
         if known or self.recent_total_norm is None or not reading.is_ordinary(self.recent_total_norm, rest):
             reading.look(rest)
@@ -517,7 +520,7 @@ class OptimizerCapture:
             return False
         if not isinstance(raw, CpuNorms):
             return True
-        left = scale if type(scale) is float else arrived(scale)
+        left = scale if type(scale) is float else host_value(scale)
         return self._write_probes.agree(grads, raw, factor * left, but)
 
     def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
@@ -537,7 +540,7 @@ class OptimizerCapture:
             return device.read(grads, scale)
         pairs = zip(ids, self._ids, versions, self._versions, strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
-        left = arrived(scale)
+        left = host_value(scale)
         most = not changed or len(changed) * 2 > len(grads)
         if most or not self._untouched(grads, raw, scale, but=changed):
             after = CpuNorms(self._reader.read(grads), self._floor, left)

@@ -211,12 +211,12 @@ class Capture:
         """The share of the models' parameters that is measured, counted now."""
         return self.coverage.count(self.models(), self.captures)
 
-    def look_after(self, captured: OptimizerCapture, window: Window) -> bool:
+    def maintain_hooks(self, captured: OptimizerCapture, window: Window) -> bool:
         """At a step boundary: let go of what is gone, count coverage where it may have changed, reinstall lost hooks.
 
         True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.
         """
-        self.let_go_of_dead()
+        self.release_dead()
         if captured.step % REINSTALL_EVERY == 0:
             self.reinstall(captured)
         swapped_hooks = self._rehook(captured) if captured.take_hook_missed() or not window.trusted else 0
@@ -391,11 +391,11 @@ class Capture:
             for captured in self.captures
             if captured.optimizer is not None and captured.optimizer() is None
         ]
-        by_hand = [captured for captured in self.captures if captured.without_optimizer]
-        same = [captured for captured in (*gone, *by_hand) if not wanted.isdisjoint(captured.param_ids)]
+        unowned = [captured for captured in self.captures if captured.without_optimizer]
+        same = [captured for captured in (*gone, *unowned) if not wanted.isdisjoint(captured.param_ids)]
         return next(iter(same or gone), None)
 
-    def let_go_of_dead(self) -> None:
+    def release_dead(self) -> None:
         """`drop_dead` where an optimizer, or a model trained without one, is gone whose parameters are still held."""
         for captured in self.captures:
             if captured.params and captured.optimizer is not None and captured.optimizer() is None:
@@ -407,7 +407,7 @@ class Capture:
 
     def release(self) -> None:
         """Let go of every parameter that no living optimizer has."""
-        self.let_go_of_dead()
+        self.release_dead()
         if len(self.params) - len(self._free) > sum(len(captured.params) for captured in self.captures):
             self.drop_dead()
 
@@ -430,10 +430,10 @@ class Capture:
 
     def _release(self, slot: int) -> None:
         """Let go of a parameter; its slot stays for another, so that the others keep theirs."""
-        self._grad_ready.forget(slot)
+        self._grad_ready.free(slot)
         self._unowned_slots = None
         self._slot_of.pop(id(self.params[slot]), None)
-        self.coverage.forget(slot)
+        self.coverage.remove(slot)
         self._unhooked.discard(slot)
         for slots in self.ready.values():  # of a backward that raised
             if slot in slots:
@@ -546,13 +546,13 @@ class Capture:
         shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
         for slot in map(int, captured.slots):
             if slot not in keep and slot not in shared:
-                self._grad_ready.remove(slot)
+                self._grad_ready.free(slot)
 
     def mute(self, captured: OptimizerCapture, keep: int) -> None:
         """Keep one hook, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
         for slot in map(int, captured.slots):
             if slot != keep:
-                self._grad_ready.remove(slot)
+                self._grad_ready.free(slot)
 
     def restore(self, captured: OptimizerCapture) -> None:
         """Reinstall every hook of a capture."""

@@ -23,26 +23,26 @@ class BeforeClip:
     """Reads, when clipping begins, the gradients of a Capture that the end of no backward was there to read.
 
     Optimizers that have no capture yet (attached after their backward) get one, and `bound` is called with it.
-    `resting` says that nothing may be read at present.
+    `idle` says that nothing may be read at present.
     """
 
     def __init__(
         self,
         capture: Capture,
         bound: Callable[[OptimizerCapture], None],
-        resting: Callable[[], bool],
+        idle: Callable[[], bool],
         failed: Callable[[str, BaseException], None],
     ) -> None:
         self._capture = capture
         self._bound = bound
-        self._resting = resting
+        self._idle = idle
         self._failed = failed
         self.close = listen(self.read)
 
     def read(self, clip: Multiplication | None = None) -> None:
         """Read what is unread, and tell every capture of the clip; raises only if `failed` does."""
         try:
-            if not self._resting() and not capturing():
+            if not self._idle() and not capturing():
                 self._read()
                 if clip is not None:
                     known = known_scaling(*clip)
@@ -53,8 +53,8 @@ class BeforeClip:
 
     @torch.no_grad()
     def _read(self) -> None:
-        late = self._capture.adopt_waiting(from_first_backward=False)
-        for captured in late:
+        attached = self._capture.adopt_waiting(from_first_backward=False)
+        for captured in attached:
             self._bound(captured)
             captured.read()
         for captured in self._capture.captures:

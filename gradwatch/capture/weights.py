@@ -136,7 +136,7 @@ class Weights:
             self._arriving = None
             return self._judged(self._begin(named)[1]()) + self._unoptimized.look()
 
-    def look_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
+    def check_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
         """At a step boundary: what a look found that has just come to its end, with the `steps()` of its beginning.
 
         One is begun where none is under way and it is `urgent` or due. On the host it ends at once, from a device

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms, Number, arrived, is_ready
+from gradwatch.reading.device import DeviceNorms, Number, host_value, is_ready
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]
@@ -104,4 +104,4 @@ def is_ordinary(raw: Reading, after: Reading) -> bool:
 
 def without(reading: Reading, scale: Number) -> Reading:
     """A reading free of a factor that is in the gradients."""
-    return reading.divided(scale) if isinstance(reading, DeviceNorms) else reading.divided(arrived(scale))
+    return reading.divided(scale) if isinstance(reading, DeviceNorms) else reading.divided(host_value(scale))

@@ -61,7 +61,7 @@ class WriteProbes:
             if content.strip(b"\0"):  # zero stays zero whatever it is multiplied by, and says nothing
                 self._held.append((k, grad.data_ptr(), row, content))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop what is held; it will not be compared."""
         self._held = []
 

@@ -38,11 +38,11 @@ class AloneError(GradwatchError):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks agreed on. `cards[world]`: what each of them laid on the table."""
+    """What the ranks agreed on. `hellos[world]`: what each of them laid on the table."""
 
     rank: int
     world: int
-    cards: tuple[Mapping[str, Any], ...]
+    hellos: tuple[Mapping[str, Any], ...]
     store: Any
 
     def read(self, key: str) -> Any:
@@ -57,10 +57,10 @@ def place() -> tuple[int, int]:
     return 0, 1
 
 
-def meet(name: str, card: Mapping[str, Any], published: Mapping[str, Any]) -> Meeting:
+def meet(name: str, hello: Mapping[str, Any], published: Mapping[str, Any]) -> Meeting:
     """Meet the other ranks under `name`; all of them get the same cards, or all of them `AloneError`.
 
-    `card` says what this rank is about; `published` is laid down under keys of its own, to be `read` later.
+    `hello` says what this rank is about; `published` is laid down under keys of its own, to be `read` later.
     Waits at most `MEET_SECONDS` (and a little for a verdict under way), once.
     """
     rank, world = place()
@@ -69,18 +69,18 @@ def meet(name: str, card: Mapping[str, Any], published: Mapping[str, Any]) -> Me
     store = _store(name)
     for key, value in published.items():
         store.set(key, json.dumps(value))
-    store.set(f"card/{rank}", json.dumps(card))
+    store.set(f"hello/{rank}", json.dumps(hello))
     verdict = _agree(store, _collect(store, world)) if rank == 0 else _await(store)
     if "alone" in verdict:
         raise AloneError(str(verdict["alone"]))
-    return Meeting(rank, world, tuple(verdict["cards"]), store)
+    return Meeting(rank, world, tuple(verdict["hellos"]), store)
 
 
 def announce(name: str) -> None:
     """Say that this rank does not want to meet, so that one that does need not wait for it."""
     rank, _ = place()
     store = _store(name)
-    store.set(f"card/{rank}", json.dumps(None))
+    store.set(f"hello/{rank}", json.dumps(None))
     if rank == 0:
         _agree(store, {"alone": "rank 0 has no rule that needs the other ranks"})
 
@@ -97,20 +97,20 @@ def _store(name: str) -> Any:
 def _collect(store: Any, world: int) -> dict[str, Any]:
     """Rank 0's proposal: everybody's cards, or who is missing."""
     deadline = time.monotonic() + MEET_SECONDS
-    cards = []
+    hellos = []
     for rank in range(world):
         left = max(0.0, deadline - time.monotonic())
         try:
-            store.wait([f"card/{rank}"], timedelta(seconds=left + 0.001))
+            store.wait([f"hello/{rank}"], timedelta(seconds=left + 0.001))
         except RuntimeError:  # DistStoreError: the time is up
             return {
                 "alone": f"rank {rank} does not run gradwatch on this model, or joined more than {left:.0f} s late"
             }
-        card = json.loads(store.get(f"card/{rank}"))
-        if card is None:
+        hello = json.loads(store.get(f"hello/{rank}"))
+        if hello is None:
             return {"alone": f"rank {rank} has no rule that needs the other ranks"}
-        cards.append(card)
-    return {"cards": cards}
+        hellos.append(hello)
+    return {"hellos": hellos}
 
 
 def _await(store: Any) -> dict[str, Any]:

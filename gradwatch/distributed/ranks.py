@@ -95,14 +95,14 @@ class Ranks:
     def __init__(
         self,
         name: str,
-        wants: RankRequirements,
+        rank_requirements: RankRequirements,
         models: Callable[[], list[nn.Module]],
         report: Report,
         stages: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         """`stages` says which stages of a pipeline this rank has seen itself take."""
         self._name = name
-        self._wants = wants
+        self._requirements = rank_requirements
         self._models = models
         self._report = report
         self._stages = stages
@@ -123,7 +123,7 @@ class Ranks:
             or membership.uneven
         ):
             return ""
-        met = self._wants.acts or self._wants.facts or membership.sharded
+        met = self._requirements.acts or self._requirements.facts or membership.sharded
         return f"{self._name}/{captured.index}/{self._meetings}/cause" if met else ""
 
     # -- meeting -----------------------------------------------------------------------------------------
@@ -162,40 +162,40 @@ class Ranks:
     def _meet(
         self, captured: OptimizerCapture, membership: RankMembership, held: list[ShardPlacement]
     ) -> None:
-        wants = self._wants
+        rank_requirements = self._requirements
         self._meetings += 1
         name = f"{self._name}/{captured.index}/{self._meetings}"
-        if not (wants.acts or wants.facts or membership.sharded):
+        if not (rank_requirements.acts or rank_requirements.facts or membership.sharded):
             announce(name)
             return
-        if wants.refused:
+        if rank_requirements.refused:
             announce(name)
-            raise AloneError(wants.refused)
+            raise AloneError(rank_requirements.refused)
         models = self._models()
         reducers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
         membership.reducers, ddp = tuple(map(weakref.ref, reducers)), bool(reducers)
         table = parameter_manifest.table(membership.sites)
         digest = parameter_manifest.identity(membership.sites, () if ddp else held, self._stages())
-        card = {
-            "rules": wants.rules,
+        hello = {
+            "rules": rank_requirements.rules,
             "table": digest,
             "sharded": membership.sharded,
-            "facts": wants.facts,
+            "facts": rank_requirements.facts,
             "ddp": ddp,
             "heard": any(tap is not None for tap in local_taps(captured.params, models)),
         }
-        met = meet(name, card, {digest: table})
-        if len({one["rules"] for one in met.cards}) > 1:
+        met = meet(name, hello, {digest: table})
+        if len({one["rules"] for one in met.hellos}) > 1:
             raise AloneError("the ranks run different rules; give all of them the same rule file")
-        apart = len({one["table"] for one in met.cards}) > 1
-        pooled = apart or any(one["sharded"] for one in met.cards)
-        tapped = all(card["heard"] for card in met.cards)
-        membership.ranked = wants.ranked and not apart and (tapped or not pooled)
-        membership.ddp = membership.replicas = all(one["ddp"] for one in met.cards)
+        models_differ = len({one["table"] for one in met.hellos}) > 1
+        pooled = models_differ or any(one["sharded"] for one in met.hellos)
+        tapped = all(hello["heard"] for hello in met.hellos)
+        membership.ranked = rank_requirements.ranked and not models_differ and (tapped or not pooled)
+        membership.ddp = membership.replicas = all(one["ddp"] for one in met.hellos)
         if partial := captured.partial():
             names = [captured.sites.names[k] for k in partial]
             self._report("ranks", AloneError(f"{PARTIAL}: {', '.join(names[:5])}"))
-        if pooled or any(one["facts"] for one in met.cards):
+        if pooled or any(one["facts"] for one in met.hellos):
             membership.layout = self._laid_out(met, digest, held, captured, pooled)
             membership.sites = membership.layout.sites
             membership.usual = Usual(np.full(len(held), np.nan))
@@ -204,12 +204,14 @@ class Ranks:
     def _laid_out(
         self, met: Meeting, digest: str, held: list[ShardPlacement], captured: OptimizerCapture, pooled: bool
     ) -> Layout:
-        order = list(dict.fromkeys(str(card["table"]) for card in met.cards))
+        order = list(dict.fromkeys(str(hello["table"]) for hello in met.hellos))
         found = {table: met.read(table) for table in order}
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
-        leader = next(rank for rank, card in enumerate(met.cards) if card["table"] == digest)
+        leader = next(rank for rank, hello in enumerate(met.hellos) if hello["table"] == digest)
         here = [dense(param.detach()).numel() for param in captured.params]
-        sampled = tuple(name for name in self._wants.sampled if plain(name) in rank_facts.REDUCED_SAMPLES)
+        sampled = tuple(
+            name for name in self._requirements.sampled if plain(name) in rank_facts.REDUCED_SAMPLES
+        )
         return Layout(
             sites=parameter_manifest.joined([found[table] for table in order]),
             own=np.arange(start, start + len(held)),

@@ -81,7 +81,7 @@ class Allowance:
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
-    born: float
+    opened_at: float
     received: bytearray = field(default_factory=bytearray)
     unsent: list[memoryview] = field(default_factory=list)
     answered: bool = False
@@ -168,14 +168,14 @@ class Endpoint:
             elif isinstance(key.data, _Connection) and key.data.socket in self._connections:
                 self._advance(key.data)  # else: dropped earlier in this turn
         late = now - self.limits.deadline_seconds
-        for connection in [each for each in self._connections.values() if each.born <= late]:
+        for connection in [each for each in self._connections.values() if each.opened_at <= late]:
             self._drop(connection)
         if not self._accepting and now >= self._resume_at:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._accepting = True
 
     def _wait_seconds(self) -> float | None:
-        moments = [each.born + self.limits.deadline_seconds for each in self._connections.values()]
+        moments = [each.opened_at + self.limits.deadline_seconds for each in self._connections.values()]
         if not self._accepting:
             moments.append(self._resume_at)
         return max(0.0, min(moments) - time.monotonic()) if moments else None

@@ -297,7 +297,7 @@ class BoundEngine:
         """
         mask_S = self.sites.select(glob)
         baselines = self._restarted(state, mask_S, keep_judging=False)
-        clips = self.clipping.forget(state.clips, mask_S)
+        clips = self.clipping.reset(state.clips, mask_S)
         return EngineState(self.plan, baselines, state.tracks, state.consecutive, state.lr, clips=clips)
 
     def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:

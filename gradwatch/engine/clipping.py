@@ -133,7 +133,7 @@ class Clipping:
         for one, state in zip(self.policies, states, strict=True):
             yield one, state, one.measured(norms, calls)
 
-    def forget(self, states: tuple[State, ...], mask_S: BoolArray) -> tuple[State, ...]:
+    def reset(self, states: tuple[State, ...], mask_S: BoolArray) -> tuple[State, ...]:
         """The states with every series empty that some site of the mask is part of."""
         return tuple(_forgotten(one, state, mask_S) for one, state in zip(self.policies, states, strict=True))
 

@@ -70,7 +70,7 @@ class FastPath:
     """What `plan` needs on a step on which nothing happens."""
 
     __slots__ = (
-        "_feeds",
+        "_bank_inputs",
         "_gathered",
         "_guards",
         "_of_scalars",
@@ -91,8 +91,10 @@ class FastPath:
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
         self._rare = tuple({one.rule.every for one in plan.rules} - {1})
-        self._feeds = tuple(_feeds(plan))
-        self._stacked = any(feed.select is not None and not feed.alone for feed in self._feeds)
+        self._bank_inputs = tuple(_bank_inputs(plan))
+        self._stacked = any(
+            bank_input.select is not None and not bank_input.alone for bank_input in self._bank_inputs
+        )
         self._params = plan.sites.kinds.count("param")  # they come first
         roots = plan.roots[: self._params] if self._params else np.ones(1, np.float32)
         self._roots = float(roots.max()), float(roots.min())
@@ -115,7 +117,7 @@ class FastPath:
             return None
         if not self._cannot_breach(snapshot, low, high):
             return None
-        return self._fed(state, snapshot)
+        return self._advanced(state, snapshot)
 
     def _cannot_breach(self, snapshot: Snapshot, low: float, high: float) -> bool:
         """Whether no rule without a baseline breaches."""
@@ -149,27 +151,27 @@ class FastPath:
             return NOTHING if value is None else (float(value), float(value))
         return UNKNOWN
 
-    def _fed(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
+    def _advanced(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
         """Every baseline after it learned this step; None when a score is too close to call."""
         after = list(state.baselines)
         logs = _logs(snapshot, self._params) if self._stacked else None
         reader: Reader | None = None
-        for feed in self._feeds:
-            number = feed.number
-            if state.done[number] or (feed.scalar and snapshot.scalar(feed.scalar) is None):
+        for bank_input in self._bank_inputs:
+            number = bank_input.number
+            if state.done[number] or (bank_input.scalar and snapshot.scalar(bank_input.scalar) is None):
                 continue
-            if feed.select is None:
-                if feed.detector.indifferent(after[number], snapshot.scalar):
+            if bank_input.select is None:
+                if bank_input.detector.indifferent(after[number], snapshot.scalar):
                     continue
                 reader = reader or Reader(snapshot, self.plan.roots)
-                sample = feed.bank.sample(reader)
+                sample = bank_input.bank.sample(reader)
                 if sample is None:
                     continue
-                score, after[number] = feed.detector.advance(after[number], sample)
+                score, after[number] = bank_input.detector.advance(after[number], sample)
             else:
-                x = _log(snapshot.total_norm) if logs is None or feed.alone else logs[feed.select]
-                score, after[number] = feed.detector.advance_logs(after[number], x)
-            if score is not None and may_breach(feed.first_crossed, score):
+                x = _log(snapshot.total_norm) if logs is None or bank_input.alone else logs[bank_input.select]
+                score, after[number] = bank_input.detector.advance_logs(after[number], x)
+            if score is not None and may_breach(bank_input.first_crossed, score):
                 return None
         return tuple(after)
 
@@ -222,7 +224,7 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
         yield ColumnBound(name, max(low for low, _ in safe), min(high for _, high in safe), members)
 
 
-def _feeds(plan: Plan) -> Iterable[BankInput]:
+def _bank_inputs(plan: Plan) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
         if bank.every == 1 and any(segment.always for segment in bank.segments):
             lowest = first_crossed([one.detector for one in plan.rules if one.bank == number])

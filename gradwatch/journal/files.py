@@ -126,7 +126,7 @@ class JournalFiles:
             if self.path is not None:
                 self.retention.seal(self.path, max(self._end, self._allocated), self._sampled)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """In a forked child: let go of the parent's file and touch nothing on the disk."""
         fd, self._fd = self._fd, None
         if fd is not None:

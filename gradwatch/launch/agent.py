@@ -92,7 +92,7 @@ class Agent:
 
     def _building(self) -> None:
         for watch in _watches:  # what was trained before may be gone: its memory is wanted now
-            watch.let_go_of_dead()
+            watch.release_dead()
 
     def _made(self, optimizer: Optimizer | None) -> None:
         self._building()
@@ -217,7 +217,7 @@ class Agent:
             from gradwatch.session.session import live_sessions
         while self._inherited:
             self._inherited.pop().close()
-        here = [watch for watch in live_sessions() if not watch.resting()]
+        here = [watch for watch in live_sessions() if not watch.idle()]
         own = next((watch for watch in here if watch in _watches), None)
         others = [watch for watch in here if watch is not own]
         ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]

@@ -49,7 +49,7 @@ class Baselines:
         self._path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")
         self._loaded: dict[str, Any] | None = None
         self._met: dict[int, weakref.ref[Optimizer]] = {}
-        self._forget_at = _MANY
+        self._prune_at = _MANY
         # The optimizer of each capture; scripts let go of it before they end.
         self._known: dict[int, _Known] = {}
         self._due = time.monotonic() + EVERY_SECONDS
@@ -62,9 +62,9 @@ class Baselines:
         if ref is not None and ref() is optimizer:
             return
         self._met[id(optimizer)] = weakref.ref(optimizer)
-        if len(self._met) > self._forget_at:
+        if len(self._met) > self._prune_at:
             self._met = {key: ref for key, ref in self._met.items() if ref() is not None}
-            self._forget_at = max(_MANY, 2 * len(self._met))
+            self._prune_at = max(_MANY, 2 * len(self._met))
         try:
             captured = self._watch.capture_of(optimizer)
             if captured is not None:
@@ -86,7 +86,7 @@ class Baselines:
         watch = self._watch
         started = time.monotonic()
         try:
-            if watch.resting() or not os.path.isdir(watch.run.directory) or not self._state_lock.keeps():
+            if watch.idle() or not os.path.isdir(watch.run.directory) or not self._state_lock.keeps():
                 return
             captures = {
                 str(captured.index): entry
@@ -104,7 +104,7 @@ class Baselines:
 
     def leave_to_parent(self) -> None:
         """In a forked child: the state stays the parent's."""
-        self._state_lock.let_go()
+        self._state_lock.release()
 
     def _take_up(self, optimizer: Optimizer, captured: OptimizerCapture) -> None:
         if self._loaded is None:

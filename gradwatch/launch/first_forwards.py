@@ -123,5 +123,5 @@ def _watched(model: nn.Module) -> bool:
     watching = sys.modules.get("gradwatch.session.session")
     if watching is None:
         return False
-    watches = [watch for watch in watching.live_sessions() if not watch.resting()]
+    watches = [watch for watch in watching.live_sessions() if not watch.idle()]
     return any(watch.knows(id(param)) for param in module_tree.parameters(model) for watch in watches)

@@ -40,7 +40,7 @@ class StateLock:
             self._lock()
         return self._descriptor is not None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close the lock. In a forked child this leaves the parent's as it is."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -57,7 +57,7 @@ class StateLock:
         except OSError as error:
             taken = isinstance(error, BlockingIOError)
             self.refusal = TAKEN if taken else f"the run's folder allows no locks ({error.strerror})"
-            self.let_go()
+            self.release()
 
 
 def command() -> str:

@@ -26,7 +26,7 @@ from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 from gradwatch.localise.hold.recorded_calls import Call, inner
 from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.anomaly_mode import Raising
-from gradwatch.localise.replay.closure import Kept, run_again
+from gradwatch.localise.replay.closure import ReplayableClosure, run_again
 from gradwatch.localise.replay.live_recording import Live
 from gradwatch.localise.replay.rank_agreement import RankAgreement
 from gradwatch.localise.replay.replay import Trace, refuse, replay, within
@@ -84,10 +84,10 @@ class Localiser:
         self._live: Live | Raising | None = None
         self._ask = Ask()
         self._recorded: list[tuple[int, Finding]] = []  # steps taken when the recording ended
-        self._closure: Kept | None = None
+        self._closure: ReplayableClosure | None = None
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
-        self._together: RankAgreement | None = None
+        self._agreement: RankAgreement | None = None
         self.add(models)
         self._remove = step_hooks.listen(self)
 
@@ -118,7 +118,7 @@ class Localiser:
             self._live.close()
             self._live = None
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Let go of the calls that were held: they belong to no step."""
         self._recordings.drop()
 
@@ -133,7 +133,7 @@ class Localiser:
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
         """While this is entered, the step to localise is what `run` computes."""
         try:
-            self._closure = Kept(run, self.models())
+            self._closure = ReplayableClosure(run, self.models())
         except Exception as error:
             self._failed("localise", error)
         try:
@@ -169,26 +169,26 @@ class Localiser:
         """Whether an incident is to be localised: until its cause is known, and not for ever."""
         return self._incidents.get(incident, 0) < TRIES
 
-    def localise(self, ask: Ask, late: bool = False, together: RankAgreement | None = None) -> Finding:
-        """The cause of the step that is about to be taken; `late`: it has been taken already. Never raises.
+    def localise(self, ask: Ask, step_taken: bool = False, agreement: RankAgreement | None = None) -> Finding:
+        """The cause of the step that is about to be taken; `step_taken`: it has been taken already. Never raises.
 
-        `together`: the ranks, where all of them localise this step. Then they tell the cause on the rank that has it.
+        `agreement`: the ranks, where all of them localise this step. Then they tell the cause on the rank that has it.
         """
-        self._together = together
+        self._agreement = agreement
         newest = self._newest()
         if self._last is not None and self._last[0] == newest >= 0 and ask.way == "replay":
             self._incidents[ask.incident] = TRIES
             return self._signed(self._last[1], ask)  # two optimizers, one backward
         try:
-            finding = self._localised(ask, late)
+            finding = self._localised(ask, step_taken)
         except Exception as error:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
         finding = finding.amended(
             batch=self._batch_of(finding)
         )  # this rank's own, before all are told of one
-        if together is not None:
-            finding = self._agreed(together, finding)
+        if agreement is not None:
+            finding = self._agreed(agreement, finding)
         if finding.found and finding.phase != "loss":
             self._last = (newest, finding)
         self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
@@ -210,17 +210,17 @@ class Localiser:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _localised(self, ask: Ask, late: bool) -> Finding:
-        apart = self._together is None or not any(map(is_spread, self.models()))
+    def _localised(self, ask: Ask, step_taken: bool) -> Finding:
+        independent = self._agreement is None or not any(map(is_spread, self.models()))
         # Else the others wait for this rank to agree.
-        if self._recorded and ask.way != "detect_anomaly" and apart:
+        if self._recorded and ask.way != "detect_anomaly" and independent:
             return self._recorded.pop()[1]  # the step under judgement is one that was recorded
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
         held = self._recordings.calls()
         try:
-            if late:
+            if step_taken:
                 raise Refused("its norms were copied from the device after the step was taken")
             finding = self._of_closure() or self._of_calls(held, ask.suspicion)
         except Refused as refusal:
@@ -270,7 +270,7 @@ class Localiser:
         if not spread:
             self._check(held)
             return {}
-        if self._together is None:
+        if self._agreement is None:
             raise Refused(
                 "its parameters are sharded over ranks, and the ranks do not evaluate this step together"
             )
@@ -282,13 +282,13 @@ class Localiser:
             refuse_gathering(spread)
         except Refused as refused:
             refusal = str(refused)
-        self._together.agree(refusal)
+        self._agreement.agree(refusal)
         return {id(model): gather(model) for model in spread}
 
-    def _agreed(self, together: RankAgreement, own: Finding) -> Finding:
+    def _agreed(self, agreement: RankAgreement, own: Finding) -> Finding:
         """What the ranks found; where one of them knows the cause, the next steps need not be recorded."""
         try:
-            finding = together.share(own)
+            finding = agreement.share(own)
         except Exception as error:
             self._failed("localise", error)
             return own
@@ -350,7 +350,7 @@ class Localiser:
             rule=ask.rule,
             incident=ask.incident,
             step=ask.step,
-            rank=self._rank if self._together is None else finding.rank,
+            rank=self._rank if self._agreement is None else finding.rank,
             first_parameter=ask.first_parameter,
         )
 
@@ -374,7 +374,7 @@ class Localiser:
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
             finding = finding.amended(note=note, batch=self._batch_of(finding))
             self._recorded.append((self._steps, self._signed(finding, self._ask)))
-            if self._together is None:  # else the others would not know that it is
+            if self._agreement is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
             live.left = 0
         if live.left <= 0:

@@ -39,7 +39,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class OneBound:
+class SiteBound:
     """A Bound at one site, in plain numbers."""
 
     low: float
@@ -63,7 +63,7 @@ class OneBound:
         return float(min(np.float32(LARGEST if self.enlarges else 1), found))
 
 
-def factor_of(bounds: tuple[OneBound, ...], norm: float) -> float:
+def factor_of(bounds: tuple[SiteBound, ...], norm: float) -> float:
     """The smallest factor of those bounds that say anything; 1 where none does, or the norm is 0 or not finite."""
     if not 0 < norm < math.inf:
         return 1.0
@@ -71,10 +71,10 @@ def factor_of(bounds: tuple[OneBound, ...], norm: float) -> float:
     return min(factors) if factors else 1.0
 
 
-def at_site(bounds: tuple[Bound, ...], k: int) -> tuple[OneBound, ...]:
+def at_site(bounds: tuple[Bound, ...], k: int) -> tuple[SiteBound, ...]:
     """What site k has to keep to, in plain numbers."""
     return tuple(
-        OneBound(float(low[k]), float(high[k]), float(target[k]), eps, enlarges)
+        SiteBound(float(low[k]), float(high[k]), float(target[k]), eps, enlarges)
         for low, high, target, eps, enlarges in bounds
         if high[k] < np.inf or low[k] > 0
     )

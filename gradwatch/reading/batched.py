@@ -92,8 +92,10 @@ class RowNorms:
         """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
         if self._missed:
             return math.sqrt(float(self.squares().sum()))
-        apart = self._single
-        return math.hypot(self._quick_total, *map(math.sqrt, apart.values())) if apart else self._quick_total
+        singles = self._single
+        return (
+            math.hypot(self._quick_total, *map(math.sqrt, singles.values())) if singles else self._quick_total
+        )
 
     def squares(self) -> Squares:
         """float64[K] sums of squares; 0 where a gradient was None."""
@@ -139,9 +141,9 @@ class RowNorms:
             and not self._missed
             and (sheet.min_row() > plan.may_underflow or self._lifted(floor))
         ):
-            apart = self._single
-            return bool(apart) and any(
-                value < floor[k] and grads[k] is not None for k, value in apart.items()
+            singles = self._single
+            return bool(singles) and any(
+                value < floor[k] and grads[k] is not None for k, value in singles.items()
             )
         return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
 

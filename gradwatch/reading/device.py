@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwatch.reading import foreach
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.layouts import dense
-from gradwatch.reading.pinned import RING
+from gradwatch.reading.pinned import POOL
 
 NO_FLOAT64 = frozenset({"mps"})
 """Devices without float64: there a float32 overflow of the norm still looks like an Inf element."""
@@ -51,7 +51,7 @@ class AsyncCopy:
         self._count = count
         self._factor = factor
         self._scale = scale
-        self._sent = [RING.send(part) for part in parts]
+        self._sent = [POOL.send(part) for part in parts]
 
     def ready(self) -> bool:
         """Whether `values()` would return at once."""
@@ -66,7 +66,7 @@ class AsyncCopy:
             out[self.positions] = np.concatenate(arrived_parts)
         if self._factor is not None:
             out *= self._factor
-        scale = arrived(self._scale)
+        scale = host_value(self._scale)
         if scale != 1.0:
             with np.errstate(divide="ignore", invalid="ignore"):
                 out /= scale
@@ -84,7 +84,7 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def kept(value: float | Tensor) -> Number:
+def start_copy(value: float | Tensor) -> Number:
     """A number as it is; a one-element tensor read without waiting, where it lives on a device."""
     if not isinstance(value, Tensor):
         return float(value)
@@ -97,27 +97,27 @@ def one_number(value: Tensor, scale: Number = 1.0) -> AsyncCopy:
     return AsyncCopy([value.reshape(1)], _FIRST, 1, scale=scale)
 
 
-def arrived(value: Number) -> float:
-    """The number behind `kept`, waited for where it is still on its way."""
+def host_value(value: Number) -> float:
+    """The number behind `start_copy`, waited for where it is still on its way."""
     return float(value.values()[0]) if isinstance(value, AsyncCopy) else float(value)
 
 
 def is_ready(value: Number) -> bool:
-    """Whether `arrived` would return at once."""
+    """Whether `host_value` would return at once."""
     return not isinstance(value, AsyncCopy) or value.ready()
 
 
 class DeviceNorms:
     """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived."""
 
-    def __init__(self, norms: Sequence[Tensor], arriving: AsyncCopy, scales: tuple[Number, ...] = ()) -> None:
+    def __init__(self, norms: Sequence[Tensor], pending: AsyncCopy, scales: tuple[Number, ...] = ()) -> None:
         self._norms = norms
-        self._arriving = arriving
+        self._copy = pending
         self._scales = scales
 
     def ready(self) -> bool:
         """Whether `norms()` would return at once."""
-        return self._arriving.ready() and all(map(is_ready, self._scales))
+        return self._copy.ready() and all(map(is_ready, self._scales))
 
     @property
     def details(self) -> Mapping[int, Detail]:
@@ -126,7 +126,7 @@ class DeviceNorms:
 
     def divided(self, scale: Number) -> DeviceNorms:
         """The same reading without a factor that was in the gradients when they were read."""
-        return DeviceNorms(self._norms, self._arriving, (*self._scales, scale))
+        return DeviceNorms(self._norms, self._copy, (*self._scales, scale))
 
     def device_total(self) -> Tensor | None:
         """0-dim total norm on the device, scale included, for a verdict that never leaves it; None without any."""
@@ -142,14 +142,14 @@ class DeviceNorms:
     def each(self) -> dict[int, Tensor]:
         """0-dim norms on their devices by position, scale included; of the gradients that were there."""
         each = [norm for norms in self._norms for norm in norms.unbind()]
-        return dict(zip(map(int, self._arriving.positions), each, strict=True))
+        return dict(zip(map(int, self._copy.positions), each, strict=True))
 
     def norms(self) -> NDArray[np.float64]:
         """float64[K] norms without the loss scale, 0 where there was no gradient."""
-        found = self._arriving.values().astype(np.float64)
+        found = self._copy.values().astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
             for scale in self._scales:
-                found /= arrived(scale)
+                found /= host_value(scale)
         return found
 
 

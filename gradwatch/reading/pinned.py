@@ -76,5 +76,5 @@ class Sending:
         return self._taken
 
 
-RING = PinnedPool()
+POOL = PinnedPool()
 """Shared by everything that reads off a device in this process."""

@@ -121,7 +121,7 @@ class Scanner:
             if all(member.summary and not member.mourned for member in found):
                 self._unchanged[folder] = (changed, tuple(found))
             self.progress(number, len(folders))
-        self._forget({folder for folder, _ in folders})
+        self._discard({folder for folder, _ in folders})
         newest = _newest_of_each(members)
         refused = tuple(member for member in newest if member.refused and member.state == "running")
         return Fleet(newest, now, time.perf_counter() - began, self.errors, refused)
@@ -179,12 +179,12 @@ class Scanner:
             self._owners[journal] = entry.run
         return self._owners[journal]
 
-    def _forget(self, folders: set[Path]) -> None:
+    def _discard(self, folders: set[Path]) -> None:
         for folder in self._unchanged.keys() - folders:
             del self._unchanged[folder]
         for journal in [each for each in self._owners if each.parent not in folders]:
             del self._owners[journal]
-        self.summaries.forget(set(self._owners))
+        self.summaries.discard(set(self._owners))
 
 
 def _newest_of_each(members: Iterable[Member]) -> tuple[Member, ...]:

@@ -196,7 +196,7 @@ class Summaries:
         self._known[journal] = (process.stamp, summary)
         return summary
 
-    def forget(self, journals: set[Path]) -> None:
+    def discard(self, journals: set[Path]) -> None:
         """Keep only these in memory; what is on disk of folders that were deleted is small and harmless."""
         for journal in self._known.keys() - journals:
             del self._known[journal]

@@ -98,9 +98,9 @@ def of_process(live: Iterable[Account]) -> Account:
     return merged(found, TOTALS.taken()) if found else Account(TOTALS.taken(), told_by=told_by())
 
 
-def _forget() -> None:
+def _discard() -> None:
     """In a forked child: what the parent watched belongs to the parent's account."""
     _concluded.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_discard)

@@ -45,7 +45,7 @@ class Activity:
         """Attached, not closed, and no forked child; true in a pause too."""
         return here[0] == self._serving
 
-    def resting(self) -> bool:
+    def idle(self) -> bool:
         """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
         return here[0] != self._serving or (self._paused_until > 0 and self.paused())
 

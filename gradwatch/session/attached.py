@@ -32,7 +32,7 @@ from gradwatch.session.binding.backward_rules import module_bounds_of
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.binding.bindings import RuleBindings
 from gradwatch.session.binding.fitting import Fitting, refused_here
-from gradwatch.session.binding.rank_rules import wants
+from gradwatch.session.binding.rank_rules import rank_requirements
 from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes, localising
@@ -138,7 +138,9 @@ class Attached:
         self.weights = Weights(lambda: zip(capture.names, capture.params, strict=False), capture.unoptimized)
         self.contexts = Contexts(activity.failed)
         self._stages = PipelineStages(self._stage_scaled)
-        self.ranks = Ranks(name, wants(rules.engine), capture.models, self._of_ranks, self._stages.taken)
+        self.ranks = Ranks(
+            name, rank_requirements(rules.engine), capture.models, self._of_ranks, self._stages.taken
+        )
         totals = self._services.publishing.totals
         self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
         self.checkpoints = Checkpoints(self.contexts, self.rule_bindings, self.weights, activity)
@@ -203,7 +205,7 @@ class Attached:
         )
         capture.cleared = self._cleared
         capture.losses.refused = self._no_loss
-        self.before_clip = BeforeClip(capture, self._bind, activity.resting, activity.failed)
+        self.before_clip = BeforeClip(capture, self._bind, activity.idle, activity.failed)
 
     def bind_before_backward(self) -> None:
         """Bind the rules before the first backward, where some act inside it and the optimizer is known."""
@@ -215,7 +217,7 @@ class Attached:
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched now."""
-        return not self._activity.resting() and self.ownership.includes(optimizer, self.capture)
+        return not self._activity.idle() and self.ownership.includes(optimizer, self.capture)
 
     def sites(self) -> Sites:
         """Every parameter that wants a gradient, and every module that is tapped."""
@@ -271,7 +273,7 @@ class Attached:
         self.binder.bind(captured)
 
     def _backward_ended(self, touched: list[OptimizerCapture]) -> None:
-        if self._activity.resting():
+        if self._activity.idle():
             return
         for captured in self.capture.captures:
             if not captured.on_cpu and capturing():
@@ -294,14 +296,14 @@ class Attached:
 
     def _reset(self, captured: OptimizerCapture) -> None:
         """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
-        self.rule_bindings.forget(captured)
+        self.rule_bindings.discard(captured)
         if self.causes is not None:
-            self.causes.forget()
+            self.causes.discard()
 
     def _cleared(self, captured: OptimizerCapture) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
         self.rule_bindings.cleared(captured)
-        if not self._activity.resting():  # while it pauses it sees no steps, either
+        if not self._activity.idle():  # while it pauses it sees no steps, either
             discarded = self.contexts.of(captured).discarded
             self._services.publishing.totals.cleared += discarded.unused(captured, self.capture.captures)
         if self.causes is not None:
@@ -314,5 +316,5 @@ class Attached:
 
     def _no_loss(self, reason: str) -> None:
         """A backward whose root is no loss: said once, where a rule needs one."""
-        if "loss" in self.rules.engine.columns and not self._activity.resting():
+        if "loss" in self.rules.engine.columns and not self._activity.idle():
             self._notices.no_loss(reason)

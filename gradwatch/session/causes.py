@@ -88,9 +88,9 @@ class Causes:
         """While this is entered, the step to localise is what `run` computes."""
         return self._localiser.closure(run)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What has been held belongs to no step: an evaluation of a closure that another one follows."""
-        self._localiser.forget()
+        self._localiser.discard()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
         """The loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
@@ -101,14 +101,14 @@ class Causes:
         self._localiser.close()
 
     def of(
-        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, late: bool, ranks: str = ""
+        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str = ""
     ) -> tuple[Finding, ...]:
-        """What is known of the causes of this step's incidents; `late`: the step has been taken already.
+        """What is known of the causes of this step's incidents; `step_taken`: the step has been taken already.
 
         `ranks`: a name under which all ranks may meet over this step, "" where they do not judge it together.
         """
         if snapshot.scalars.get("scaler_skip"):
-            self._localiser.forget()  # no step was taken: what led to it must not be taken for a part of the next
+            self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
             return ()
         found = []
         for rule in sorted(
@@ -117,9 +117,9 @@ class Causes:
             event = incident_of(verdict, rule)
             if event is not None and rule in self._asked and self._localiser.due(event.incident):
                 ask = _ask(self._asked[rule], event, snapshot)
-                together = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
-                found.append(self._localiser.localise(ask, late, together))
-        return (*found, *self._localiser.recorded(None if late else snapshot.step))
+                agreement = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
+                found.append(self._localiser.localise(ask, step_taken, agreement))
+        return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 
 
 def localising(ruleset: RuleSet) -> dict[str, Action]:

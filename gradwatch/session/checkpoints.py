@@ -47,7 +47,7 @@ class Checkpoints:
         except Exception as error:
             self._activity.failed("checkpoint", error)
 
-    def look_if_due(self, bound_rules: OptimizerRules, broken: bool) -> None:
+    def check_if_due(self, bound_rules: OptimizerRules, broken: bool) -> None:
         """Look at the weights where a step that jumped was taken, or where the last look is long ago.
 
         `broken`: the total norm of the step of `bound_rules` is not finite.
@@ -56,7 +56,7 @@ class Checkpoints:
         for one in self._rule_bindings:
             urgent = urgent or one.health_tracker.suspected is not None
         try:
-            found = self._weights.look_if_due(self._steps, urgent)
+            found = self._weights.check_if_due(self._steps, urgent)
         except Exception as error:
             self._activity.failed("checkpoint", error)
             return

@@ -56,7 +56,7 @@ class OptimizerContext:
     def clips_at_step_instead(self) -> bool:
         """Whether hooks that were to clip inside the backward have switched themselves off."""
         clipper = None if self.bound_rules is None else self.bound_rules.clipper
-        return clipper is not None and bool(clipper.off)
+        return clipper is not None and bool(clipper.disabled_reason)
 
 
 class Contexts:

@@ -18,7 +18,7 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window import Window
 from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError
-from gradwatch.reading.device import arrived, is_ready, kept
+from gradwatch.reading.device import host_value, is_ready, start_copy
 from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.context import OptimizerContext
@@ -46,7 +46,7 @@ class Measurement:
 
     def values(self) -> dict[str, float]:
         """The values that there is one of per step; waits for a device."""
-        return {name: arrived(value) for name, value in self.scalars.items()}
+        return {name: host_value(value) for name, value in self.scalars.items()}
 
 
 class ExtraColumns:
@@ -73,7 +73,7 @@ class ExtraColumns:
                 f"observe({name}=…) is not used: gradwatch measures {name!r} itself; choose another name"
             )
         self._count += 1
-        self._observed[name] = (self._count, kept(value))
+        self._observed[name] = (self._count, start_copy(value))
 
     def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
         """Read everything about a window that must be read now.
@@ -99,7 +99,8 @@ class ExtraColumns:
             scalars["observed_only"] = 1.0
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
-            scalars["lr"] = lr if type(lr) is float else kept(lr)  # of a capturable one, without waiting
+            # A capturable optimizer's is a tensor: copied without waiting.
+            scalars["lr"] = lr if type(lr) is float else start_copy(lr)
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.deferrable:

@@ -32,7 +32,7 @@ class Lives(Protocol):
     def orphaned(self) -> bool:
         """Whether it ends with its models and all of them are gone."""
 
-    def let_go_of_dead(self) -> None:
+    def release_dead(self) -> None:
         """Hold no parameter that no optimizer and no model holds."""
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class LiveSessions(Generic[W]):
 
     def _built(self) -> None:
         for watch in tuple(self._live):
-            watch.let_go_of_dead()
+            watch.release_dead()
 
 
 LIVE: LiveSessions[Any] = LiveSessions()

@@ -24,7 +24,7 @@ from gradwatch.engine.actions import without_overridden
 from gradwatch.engine.outcome import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
 from gradwatch.errors import GradwatchError, TrainingStopped
-from gradwatch.reading.device import arrived, kept
+from gradwatch.reading.device import host_value, start_copy
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Order, Snapshot, Verdict
 from gradwatch.session.activity import Activity
@@ -116,7 +116,7 @@ class StepPipeline:
         bound_rules = ctx.rules
         if bound_rules.clipper is not None:
             bound_rules.clipper.collect_into(window)
-            if bound_rules.clipper.off and bound_rules.bound.asked:
+            if bound_rules.clipper.disabled_reason and bound_rules.bound.asked:
                 self._rule_bindings.move_to_step(ctx)
         if bound_rules.micro is not None:
             bound_rules.micro.collect_into(window)
@@ -144,8 +144,8 @@ class StepPipeline:
         self.publish(ctx, judged)
         return judged.decision
 
-    def judge(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool = False) -> Judged:
-        """Decide of a step; `at_hand`: its gradients are here, and its decision is about to be carried out.
+    def judge(self, ctx: OptimizerContext, measurement: Measurement, grads_present: bool = False) -> Judged:
+        """Decide of a step; `grads_present`: its gradients are here, and its decision is about to be carried out.
 
         An internal error does not make this rank diverge from the others, where it knows the numbers that they judge.
         What cannot be measured here is left out: rules on other columns than norms (`max_abs`, ranks) miss the step.
@@ -164,7 +164,7 @@ class StepPipeline:
             # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
             verdict, decision = (UNJUDGED, Decision()) if shared.blind else self._ask(bound_rules, step.found)
             decision = self._permitted(step, verdict, decision)
-            judged = self._judged(step, verdict, decision, at_hand)
+            judged = self._judged(step, verdict, decision, grads_present)
             self._rule_bindings.publish_bounds(bound_rules)
             return judged
         except Exception as error:
@@ -204,13 +204,13 @@ class StepPipeline:
             self._judging_failed(measurement, error)
             found = of_norms(*about, shared.values)
         step = StepContext(ctx, captured, bound_rules, measurement.window, measurement.clock, shared, found)
-        self._sources.checkpoints.look_if_due(bound_rules, not math.isfinite(found.total_norm))
+        self._sources.checkpoints.check_if_due(bound_rules, not math.isfinite(found.total_norm))
         return self._with_confirmed(step)
 
-    def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, at_hand: bool) -> Judged:
+    def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, grads_present: bool) -> Judged:
         """What the decision will make of the step, and why it was taken: all that its Record says."""
         captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
-        decision, snapshot = self._foreseen(step, decision, at_hand)
+        decision, snapshot = self._foreseen(step, decision, grads_present)
         self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
         broken = not math.isfinite(found.total_norm)
@@ -237,9 +237,13 @@ class StepPipeline:
         causes, captured = self._sources.causes, step.captured
         if causes is None or captured.inside_backward or captured.without_optimizer:
             return ()
-        late = captured.step != snapshot.step
+        step_taken = captured.step != snapshot.step
         return causes.of(
-            verdict, decision, snapshot, late, self._ranks.judging_together(captured, step.ctx.membership)
+            verdict,
+            decision,
+            snapshot,
+            step_taken,
+            self._ranks.judging_together(captured, step.ctx.membership),
         )
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
@@ -263,7 +267,9 @@ class StepPipeline:
             report=self._activity.health.report,
         )
 
-    def _foreseen(self, step: StepContext, decision: Decision, at_hand: bool) -> tuple[Decision, Snapshot]:
+    def _foreseen(
+        self, step: StepContext, decision: Decision, grads_present: bool
+    ) -> tuple[Decision, Snapshot]:
         """The Snapshot as the decision will leave it, and the decision with a word for the policies of `clip:`."""
         found = snapshot = step.found
         captured = step.captured
@@ -271,7 +277,7 @@ class StepPipeline:
             total = step.shared.window.total_applied()
             left: dict[int, float] = {}
             zeroed: dict[int, float] = {}
-            done = decision.skip or decision.stop or step.rejected or not at_hand
+            done = decision.skip or decision.stop or step.rejected or not grads_present
             if decision.zero is not None and not (step.ctx.exchanges or done):
                 zeroed = left_by_zeroing(captured.grads(), decision.zero[step.shared.own])
                 total = captured.total_applied(zeroed)
@@ -331,7 +337,7 @@ class StepPipeline:
         try:
             if clip_section is not None:
                 optimizer = None if captured.optimizer is None else captured.optimizer()
-                found = Found(grads, captured.params, arrived(kept(carried_scale(optimizer))))
+                found = Found(grads, captured.params, host_value(start_copy(carried_scale(optimizer))))
                 return decision, clip_section.measure(found, factors, norms)
         except GradwatchError as error:  # for a reason that every rank has
             self._activity.failed("action", error)

@@ -159,9 +159,9 @@ class Session:
         """Whether nothing is attached."""
         return self._closed
 
-    def resting(self) -> bool:
+    def idle(self) -> bool:
         """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
-        return self._activity.resting()
+        return self._activity.idle()
 
     def failed(self, component: str, error: BaseException) -> None:
         """Count an internal error. Raises it if `strict`."""
@@ -330,14 +330,14 @@ class Session:
         if self.attached is not None and self.attached.causes is not None:
             self.attached.causes.inherit(pre_attach, joining)
 
-    def let_go_of_dead(self) -> None:
+    def release_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
         if self.attached is None or not self._activity.is_step_thread():
             return
         if self.orphaned():
             self.attached.capture.release()
         else:
-            self.attached.capture.let_go_of_dead()
+            self.attached.capture.release_dead()
 
     def orphaned(self) -> bool:
         """Whether all models are gone that it was to watch; a launcher's session watches what comes, too."""

@@ -77,37 +77,37 @@ class AlertmanagerSink:
         self._stopped = False
         self._run, self._health = RunInfo("", ""), Health()
         self._columns: dict[str, str] = {}
-        self._round: Job | None = None
+        self._job: Job | None = None
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Get a worker; nothing is sent before a rule fires."""
         self._run, self._health = run, health
         self._columns = {rule.id: rule.of for rule in run.rules}
-        if self._round is None:
-            self._round = background_worker().enter(self.name, self._deliver, health)
+        if self._job is None:
+            self._job = background_worker().enter(self.name, self._deliver, health)
 
     def write(self, record: Record) -> None:
         """Note what began and ended at this step; microseconds, and nothing at all on most steps."""
         self._stopped |= record.decision.stop
-        if not record.verdict.events or self._round is None:
+        if not record.verdict.events or self._job is None:
             return
         observed_only = "observed_only" in record.snapshot.scalars
         changed = [self._note(event, observed_only) for event in record.verdict.events]
         if any(changed):
-            background_worker().wake(self._round)
+            background_worker().wake(self._job)
 
     def flush(self, timeout: float) -> bool:
         """Wait until Alertmanager has what is known; False where it has not after `timeout` seconds."""
-        if self._round is None or self._round.inherited:
+        if self._job is None or self._job.inherited:
             return True
         with self._lock:
             if not self._unsent:
                 return True
-        return background_worker().wait_for(self._round, timeout)
+        return background_worker().wait_for(self._job, timeout)
 
     def close(self) -> None:
         """Resolve what fires, unless training was stopped for it, and wait at most 2 s for the last letter."""
-        ended, self._round = self._round, None
+        ended, self._job = self._job, None
         if ended is None or ended.inherited:
             return
         now = self._clock()

@@ -80,16 +80,16 @@ class Breaker:
         self._strict = strict
         self._clock = clock
         self._failures = 0
-        self._off_until: float | None = None
+        self._disabled_until: float | None = None
         self._uncounted: Exception | None = None
         self._run: RunInfo | None = None
         self._opened = False
         self._closed = False
 
     @property
-    def is_off(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether calls are dropped at present."""
-        return self._off_until is not None and self._clock() < self._off_until
+        return self._disabled_until is not None and self._clock() < self._disabled_until
 
     @_contained(None)
     def open(self, run: RunInfo, health: Health | None = None) -> None:
@@ -103,7 +103,7 @@ class Breaker:
     @_contained(None)
     def write(self, record: Record) -> None:
         """Hand one step on, or drop it while the sink is switched off."""
-        if self._closed or (self._off_until is not None and self.is_off):
+        if self._closed or (self._disabled_until is not None and self.is_disabled):
             return
         if not self._opened:
             self._reopen()
@@ -114,16 +114,16 @@ class Breaker:
     @_contained(False)
     def flush(self, timeout: float) -> bool:
         """Flush the sink; False when it is switched off, fails, or is not done in time."""
-        if self._closed or not self._opened or self.is_off:
+        if self._closed or not self._opened or self.is_disabled:
             return False
         return self.sink.flush(timeout)
 
     @_contained(None)
     def conclude(self, account: Account) -> None:
         """Tell the sink what the run comes to, just before it is closed, if it wants to know."""
-        wants = getattr(self.sink, "conclude", None)
-        if wants is not None and not self._closed and self._opened:
-            wants(account)
+        conclude = getattr(self.sink, "conclude", None)
+        if conclude is not None and not self._closed and self._opened:
+            conclude(account)
 
     @_contained(None)
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Breaker:
 
     def _recover(self) -> None:
         self._count_forgotten()
-        self._failures, self._off_until = 0, None
+        self._failures, self._disabled_until = 0, None
         self._health.mark(self.name, True)
 
     def _fail(self, error: Exception) -> None:
@@ -148,7 +148,7 @@ class Breaker:
         self._health.report(self.name, error)
         self._failures += 1
         if self._failures >= self._max_failures:
-            self._off_until = self._clock() + self._pause_seconds
+            self._disabled_until = self._clock() + self._pause_seconds
             self._health.mark(self.name, False)
 
     def _count_forgotten(self) -> None:

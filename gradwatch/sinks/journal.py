@@ -239,7 +239,7 @@ class JournalSink:
             except Exception as error:
                 self._health.report(self.name, error)
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         """In a forked child: no thread, no file, no lock of the parent's."""
         self._open = False
         self._thread = None
@@ -247,15 +247,15 @@ class JournalSink:
         self._condition = threading.Condition(self._lock)
         self._queue.clear()
         if self._recorder is not None:
-            self._recorder.files.forget()
+            self._recorder.files.discard()
 
 
 _live: WeakSet[JournalSink] = WeakSet()
 
 
-def _forget_all() -> None:
+def _discard_all() -> None:
     for sink in list(_live):
-        sink._forget()
+        sink._discard()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_discard_all)

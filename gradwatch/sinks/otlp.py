@@ -60,7 +60,7 @@ class OTLPSink:
         self._url = f"{checked_url(base)}/v1/metrics"
         self._every, self._token_file = every_seconds, token_file
         self._run = RunInfo("", "")
-        self._shipment = PeriodicExport(self.name, self._send)
+        self._export = PeriodicExport(self.name, self._send)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import opentelemetry and get a worker; the first metrics are on their way at once."""
@@ -68,24 +68,24 @@ class OTLPSink:
             import opentelemetry.exporter.otlp.proto.common.metrics_encoder
             import opentelemetry.sdk.metrics.export  # noqa: F401
         self._run = run
-        self._shipment.open(run, health)
+        self._export.open(run, health)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
-        self._shipment.add(record)
+        self._export.add(record)
 
     def flush(self, timeout: float) -> bool:
         """Send now; False where the collector has not taken it after `timeout` seconds."""
-        return self._shipment.wait_for(timeout)
+        return self._export.wait_for(timeout)
 
     def close(self) -> None:
         """Send the final values, waiting at most 2 s."""
-        self._shipment.end(_CLOSE_SECONDS)
+        self._export.end(_CLOSE_SECONDS)
 
     def _send(self) -> float:
         from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 
-        data = metrics_data(self._shipment.families(), self._run, time.time_ns())
+        data = metrics_data(self._export.families(), self._run, time.time_ns())
         post(self._url, encode_metrics(data).SerializeToString(), _CONTENT_TYPE, self._token_file)
         return self._every
 

@@ -84,7 +84,7 @@ class Ends:
         within = nested() if others else False
         if others and not within:
             for one in others:
-                self._forget(one)
+                self._discard(one)
             self._abandoned()
         self.begun += 1
         # A part of a backward adds to the list of the whole, which is passed on when that ends.
@@ -101,7 +101,7 @@ class Ends:
         if not self.ready or current() != NONE:
             return []
         over = [one for one in list(self.ready) if self._threads.get(one, thread) in (thread, 0)]
-        lists = {id(ready): ready for ready in map(self._forget, over)}  # parts of a backward share one
+        lists = {id(ready): ready for ready in map(self._discard, over)}  # parts of a backward share one
         return [slot for ready in lists.values() for slot in ready]
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Ends:
         self.ready.clear()
         self._threads.clear()
 
-    def _forget(self, task: int) -> list[int]:
+    def _discard(self, task: int) -> list[int]:
         self._threads.pop(task, None)
         return self.ready.pop(task, [])
 
@@ -119,7 +119,7 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
     try:
         ends = owner()
         if ends is not None:
-            ready = ends._forget(task)
+            ready = ends._discard(task)
             if ends.task[0] == task:
                 ends.task[0] = IDLE
             if not any(one is ready for one in list(ends.ready.values())):

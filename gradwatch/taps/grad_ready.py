@@ -55,7 +55,7 @@ class GradReadyHooks:
         if handle is not None:
             handle.remove()
 
-    def forget(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """The slot's parameter was let go: another may take the slot."""
         self.remove(slot)
         self._marked_as.pop(slot, None)

@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradwatch.reading.device import Number, kept
+from gradwatch.reading.device import Number, start_copy
 from gradwatch.runtime import guard
 from gradwatch.taps import dispatch_modes, step_hooks
 from gradwatch.taps.dynamo import untraced, untraced_itself
@@ -244,7 +244,7 @@ def at_step(optimizer: Optimizer) -> AtStep:
     if found is None:
         return _NO_DIVISORS if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
     # `sum` over devices: 2 where two of them overflowed.
-    overflow = kept((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
+    overflow = start_copy((found > 0).to(torch.float32)) if isinstance(found, Tensor) else None
     return divisors(optimizer)._replace(found_inf=overflow)
 
 
@@ -255,5 +255,6 @@ def divisors(optimizer: Optimizer) -> AtStep:
         return _NO_DIVISORS
     scale, rest = _carried.get(id(optimizer), (None, divisor))
     return AtStep(
-        left=1.0 if scale is None else kept(scale), divisor=kept(rest) if isinstance(rest, Tensor) else None
+        left=1.0 if scale is None else start_copy(scale),
+        divisor=start_copy(rest) if isinstance(rest, Tensor) else None,
     )

@@ -80,7 +80,7 @@ def _read_with_torch() -> None:
 def _probe_nothing() -> None:
     from gradwatch.capture.write_probes import WriteProbes
 
-    for name in ("hold", "let_go"):
+    for name in ("hold", "release"):
         _replace(WriteProbes, name, _nothing)
     _replace(WriteProbes, "agree", lambda *_: True)
 
@@ -95,7 +95,7 @@ def _observe_no_loss() -> None:
 def _look_at_no_weights() -> None:
     from gradwatch.session.checkpoints import Checkpoints
 
-    _replace(Checkpoints, "look_if_due", _nothing)
+    _replace(Checkpoints, "check_if_due", _nothing)
 
 
 ABLATIONS = {

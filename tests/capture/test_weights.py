@@ -261,11 +261,11 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
         weights.meet()
         with torch.no_grad():
             named[0][1].fill_(1e6)
-        assert weights.look_if_due(lambda: {0: 7}, urgent=True) is None
-        assert weights.look_if_due(lambda: {0: 8}, urgent=True) is None
+        assert weights.check_if_due(lambda: {0: 7}, urgent=True) is None
+        assert weights.check_if_due(lambda: {0: 8}, urgent=True) is None
     assert not set(WAITING) & set(operations.names)
     there[0] = True
-    found = weights.look_if_due(lambda: {0: 9}, urgent=False)
+    found = weights.check_if_due(lambda: {0: 9}, urgent=False)
     assert found is not None
     assert found[0] == {0: 7}
     assert "a" in found[1][0]

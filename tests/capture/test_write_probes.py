@@ -207,7 +207,7 @@ def test_sentinels_that_are_zero_say_nothing_and_others_are_chosen() -> None:
 
 def test_sentinels_hold_no_gradient_beyond_the_step() -> None:
     """What was kept for the comparison is gone with it, and where no step came, with the next backward."""
-    for over in (lambda s, g, r: s.agree(g, r, 1.0), lambda s, g, r: s.let_go()):
+    for over in (lambda s, g, r: s.agree(g, r, 1.0), lambda s, g, r: s.release()):
         grads: list[torch.Tensor | None] = [torch.ones(4)]
         sentinels, read = WriteProbes(np.array([4])), read_of(grads)
         assert sentinels.agree(grads, read, 1.0)

@@ -63,7 +63,7 @@ def record_run(run: RunInfo, records: list[Record], close: bool = True) -> list[
     if close:
         sink.close()
     else:
-        sink._forget()
+        sink._discard()
     return records
 
 

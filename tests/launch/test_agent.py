@@ -248,7 +248,7 @@ def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
             optimizer.step()
             baselines.before_step(optimizer)
             baselines.save()
-            other.let_go()
+            other.release()
             assert [path.name for path in folder.iterdir()] == ["state-rank0.lock"]
         said.append(capsys.readouterr().err.count(f"saves baselines: {TAKEN}"))
     assert said == [0, 1]

@@ -200,7 +200,7 @@ def closures(make: Callable[..., Optimizer]) -> Callable[[Loop], None]:
                 return loss
 
             optimizer.step(closure)  # type: ignore[arg-type]
-            probe.forget()
+            probe.discard()
 
     return run
 
@@ -276,7 +276,7 @@ def scaled(fused: bool, overflow: int = -1) -> Callable[[Loop], None]:
             probe.scale = scaler.get_scale() if number else 1024.0
             probe.backward(scaler.scale(loss))
             if number == overflow:
-                probe.forget()
+                probe.discard()
             else:
                 scaler.unscale_(optimizer)
                 probe.clip(optimizer)
@@ -358,7 +358,7 @@ def two_optimizers(loop: Loop) -> None:
         probe.backward(critic(maker(data())).sum())
         probe.step(of_maker)
         of_critic.zero_grad()
-        probe.forget(local=False)  # the critic's tensor hooks hear the generator's backward, too
+        probe.discard(local=False)  # the critic's tensor hooks hear the generator's backward, too
 
 
 def in_backward(loop: Loop) -> None:

@@ -115,7 +115,7 @@ def test_on_meta_every_read_of_a_number_would_raise(monkeypatch: pytest.MonkeyPa
             sent.append(part)
             return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
 
-    monkeypatch.setattr(device, "RING", Wire())
+    monkeypatch.setattr(device, "POOL", Wire())
     monkeypatch.setattr(site_names, "has_values", lambda param: True)
     with torch.device("meta"):
         model, x = net(), torch.randn(4, 3)
@@ -160,7 +160,7 @@ def test_taps_and_local_norms_on_meta(
         def send(self, part: Tensor) -> Sending:
             return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
 
-    monkeypatch.setattr(device, "RING", Wire())
+    monkeypatch.setattr(device, "POOL", Wire())
     monkeypatch.setattr(site_names, "has_values", lambda param: True)
     names: list[list[str]] = []
     for rules in (TAPPED, "version: 1\nrules: {}"):
@@ -197,7 +197,7 @@ def test_several_devices_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append((part.device.type, len(part)))
             return ring.send(torch.full(part.shape, 7.0) if part.device.type == "meta" else part)
 
-    monkeypatch.setattr(device, "RING", Wire())
+    monkeypatch.setattr(device, "POOL", Wire())
     monkeypatch.setattr(site_names, "has_values", lambda param: True)
     grads = [torch.ones(4), torch.empty(3, device="meta"), None, torch.ones(9), torch.empty(2, device="meta")]
     reading = device.read(grads)

@@ -61,7 +61,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "clock": (own_time, "perf_counter", "capture"),
     "settle": (captured.OptimizerCapture, "close_window", "boundary"),
     "changed": (optimizer_step.Boundary, "_changed", "boundary"),
-    "look_after": (parameters.Capture, "look_after", "boundary"),
+    "maintain_hooks": (parameters.Capture, "maintain_hooks", "boundary"),
     "adopt": (optimizer_step.Boundary, "_current", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (sampled.Sampler, "collect", "boundary"),

@@ -39,7 +39,7 @@ class Operations(TorchDispatchMode):
         self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
         # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
         # host, where that is an operation that waits or none, as threads and sizes have it.
-        for look in () if self._looks else ("look_if_due", "meet"):
+        for look in () if self._looks else ("check_if_due", "meet"):
             self._patch.setattr(Weights, look, lambda *_: None)
         return super().__enter__()  # type: ignore[no-any-return]
 

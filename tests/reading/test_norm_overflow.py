@@ -12,7 +12,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
-from gradwatch.policies.norm_bound import OneBound, factor_of
+from gradwatch.policies.norm_bound import SiteBound, factor_of
 from gradwatch.reading.device import clip_factor
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
@@ -36,14 +36,14 @@ def test_every_factor_of_a_norm_beyond_float32_meets_the_bound(norm: float) -> N
     assert clip_coefficient(norm, 2.0) == want
     assert clip_coefficients(np.array([norm, 1.0]), 2.0, np.ones(2, np.bool_)).tolist() == [want, 1.0]
     assert float(clip_factor(torch.tensor(norm, dtype=torch.float64), 2.0)) == want
-    assert factor_of((OneBound(0.0, 2.0, 2.0, 1e-6, False),), norm) == want
+    assert factor_of((SiteBound(0.0, 2.0, 2.0, 1e-6, False),), norm) == want
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_still_gets_1(norm: float) -> None:
     """A bad element is never spread."""
     assert float(clip_factor(torch.tensor(norm, dtype=torch.float64), 2.0)) == 1
-    assert factor_of((OneBound(0.0, 2.0, 2.0, 1e-6, False),), norm) == 1
+    assert factor_of((SiteBound(0.0, 2.0, 2.0, 1e-6, False),), norm) == 1
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -38,8 +38,8 @@ def test_a_line_never_goes_to_stdout(
     """`print` takes stdout for a stream that is None; a stand-in of the script's gets the line by its own `write`."""
     monkeypatch.setattr(sys, "stderr", None)
     stderr.say("lost")
-    stand_in = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stand_in)
+    shadow = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shadow)
     stderr.say("kept")
-    assert stand_in.getvalue() == "kept\n"
+    assert shadow.getvalue() == "kept\n"
     assert capsys.readouterr().out == ""

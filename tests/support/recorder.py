@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwatch.capture.assemble import Extras, assemble
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.reading.device import arrived
+from gradwatch.reading.device import host_value
 from gradwatch.records.snapshot import Decision, Snapshot
 from gradwatch.rules.model import RuleSet
 from gradwatch.session.context import OptimizerContext
@@ -85,9 +85,9 @@ class Noting(StepPipeline):
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
         return Decision(max_norm=self.recorder.clip)
 
-    def judge(self, ctx: OptimizerContext, measurement: Measurement, at_hand: bool = False) -> Judged:
+    def judge(self, ctx: OptimizerContext, measurement: Measurement, grads_present: bool = False) -> Judged:
         captured, window = measurement.captured, measurement.window
-        scalars = {} if window.skipped is None else {"scaler_skip": arrived(window.skipped)}
+        scalars = {} if window.skipped is None else {"scaler_skip": host_value(window.skipped)}
         snapshot = assemble(captured.index, captured.sites, window, Extras(), scalars, 1.0)
         self.recorder.snapshots.append(snapshot)
         return Judged(self.recorder.decide(snapshot))

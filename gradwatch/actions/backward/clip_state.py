@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwatch.actions.backward.pre_clip_norms import Acted
 from gradwatch.actions.elementwise import Elementwise, shaped
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.policies.norm_bound import LARGEST, Bound, OneBound, at_site, factor_of
+from gradwatch.policies.norm_bound import LARGEST, Bound, SiteBound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.plan import SMALL
@@ -58,7 +58,7 @@ class BackwardClipState:
         self.versions = [0] * len(captured)
         self.scale = 1.0  # of the loss, on the host
         self.on_cpu = captured.on_cpu
-        self.off = ""
+        self.disabled_reason = ""
         self._captured = weakref.ref(captured)
         self._param_ids = captured.param_ids
         # Small gradients are read together for less than it takes to hand over what the hooks saw of each.
@@ -78,7 +78,7 @@ class BackwardClipState:
     # -- the one writer ----------------------------------------------------------------------------------
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
-        if not self.off:
+        if not self.disabled_reason:
             self._bounds = bounds
             self._tighten()
 
@@ -103,12 +103,12 @@ class BackwardClipState:
 
     def stop(self, reason: str) -> None:
         """Do nothing any more, and say why."""
-        if self.off:
+        if self.disabled_reason:
             return
-        self.off = WHY.format(reason=reason, instead=INSTEAD)
+        self.disabled_reason = WHY.format(reason=reason, instead=INSTEAD)
         self._bounds, self._elementwise = (), None
         self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
-        self._refused(self.off)
+        self._refused(self.disabled_reason)
 
     def take_over(self, before: BackwardClipState, param_ids: list[int]) -> None:
         """Go on with a window that another has begun."""
@@ -240,7 +240,7 @@ class BackwardClipState:
         return backward.reaches(param)
 
 
-def factor_on_device(bounds: tuple[OneBound, ...], norm: Tensor) -> Tensor:
+def factor_on_device(bounds: tuple[SiteBound, ...], norm: Tensor) -> Tensor:
     """0-dim float32: `gradwatch.policies.norm_bound.factor_of` without the host knowing the norm."""
     known = torch.nan_to_num(norm.to(torch.float32), nan=0.0, posinf=0.0)
     found = torch.full_like(known, math.inf)

@@ -7,7 +7,7 @@ waiting; there the bounds are those of the latest step whose numbers have arrive
 A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
 accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
 switches itself off and says so, unless it was told to act all the same (`local`). Whoever made it sees that it is
-`off`, and has the same clip carried out at the step.
+`disabled_reason`, and has the same clip carried out at the step.
 
 One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
 no Limiter: parameter -> hook -> object -> parameter would never be collected.
@@ -63,41 +63,41 @@ class BackwardClipper:
         before: BackwardClipper | None = None,
     ) -> None:
         """`before` is one that acted on some of these parameters until now; it hands over what it has done."""
-        self._turn = BackwardClipState(captured, elementwise, local, refused)
+        self._state = BackwardClipState(captured, elementwise, local, refused)
         if before is not None:
-            self._turn.take_over(before._turn, captured.param_ids)
+            self._state.take_over(before._state, captured.param_ids)
             before.close()
         self._hooks: list[tuple[Tensor, int, int, RemovableHandle]] = []
         shapes = () if elementwise is None else elementwise.at
         for k, tap in enumerate(taps):
             if tap is not None and (covered[k] or k in shapes):
-                handle = tap.register_hook(_hook(k, tap, self._turn, failed))
+                handle = tap.register_hook(_hook(k, tap, self._state, failed))
                 self._hooks.append((tap, k, contents(tap), handle))
 
     @property
-    def off(self) -> str:
+    def disabled_reason(self) -> str:
         """Why it does nothing any more; "" while it acts."""
-        return self._turn.off
+        return self._state.disabled_reason
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
         """What the next backward has to keep to, over K parameters."""
-        self._turn.publish(bounds)
+        self._state.publish(bounds)
 
     def scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss by the 0-dim `scale`, which it goes on changing in place."""
-        self._turn.scaled(scale)
+        self._state.scaled(scale)
 
     def backward_ended(self) -> None:
         """The running backward has come to its end: what was done in it counts."""
-        self._turn.ended()
+        self._state.ended()
 
     def collect_into(self, window: Window) -> None:
         """Give a window the norms found before the hooks multiplied; its batched read is what they left."""
-        acted = self._turn.collect()
+        acted = self._state.collect()
         if acted:
             window.deferrable = False
             window.raw = before_acting(window, acted)
-        if self._turn.off:
+        if self._state.disabled_reason:
             self.close()
 
     def reusable_norms(self, grads: Sequence[Tensor | None]) -> dict[int, float]:
@@ -106,10 +106,10 @@ class BackwardClipper:
         Loss scale included. Only of the first backward since a step, and of parameters on which no other code has a
         tensor hook or a post-accumulate hook, which may put another gradient in its place.
         """
-        found = self._turn.reusable_norms()
+        found = self._state.reusable_norms()
         for tap, k in self._alone() if found else ():
             grad = grads[k]
-            if k in found and (grad is None or grad._version not in (0, self._turn.versions[k])):
+            if k in found and (grad is None or grad._version not in (0, self._state.versions[k])):
                 del found[k]
             elif len(tap._backward_hooks or ()) != 1 or not _ours(tap._post_accumulate_grad_hooks):
                 found.pop(k, None)
@@ -118,9 +118,9 @@ class BackwardClipper:
     def _alone(self) -> list[tuple[Tensor, int]]:
         return [(tap, k) for tap, k, _, _ in self._hooks]
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What was done since the last step belongs to none."""
-        self._turn.collect()
+        self._state.collect()
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -45,14 +45,14 @@ class ModuleBounds:
         self._refused = refused
         self._scale: Tensor | None = None
         self._squares: dict[int, tuple[Square, Square]] = {}
-        self.off = ""
+        self.disabled_reason = ""
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
         """What the next backward has to keep to."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if ranks > 1 and not self._local:
             self._stop(SEVERAL_RANKS.format(count=ranks))
-        self._bounds = () if self.off else bounds
+        self._bounds = () if self.disabled_reason else bounds
 
     def scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss by the 0-dim `scale`."""
@@ -62,9 +62,9 @@ class ModuleBounds:
             self._stop(SCALED)
 
     def _stop(self, reason: str) -> None:
-        if not self.off:
-            self.off, self._bounds = WHY.format(reason=reason, instead=""), ()
-            self._refused(self.off)
+        if not self.disabled_reason:
+            self.disabled_reason, self._bounds = WHY.format(reason=reason, instead=""), ()
+            self._refused(self.disabled_reason)
 
     def bounded(self, m: int, grad_input: Any) -> Any:
         """What the hook of module m returns: nothing, or its gradients multiplied by one factor."""

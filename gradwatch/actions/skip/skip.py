@@ -60,7 +60,7 @@ class StepSkipper:
         def first(*_: Any) -> None:
             try:
                 if step_hooks.steps_under_way(self.optimizer) == 1:  # not at the end of its `super().step()`
-                    self.give_back(True)
+                    self.restore(True)
             except Exception as error:
                 guard.fault("action", error)
 
@@ -92,7 +92,7 @@ class StepSkipper:
         for param, _, other in self._grads:
             param.grad = other
 
-    def give_back(self, finished: bool) -> None:
+    def restore(self, finished: bool) -> None:
         """Put everything back; a second call does nothing. A step that raised (not `finished`) is left as it is."""
         backup, self._backup = self._backup, None
         grads, self._grads = self._grads, []
@@ -104,7 +104,7 @@ class StepSkipper:
             if param.grad is instead:  # no newer backward has made one
                 param.grad = grad
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Remove the hooks; not while torch walks over the optimizer's own."""
         for handle in self._handles:
             handle.remove()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.reading.device import AsyncCopy, Number, arrived, capturing, on_host, one_number
+from gradwatch.reading.device import AsyncCopy, Number, capturing, host_value, on_host, one_number
 from gradwatch.reading.layouts import local
 from gradwatch.taps import backward, backward_entry
 from gradwatch.taps.backward_entry import entry_frame
@@ -128,7 +128,7 @@ def without_scale(loss: Value, scale: Number | None) -> Number:
         return loss
     if isinstance(scale, AsyncCopy):
         return one_number(torch.tensor(loss, dtype=torch.float64, device="cpu"), scale)
-    left = arrived(scale)
+    left = host_value(scale)
     return loss / left if left else float("nan")
 
 

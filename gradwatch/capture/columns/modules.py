@@ -107,10 +107,10 @@ class ModuleTaps:
             present[positions] = True
             stack = torch.stack([collected[int(m)] for m in positions])
             if column in GRADIENT_COLUMNS:
-                arriving = AsyncCopy([stack.sqrt()], positions, len(self.names), scale=scale)
+                async_copy = AsyncCopy([stack.sqrt()], positions, len(self.names), scale=scale)
             else:
-                arriving = AsyncCopy([stack], positions, len(self.names))
-            sampled.parts[column] = arriving
+                async_copy = AsyncCopy([stack], positions, len(self.names))
+            sampled.parts[column] = async_copy
             sampled.present[column] = present
             collected.clear()
         for column in ACTIVATION_COLUMNS & sampled.parts.keys():

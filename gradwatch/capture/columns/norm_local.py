@@ -44,7 +44,7 @@ class LocalNorms:
         for k, param in enumerate(params):
             if param is None:
                 continue
-            norms = None if before is None else before._let_go(param)
+            norms = None if before is None else before._release(param)
             if norms is not None:
                 self._norms[k] = norms
             observe, accumulated = _hooks(k, param, self._running, failed)
@@ -71,7 +71,7 @@ class LocalNorms:
             order += on_host
         sampled.parts["norm_local"] = AsyncCopy(stacks, np.array(order, np.intp), self._count, scale=scale)
         sampled.present["norm_local"] = present
-        self.forget()
+        self.discard()
         return sampled
 
     def backward_ended(self) -> None:
@@ -79,25 +79,25 @@ class LocalNorms:
         for k, norm in self._running.norms.items():
             self._norms[k] = _larger_of(self._norms.get(k), norm)
         self._running.norms.clear()
-        self._running.arriving.clear()
+        self._running.pending.clear()
         self._running.task = backward.IDLE
 
     def cleared(self) -> None:
         """The gradients of the backwards that have ended are gone; the running one counts."""
         self._norms.clear()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What was measured belongs to no step, as when a GradScaler rejects one."""
         self._norms.clear()
         self._running.norms.clear()
-        self._running.arriving.clear()
+        self._running.pending.clear()
 
     def close(self) -> None:
         """Remove the hooks."""
         for _, param, _, _ in list(self._taps.values()):
-            self._let_go(param)
+            self._release(param)
 
-    def _let_go(self, param: Tensor) -> float | Tensor | None:
+    def _release(self, param: Tensor) -> float | Tensor | None:
         """Stop listening to one parameter; what was measured of it in this step."""
         if id(param) not in self._taps:
             return None
@@ -115,22 +115,22 @@ class Running:
 
     def __init__(self) -> None:
         self.task = backward.IDLE
-        self.arriving: dict[int, float | Tensor] = {}
-        self._arriving_in = backward.IDLE
+        self.pending: dict[int, float | Tensor] = {}
+        self._pending_in = backward.IDLE
         self.norms: dict[int, float | Tensor] = {}
 
     def arrives(self, k: int, found: float | Tensor) -> None:
         """A gradient is on its way to k; those of another backward that never got there are let go."""
         task = backward.current()
-        if task != self._arriving_in:
+        if task != self._pending_in:
             if not backward.nested():
-                self.arriving.clear()
-            self._arriving_in = task
-        self.arriving[k] = found
+                self.pending.clear()
+            self._pending_in = task
+        self.pending[k] = found
 
     def accumulated(self, k: int) -> None:
         """The gradient that arrived at k is in `.grad` now."""
-        found = self.arriving.pop(k, None)
+        found = self.pending.pop(k, None)
         if found is None:
             return
         task = backward.current()

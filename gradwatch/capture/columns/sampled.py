@@ -125,7 +125,7 @@ class Sampler:
         keeping = [suffix for suffix in self._weights if self._keeps(suffix, step)]
         for suffix, weights in self._weights.items():
             if suffix not in keeping and "update_ratio" + suffix not in due:
-                weights.forget()
+                weights.discard()
         if not due and not keeping:
             self.idle = range(step, self._next(step))
             return None
@@ -163,7 +163,7 @@ class Weights:
         self._strided = strided
         self._previous: tuple[int, list[Tensor], Moved] | None = None
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """The weights of this step are not needed at the next."""
         self._previous = None
 
@@ -181,7 +181,7 @@ class Weights:
         factor = _blown_up(params) if self._strided else None
         if "weight_norm" in asked:
             norms = [_norms(row) for row in rows]
-            sampled.parts["weight_norm" + suffix] = _arriving(norms, positions, sampled.count, factor)
+            sampled.parts["weight_norm" + suffix] = _async_copy(norms, positions, sampled.count, factor)
             sampled.present["weight_norm" + suffix] = np.ones(sampled.count, bool)
         before, self._previous = self._previous, None
         if "update_ratio" in asked and before is not None and before[0] == step - 1:
@@ -191,8 +191,8 @@ class Weights:
                 sizes = [_norms(was) for was in old]
                 # Divided on the host: a factor sent to the device would make it wait.
                 sampled.parts["update_ratio" + suffix] = Ratio(
-                    _arriving(changes, positions, sampled.count, factor),
-                    _arriving(sizes, positions, sampled.count, factor),
+                    _async_copy(changes, positions, sampled.count, factor),
+                    _async_copy(sizes, positions, sampled.count, factor),
                 )
                 sampled.present["update_ratio" + suffix] = moved
         if kept is not None:
@@ -213,10 +213,10 @@ def _gradients(sampled: Sampled, due: Iterable[str], grads: Sequence[Tensor | No
         positions = np.array(have, np.intp)[order]
         if plain == "zero_fraction":
             parts = [(row.shape[1] - torch.count_nonzero(row, dim=1)).float() / row.shape[1] for row in rows]
-            sampled.parts[name] = _arriving(parts, positions, sampled.count)
+            sampled.parts[name] = _async_copy(parts, positions, sampled.count)
         else:
             parts = [torch.linalg.vector_norm(row, float("inf"), dim=1).to(_wide(row)) for row in rows]
-            sampled.parts[name] = _arriving(parts, positions, sampled.count, scale=scale)
+            sampled.parts[name] = _async_copy(parts, positions, sampled.count, scale=scale)
         sampled.present[name] = present
 
 
@@ -231,7 +231,7 @@ def _wide(row: Tensor) -> torch.dtype:
     return torch.promote_types(row.dtype, torch.float32)
 
 
-def _arriving(
+def _async_copy(
     parts: Sequence[Tensor],
     positions: NDArray[np.intp],
     count: int,

@@ -138,7 +138,7 @@ class CallRecorder:
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, unless they are held."""
-        self._let_go(None)
+        self._release(None)
         if all(family.model is not model for family in self._families):
             self._families.append(Family(model, self._model, self.kinds))
 
@@ -146,7 +146,7 @@ class CallRecorder:
         """Go on with what was held before this began; `steps` have been taken so far."""
         self._steps[0] = steps
         for family in before.families:
-            self._let_go(family.model)
+            self._release(family.model)
             family.belongs_to(self._model, self._adopt)
             self._families.append(family)
         for recording in (*before.criteria, *before.former):
@@ -163,7 +163,7 @@ class CallRecorder:
     def _adopt(self, recording: RecordedCalls) -> None:
         recording.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
 
-    def _let_go(self, model: nn.Module | None) -> None:
+    def _release(self, model: nn.Module | None) -> None:
         """Close the family of this model; of those that have been freed for None."""
         for family in [one for one in self._families if one.model is model]:
             for recording in family.recordings:

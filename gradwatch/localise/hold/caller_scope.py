@@ -27,14 +27,14 @@ def beside(frame: FrameType | None, known: Container[int]) -> list[nn.Module]:
     while frame is not None and looked < OUTWARD:
         if is_of_user(frame):
             looked += 1
-            for value in _at_hand(frame):
+            for value in _in_scope(frame):
                 if isinstance(value, nn.Module) and id(value) not in known and not _trains(value):
                     found.setdefault(id(value), value)
         frame = frame.f_back
     return list(found.values())[:MOST]
 
 
-def _at_hand(frame: FrameType) -> Iterator[Any]:
+def _in_scope(frame: FrameType) -> Iterator[Any]:
     names = locals_of(frame)
     yield from names.values()
     owner = names.get("self")

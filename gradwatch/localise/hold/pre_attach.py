@@ -52,7 +52,7 @@ class PreAttachCalls(RecordedCalls):
     def keep(self, tasks: set[int]) -> None:
         """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
         for call in [one for one in list(self.calls) if one.tasks and one.tasks.isdisjoint(tasks)]:
-            self._forget(call)
+            self._discard(call)
 
 
 class PreAttachRecorder(CallRecorder):

@@ -201,7 +201,7 @@ class RecordedCalls:
         if over is not None:
             gone = [call for call in gone if all(task in over for task in call.tasks)]
         for call in gone:
-            self._forget(call)
+            self._discard(call)
         return {task for call in gone for task in call.tasks}
 
     def taken(self, optimizer: Optimizer, before: int) -> None:
@@ -218,9 +218,9 @@ class RecordedCalls:
             return
         for call in list(self.calls):
             if call.gradients or call.step <= before:
-                self._forget(call)
+                self._discard(call)
 
-    def _forget(self, call: Call) -> None:
+    def _discard(self, call: Call) -> None:
         with contextlib.suppress(ValueError):  # another thread, which took a step too, has done it
             self.calls.remove(call)
 
@@ -347,7 +347,7 @@ class RecordedCalls:
         for call in earlier:
             if held <= self._max_bytes and count <= MAX_CALLS:
                 return
-            self._forget(call)
+            self._discard(call)
             held, count = held - call.nbytes, count - 1
             self.dropped += 1
 

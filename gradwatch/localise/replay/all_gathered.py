@@ -87,7 +87,7 @@ def without_fsdp(model: nn.Module) -> Iterator[None]:
     restores: list[Callable[[], None]] = []
     try:
         for state in {id(s): s for m in model.modules() if (s := _state(m)) is not None}.values():
-            restores += _stand_in_hooks(model, state)
+            restores += _alias_hooks(model, state)
         yield
     finally:
         for restore in restores:
@@ -98,7 +98,7 @@ CASTS = ("_cast_forward_inputs", "_cast_output_dtype")
 HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
 
 
-def _stand_in_hooks(model: nn.Module, state: Any) -> list[Callable[[], None]]:
+def _alias_hooks(model: nn.Module, state: Any) -> list[Callable[[], None]]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return state._cast_forward_inputs(args, kwargs)
 

@@ -21,13 +21,13 @@ from gradwatch.localise.hold.recorded_calls import MAX_BYTES, shared
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, eager, sources, unchecked
-from gradwatch.localise.replay.state_restored import stand_ins, state_restored
+from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class ReplayableClosure:
     """A closure, and the generators and buffers before it ran."""
 
     run: Callable[[], Any]
@@ -55,7 +55,9 @@ class _Models(nn.Module):
         self.run()
 
 
-def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: int = MAX_BYTES) -> Trace:
+def run_again(
+    kept: ReplayableClosure, failed: Callable[[BaseException], None], max_bytes: int = MAX_BYTES
+) -> Trace:
     """Run a closure again under the recorder, without a trace on models, `.grad` or generators.
 
     `max_bytes` caps the copies of tensors in module attributes. Raises `Refused` beyond it, and under DDP, whose
@@ -68,7 +70,7 @@ def run_again(kept: Kept, failed: Callable[[BaseException], None], max_bytes: in
             raise Refused("the closure communicates with other ranks")
     given: dict[str, Tensor] = {}
     for number, (model, buffers) in enumerate(zip(kept.models, kept.buffers, strict=True)):
-        found = stand_ins(model, buffers)
+        found = aliases(model, buffers)
         given |= {f"models.{number}.{name}": tensor for name, tensor in found.items()}
     recorder = Recorder(kept.models, failed)
     recorder.expect(tensor for model in kept.models for tensor in written_in_place(model)[0])

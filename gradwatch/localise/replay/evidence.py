@@ -86,7 +86,7 @@ class Evidence:
         )  # the tensor is held so that its id is given to no other object
         return name
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold none of the originals any longer."""
         self._known.clear()
 
@@ -151,7 +151,7 @@ def gather(
         _model(base, watched, *kept) for base, *kept in zip(bases, buffers, weights, strict=True)
     )
     evidence.obstacle = _obstacle(evidence, held)
-    evidence.let_go()
+    evidence.release()
 
 
 def _generators(evidence: Evidence, n: int, found: Generators) -> GeneratorStates:

@@ -28,20 +28,20 @@ class RankAgreement:
     def agree(self, refusal: str) -> None:
         """Raise `Refused`, on all ranks, where one of them has a `refusal` ("" = it has none)."""
         try:
-            cards = meet(f"{self._name}/agreed", {"refusal": refusal}, {}).cards
+            reports = meet(f"{self._name}/agreed", {"refusal": refusal}, {}).hellos
         except AloneError as error:
             raise Refused(f"the collective failed: {error}") from error
-        for rank, card in enumerate(cards):
-            if card["refusal"]:
-                raise Refused(f"on rank {rank}: {card['refusal']}")
+        for rank, report in enumerate(reports):
+            if report["refusal"]:
+                raise Refused(f"on rank {rank}: {report['refusal']}")
 
     def share(self, finding: Finding) -> Finding:
         """The Finding of the rank that knows most, on all ranks; this rank's own where they do not meet."""
         try:
-            cards = meet(f"{self._name}/found", finding.to_dict(), {}).cards
+            reports = meet(f"{self._name}/found", finding.to_dict(), {}).hellos
         except AloneError as error:
             return finding.amended(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
-        return chosen([Finding.from_dict(card) for card in cards])
+        return chosen([Finding.from_dict(report) for report in reports])
 
 
 def chosen(findings: Sequence[Finding]) -> Finding:

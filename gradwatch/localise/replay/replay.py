@@ -25,7 +25,7 @@ from gradwatch.localise.replay.all_gathered import without_fsdp
 from gradwatch.localise.replay.backward import Culprit
 from gradwatch.localise.replay.forward import Origin, key_of
 from gradwatch.localise.replay.recorder import Recorder
-from gradwatch.localise.replay.state_restored import stand_ins, state_restored
+from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import containers, dynamo, module_calls
 from gradwatch.taps.muted_forwards import transforming
@@ -85,7 +85,7 @@ def replay(
             traces.append(Trace(frame_of(call.caller), skipped=why))
             continue
         base = inner(model)
-        given = stand_ins(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
+        given = aliases(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
         recorder = Recorder(models if within(base, models) else [base], failed)
         traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}

@@ -42,7 +42,7 @@ def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
         yield
 
 
-def stand_ins(
+def aliases(
     model: nn.Module, buffers: Mapping[str, Tensor], whole: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Parameters and buffers by name, for `torch.func.functional_call`; tied parameters stay tied.

@@ -97,13 +97,13 @@ class RuleBindings:
                 if local is not None:
                     local.backward_ended()
 
-    def forget(self, captured: OptimizerCapture) -> None:
+    def discard(self, captured: OptimizerCapture) -> None:
         """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
         bound_rules = self._of(captured)
         if bound_rules is not None and bound_rules.local is not None:
-            bound_rules.local.forget()
+            bound_rules.local.discard()
         if bound_rules is not None and bound_rules.clipper is not None:
-            bound_rules.clipper.forget()
+            bound_rules.clipper.discard()
 
     def cleared(self, captured: OptimizerCapture) -> None:
         """What tensor hooks measured in backwards whose gradients were cleared belongs to no step."""
@@ -111,7 +111,7 @@ class RuleBindings:
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.cleared()
         if bound_rules is not None and bound_rules.clipper is not None:
-            bound_rules.clipper.forget()
+            bound_rules.clipper.discard()
 
     def close(self) -> None:
         """Remove the tensor hooks."""
@@ -158,8 +158,8 @@ class RuleBindings:
             bound_rules.micro = self._micro(captured, before)
         bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
-            apart = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
-            self._totals.without_data.bind(captured.index, {**apart, **reads_of(bound)})
+            of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
+            self._totals.without_data.bind(captured.index, {**of_ranks, **reads_of(bound)})
         self._restore(captured)
         self.publish_bounds(bound_rules)
         return ctx
@@ -192,9 +192,9 @@ class RuleBindings:
     ) -> None:
         """Hooks that act inside the backward, unless they have switched themselves off."""
         activity, acted = self._activity, None if before is None else before.clipper
-        if acted is not None and acted.off:
+        if acted is not None and acted.disabled_reason:
             acted.close()
-            acted.forget()
+            acted.discard()
             bound_rules.clipper = acted  # what it would do is done at the step
         else:
             bound_rules.clipper = clipper_of(

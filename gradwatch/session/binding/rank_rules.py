@@ -30,7 +30,7 @@ REDUCED_COLUMNS = RANK_COLUMNS | {"loss"}
 """Columns that differ from rank to rank and are judged after a reduction; the loss is averaged."""
 
 
-def wants(engine: Engine) -> RankRequirements:
+def rank_requirements(engine: Engine) -> RankRequirements:
     """What a watch with these rules needs the other ranks for."""
     rules = engine.ruleset.rules
     clip = engine.ruleset.clip

@@ -61,7 +61,7 @@ class Closures:
         if not evaluates_often(optimizer):
             return
         if ctx.membership is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
-            calls.memory = WeightBackup(optimizer)
+            calls.backup = WeightBackup(optimizer)
 
     def discard_raised(self, optimizer: Optimizer, ctx: OptimizerContext) -> None:
         """Discard the calls of a step that raised, before another one begins."""

@@ -22,7 +22,7 @@ from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Reading, Window
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import AsyncCopy, DeviceNorms, arrived
+from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
 from gradwatch.session.binding.binder import Binder
@@ -60,7 +60,7 @@ class InBackward:
             self._join(optimizer)
         self._stepped.add(id(optimizer))
         self._capture.arm()
-        scale = arrived(grad_scaler.divisors(optimizer).left)
+        scale = host_value(grad_scaler.divisors(optimizer).left)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -77,7 +77,7 @@ class InBackward:
         captured = self._current()
         window = self._window(captured)
         self._norms, self._details, self._calls = {}, {}, {}
-        self._capture.look_after(captured, window)
+        self._capture.maintain_hooks(captured, window)
         self._pipeline.observe(captured, window, self._failed)
         captured.advance()
 

@@ -22,7 +22,7 @@ from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading.device import arrived, capturing, kept, on_host
+from gradwatch.reading.device import capturing, host_value, on_host, start_copy
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.distinct import Distinct
@@ -95,7 +95,7 @@ class Boundary:
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer is watched now."""
-        return not self._activity.resting() and self._ownership.includes(optimizer, self._capture)
+        return not self._activity.idle() and self._ownership.includes(optimizer, self._capture)
 
     def flush(self) -> None:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
@@ -187,7 +187,7 @@ class Boundary:
         After a backward the caches are cold, and every Python call costs microseconds: hence what is passed along
         here and below, and what is asked before it is called.
         """
-        if self._activity.resting() if known is not None else not self.owns(optimizer):
+        if self._activity.idle() if known is not None else not self.owns(optimizer):
             self._among_ranks(known, optimizer, _nothing)
             return
         if (
@@ -249,7 +249,7 @@ class Boundary:
             captured.resume()  # the step before this one raised
         ctx.nested = outer + 1
         if ctx.acting.held:  # left behind by a step that raised
-            ctx.acting.let_go(finished=False)
+            ctx.acting.release(finished=False)
         window = self._closed_window(optimizer, ctx)
         if not captured.on_cpu and not self._must_wait(ctx, optimizer):
             ctx.deferral.flush_ready()
@@ -275,7 +275,7 @@ class Boundary:
         if not window.deferrable or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
             ctx.deferral.flush(self._judging_failed)
         if not window.deferrable:
-            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, at_hand=True), max_norm)
+            self._act(optimizer, ctx, pipeline.judge(ctx, measurement, grads_present=True), max_norm)
 
     def _act(
         self,
@@ -296,8 +296,8 @@ class Boundary:
         if (failure := outcome.error or outcome.passing) is not None:
             self._activity.failed("action", failure)
         if outcome.done.stop:
-            if evaluations is not None and evaluations.memory is not None:
-                evaluations.memory.restore()
+            if evaluations is not None and evaluations.backup is not None:
+                evaluations.backup.restore()
             raise TrainingStopped(why_stopped(outcome.done, ctx.captured))
 
     def _publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None) -> None:
@@ -325,7 +325,7 @@ class Boundary:
             self._capture.backwards_without_hook += 1
         if distrusted:
             self._capture.restore(captured)
-        if self._capture.look_after(captured, window):
+        if self._capture.maintain_hooks(captured, window):
             self._binder.bind(captured)  # tensor hooks on its parameters were disabled with gradwatch's
         return window
 
@@ -370,7 +370,7 @@ class Boundary:
             return
         if ctx is None and not self.owns(optimizer):
             return
-        number = kept(scale)
+        number = start_copy(scale)
         if ctx is None and not announces_steps(optimizer):
             self._without_optimizer.unscaled(optimizer, number)
             return
@@ -397,7 +397,7 @@ class Boundary:
         if ctx.nested:
             captured.resume()
         ctx.nested = 0
-        ctx.acting.give_back(finished=False)
+        ctx.acting.restore(finished=False)
         window = self._closed_window(optimizer, ctx, rejected=True)
         measurement = self._pipeline.measure(ctx, window)
         self.optimizers.add(optimizer)
@@ -420,7 +420,7 @@ class Boundary:
             if optimizer is None or id(optimizer) not in found:
                 continue
             overflow = found[id(optimizer)]
-            if overflow is not None and on_host(overflow) and arrived(kept(overflow)):
+            if overflow is not None and on_host(overflow) and host_value(start_copy(overflow)):
                 self.rejected(optimizer)
             else:
                 self._contexts.of(captured).scale_removed = None
@@ -452,14 +452,14 @@ class Boundary:
             if not ctx.nested:
                 self._leave(ctx)
         # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
-        if evaluations is not None and evaluations.skipped and evaluations.memory is not None:
-            evaluations.memory.restore()
+        if evaluations is not None and evaluations.skipped and evaluations.backup is not None:
+            evaluations.backup.restore()
 
     def _leave(self, ctx: OptimizerContext) -> None:
         """The outermost call of an optimizer's step has returned."""
         captured = ctx.captured
         if ctx.acting.held:
-            ctx.acting.let_go(finished=True)
+            ctx.acting.release(finished=True)
         captured.advance()
         if not captured.pruned and captured.prunable():
             self._capture.prune(captured)

@@ -126,7 +126,7 @@ class LoopsWithoutOptimizer:
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if call.accumulates and not (call.nested or _tracing()):
-            self._capture.let_go_of_dead()  # what they had trained may be trained by hand from now on
+            self._capture.release_dead()  # what they had trained may be trained by hand from now on
             if self._loops:
                 self._guarded(self._next_backward)
 
@@ -177,7 +177,7 @@ class LoopsWithoutOptimizer:
             return
         window = captured.observed()
         window.loss_scale, loop.scale = loop.scale, None
-        self._capture.look_after(captured, window)
+        self._capture.maintain_hooks(captured, window)
         self._pipeline.observe(captured, window, self._failed)
         captured.advance()
 

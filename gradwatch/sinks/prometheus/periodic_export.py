@@ -26,12 +26,12 @@ class PeriodicExport:
         self._name, self._ship = name, ship
         self._metrics = PrometheusSink(None, params="off")
         self._labels: Labels = ()
-        self._round: Job | None = None
+        self._job: Job | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether this process has begun to ship and has not ended it."""
-        return self._round is not None and not self._round.inherited
+        return self._job is not None and not self._job.inherited
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Begin; the first shipment is on its way at once."""
@@ -39,9 +39,9 @@ class PeriodicExport:
             (key, printable(text)) for key, text in target_labels(run).items() if key != "instance"
         )
         self._metrics.open(run, health)
-        if self._round is None:
-            self._round = background_worker().enter(self._name, self._ship, health)
-        background_worker().wake(self._round)
+        if self._job is None:
+            self._job = background_worker().enter(self._name, self._ship, health)
+        background_worker().wake(self._job)
 
     def add(self, record: Record) -> None:
         """One more step."""
@@ -53,13 +53,13 @@ class PeriodicExport:
 
     def wait_for(self, timeout: float) -> bool:
         """Ship now; False where it has not arrived after `timeout` seconds."""
-        if self._round is None or not self.is_open:
+        if self._job is None or not self.is_open:
             return True
-        return background_worker().wait_for(self._round, timeout)
+        return background_worker().wait_for(self._job, timeout)
 
     def end(self, timeout: float = 0.0) -> bool:
         """Ship no more, after a last time that may take `timeout` seconds (0: none). False where it was not open."""
-        ended, self._round = self._round, None
+        ended, self._job = self._job, None
         if ended is None or ended.inherited:
             return False
         if timeout:

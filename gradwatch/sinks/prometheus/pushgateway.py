@@ -39,19 +39,19 @@ class PushgatewaySink:
     name = "pushgateway"
 
     def __init__(self, url: str = "http://127.0.0.1:9091", job: str = "gradwatch") -> None:
-        self._gateway, self._job = checked_url(url), job
+        self._gateway, self._job_label = checked_url(url), job
         self._metrics = PrometheusSink(None, params="off")
         self._group: dict[str, str] = {}
         self._stopped = self._ended = False
-        self._round: Job | None = None
+        self._job: Job | None = None
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Have what an earlier attempt left deleted."""
         self._group = {"run_id": printable(run.run_id), "rank": str(run.rank)}
         self._metrics.open(run, health)
-        if self._round is None:
-            self._round = background_worker().enter(self.name, self._deliver, health)
-        background_worker().wake(self._round)
+        if self._job is None:
+            self._job = background_worker().enter(self.name, self._deliver, health)
+        background_worker().wake(self._job)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
@@ -68,7 +68,7 @@ class PushgatewaySink:
 
     def close(self) -> None:
         """Push the outcome, waiting at most 2 s."""
-        ended, self._round = self._round, None
+        ended, self._job = self._job, None
         if ended is None or ended.inherited:
             return
         self._ended = True
@@ -77,13 +77,13 @@ class PushgatewaySink:
 
     def _deliver(self) -> None:
         if not self._ended:
-            delete_from_gateway(self._gateway, self._job, self._group, timeout=TIMEOUT_SECONDS)
+            delete_from_gateway(self._gateway, self._job_label, self._group, timeout=TIMEOUT_SECONDS)
             return
         view = self._metrics.view()
         end = RunEnd("stopped" if self._stopped else "finished", time.time())
         registry = CollectorRegistry()
         registry.register(_Final(replace(view, end=end), frozenset(self._group)))
-        push_to_gateway(self._gateway, self._job, registry, self._group, timeout=TIMEOUT_SECONDS)
+        push_to_gateway(self._gateway, self._job_label, registry, self._group, timeout=TIMEOUT_SECONDS)
 
 
 class _Final(Collector):

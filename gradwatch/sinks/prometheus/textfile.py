@@ -35,33 +35,33 @@ class TextfileSink:
             raise ValueError("every_seconds must be 1 or more")
         self.directory, self._every = dir, every_seconds
         self._path = ""
-        self._shipment = PeriodicExport(self.name, self._write)
+        self._export = PeriodicExport(self.name, self._write)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Name the file; it is first written in the worker's thread."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
         self._path = os.path.join(self.directory, f"gradwatch-{name}-rank{run.rank}.prom")
-        self._shipment.open(run, health)
+        self._export.open(run, health)
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
-        self._shipment.add(record)
+        self._export.add(record)
 
     def flush(self, timeout: float) -> bool:
         """Write the file now; False where it is not there after `timeout` seconds."""
-        return self._shipment.wait_for(timeout)
+        return self._export.wait_for(timeout)
 
     def close(self) -> None:
         """Stop writing and take the file away."""
-        if self._shipment.end():
+        if self._export.end():
             Path(self._path).unlink(missing_ok=True)
 
     def _write(self) -> float:
         """The file, whole or not at all; returns when it is due again."""
         _remove_forgotten(Path(self.directory), time.time())
-        content = render(self._shipment.families())
+        content = render(self._export.families())
         write_whole(self._path, content, 0o644)
-        if not self._shipment.is_open:  # closed meanwhile, which took away the file before this one
+        if not self._export.is_open:  # closed meanwhile, which took away the file before this one
             Path(self._path).unlink(missing_ok=True)
         return self._every
 

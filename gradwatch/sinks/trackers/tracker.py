@@ -42,7 +42,7 @@ class Tracker(ABC):
         self._queue: deque[Point] = deque()
         self._dropped = 0
         self._run, self._health = RunInfo("", ""), Health()
-        self._round: Job | None = None
+        self._job: Job | None = None
         self._started = self._stopped = self._ended = False
 
     @abstractmethod
@@ -63,18 +63,18 @@ class Tracker(ABC):
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import the library, and get a thread; every rank but 0 stays silent."""
-        if run.rank != 0 or self._round is not None:
+        if run.rank != 0 or self._job is not None:
             return
         self._run, self._health = run, health
         self._points = Points(run.rules, self._every)
         with state_restored():
             self.load(run)
-        self._round = self._worker.enter(self.name, self._deliver, health)
-        self._worker.wake(self._round)  # from now on a round a second
+        self._job = self._worker.enter(self.name, self._deliver, health)
+        self._worker.wake(self._job)  # from now on a round a second
 
     def write(self, record: Record) -> None:
         """Keep one step where it is due; microseconds, whatever the tracker does."""
-        if self._round is None or self._round.inherited:
+        if self._job is None or self._job.inherited:
             return
         self._stopped |= record.decision.stop
         point = self._points.observe(record)
@@ -90,17 +90,17 @@ class Tracker(ABC):
         if full:
             self._health.report(f"{self.name}-queue", _FULL)
         if point.notes:
-            self._worker.wake(self._round)
+            self._worker.wake(self._job)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the tracker has what was written; False where it has not after `timeout` seconds."""
-        if self._round is None or self._round.inherited:
+        if self._job is None or self._job.inherited:
             return True
-        return self._worker.wait_for(self._round, timeout)
+        return self._worker.wait_for(self._job, timeout)
 
     def close(self) -> None:
         """Hand over what waits and end the run; gives up after `close_seconds`."""
-        ended, self._round = self._round, None
+        ended, self._job = self._job, None
         if ended is None or ended.inherited:
             return
         self._ended = True
@@ -115,7 +115,7 @@ class Tracker(ABC):
                 self.start(self._run)
                 self._started = True
             self.send(batch)
-            self._forget(batch)
+            self._discard(batch)
         if self._ended:
             if self._started:
                 self._started = False
@@ -127,7 +127,7 @@ class Tracker(ABC):
         with self._lock:
             return list(islice(self._queue, _BATCH))
 
-    def _forget(self, sent: list[Point]) -> None:
+    def _discard(self, sent: list[Point]) -> None:
         """Take off what was sent, and is still there: a full queue lost its oldest meanwhile."""
         last = sent[-1]
         with self._lock:
