@@ -1,4 +1,4 @@
-"""Which checkpoint is one to go back to: judged at every step, looked at when asked, written beside the run.
+"""Health of checkpoints: judged at every step, checked when asked, written beside the run.
 
 A checkpoint taken now is *healthy* unless
 - a weight is not finite, or the norm of a parameter is more than 10 times the larger of its own when the weights were
@@ -182,7 +182,7 @@ class CheckpointHealthTracker:
         return self.now
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint remembers of it, JSON-safe."""
+        """The state saved in a checkpoint, JSON-safe."""
         return {
             "last_healthy_step": self.now.last_healthy_step,
             "poisoned_at": self.poisoned_at,
@@ -239,7 +239,7 @@ def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: C
 
 
 def read_tag(directory: str | os.PathLike[str]) -> CheckpointHealth:
-    """What the tags of all ranks in a run's folder say together; for savers and scripts outside the training.
+    """Combine the health tags of all ranks in a run's folder; for savers and scripts outside the training.
 
     The journal sink writes them in its own thread: within a second or so of a change, and of a change for the worse
     together with its incident. Raises `FileNotFoundError` where no rank wrote one, `ValueError` for a file that is

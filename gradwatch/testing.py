@@ -239,7 +239,7 @@ def _frozen(arrays: State) -> State:
 
 
 def _equal(left: Iterable[FloatArray | BoolArray], right: Iterable[FloatArray | BoolArray]) -> bool:
-    """Whether all arrays are equal to the bit, NaN to NaN."""
+    """True if all arrays are equal to the bit, NaN to NaN."""
     pairs = zip(left, right, strict=True)
     return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
 

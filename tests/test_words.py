@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -126,6 +127,35 @@ def test_no_retired_word_in_names_docstrings_and_comments() -> None:
                 found.append(f"{where}:{line}: '{word}' is now {RETIRED[word]}")
         found += [f"{where}: the file is named '{word}'" for word in words(path.stem) & RETIRED.keys()]
     assert not found, "\n".join(found)
+
+
+QUESTIONS = {"What", "Whether", "That", "Where", "Who", "Whom", "Whose", "Which", "How", "When", "Why"}
+
+
+def questions_in(source: str) -> Iterator[tuple[int, str]]:
+    """Line and first sentence of every docstring of `source` that opens as a question and not with its subject."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node) or " "
+            if re.split(r"\W", docstring, maxsplit=1)[0] in QUESTIONS:
+                yield getattr(node, "lineno", 1), docstring.splitlines()[0]
+
+
+def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
+    """A docstring says what a thing is or does, in its first words."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {sentence}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, sentence in questions_in(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("source", ['"""What it is."""\n', 'def f():\n    """Whether so."""\n'])
+def test_questions_are_seen(source: str) -> None:
+    """A module's docstring and a function's count."""
+    assert list(questions_in(source))
+    assert not list(questions_in('"""Whatever, and howls."""\n'))
 
 
 @pytest.mark.parametrize(

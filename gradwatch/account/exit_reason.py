@@ -1,4 +1,4 @@
-"""How this process is about to end, asked when it exits; no hook is installed for it."""
+"""The reason why this process ends, read when it exits; no hook is installed for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def how_it_ends() -> Ending:
 
 
 def ended_by(kind: object) -> Ending:
-    """How a block or a process ends that an exception of this class leaves, None = none."""
+    """The ending of a block or process that an exception of this class leaves; None = no exception."""
     if kind is None or not isinstance(kind, type):
         return "finished"
     if issubclass(kind, KeyboardInterrupt) or kind.__name__ == "TrainingStopped":

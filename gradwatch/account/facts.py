@@ -12,7 +12,7 @@ Ending = Literal["", "finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What the process did; the fields of `gradwatch.taps.process_totals.ProcessTotals`."""
+    """Totals of the process; the fields of `gradwatch.taps.process_totals.ProcessTotals`."""
 
     backwards: int = 0
     grad_calls: int = 0
@@ -25,12 +25,12 @@ class Taken:
     raised: int = 0
 
     def since(self, before: Taken, elsewhere: int = 0) -> Taken:
-        """What was done since `before`, without `elsewhere` steps that another watch has watched."""
+        """Totals since `before`, without `elsewhere` steps that another watch has watched."""
         rest = {each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)}
         return Taken(**{**rest, "steps": max(0, rest["steps"] - elsewhere)})
 
     def until(self, after: Taken) -> Taken:
-        """What was done between two readings of the totals of one process; never less than nothing."""
+        """Difference between two readings of the totals of one process; never less than nothing."""
         return Taken(
             **{
                 each.name: max(0, getattr(after, each.name) - getattr(self, each.name))
@@ -39,14 +39,14 @@ class Taken:
         )
 
     def __add__(self, other: Taken) -> Taken:
-        """What two processes did."""
+        """Totals of two processes."""
         return Taken(
             **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
         )
 
     @property
     def trained(self) -> bool:
-        """Whether anything was done that training does: evaluation alone runs no backward and no step."""
+        """True if anything was done that training does: evaluation alone runs no backward and no step."""
         return bool(self.backwards or self.steps or self.rejected)
 
 
@@ -69,7 +69,7 @@ COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What was watched.
+    """Totals of what was watched.
 
     `steps` optimizer steps taken, `backwards` those that reached a watched parameter (parts of one count, too),
     `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
@@ -139,17 +139,17 @@ class Account:
 
     @property
     def trained_or_watched(self) -> bool:
-        """Whether there is anything to tell: the process trained, or something was watched in it."""
+        """True if there is anything to report: the process trained, or something was watched in it."""
         return self.counted or self.unended
 
     @property
     def counted(self) -> bool:
-        """Whether a process that trained, or was watched, has given its account."""
+        """True if a process that trained, or was watched, wrote its account."""
         return self.taken.trained or bool(self.watched.steps or self.watched.rejected)
 
     @property
     def unended(self) -> bool:
-        """Whether there are processes that left no summary."""
+        """True if there are processes that left no summary."""
         return bool(self.lost or self.running or self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Account:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Account:
-        """What `to_dict` gave, of this version or another: unknown keys are ignored, absent ones are as at the start.
+        """Read the output of `to_dict` of any version: unknown keys are ignored, absent ones are as at the start.
 
         Raises ValueError for anything else.
         """
@@ -210,7 +210,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
 
 
 def taken_by_one(accounts: Iterable[Account]) -> Taken:
-    """What one process did, by the accounts of its watches, which may overlap.
+    """Totals of one process, by the accounts of its watches, which may overlap.
 
     Added up where an earlier version wrote them, without the totals of the process.
     """
@@ -223,7 +223,7 @@ def taken_by_one(accounts: Iterable[Account]) -> Taken:
 
 
 def total(taken: Iterable[Taken]) -> Taken:
-    """What several processes did."""
+    """Totals of several processes."""
     return sum(taken, NOTHING_TAKEN)
 
 
@@ -238,7 +238,7 @@ def _numbers(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """How many times in all, by name."""
+    """Counts summed by name."""
     total: dict[str, int] = {}
     for one in counts:
         for key, count in one.items():

@@ -1,4 +1,4 @@
-"""Where what a process did and what was watched differ: one sentence each, with the reason as far as it is known."""
+"""Differences between what a process did and what was watched: one sentence each, with the reason if known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gradwatch.account.facts import Account
 
 
 def gaps(account: Account) -> tuple[str, ...]:
-    """What was not seen, or not judged; empty where every step of the process was watched."""
+    """Sentences on what was not seen or not judged; empty where every step of the process was watched."""
     return tuple(_gaps(account))
 
 
@@ -102,7 +102,7 @@ def unended(account: Account, that: str = "") -> str:
 
 
 def recorded(account: Account) -> str:
-    """How many steps these have left in their journals."""
+    """The number of steps in the journals of these processes."""
     return f"at least {_many(account.recorded, 'step')} recorded" if account.recorded else "no step recorded"
 
 

@@ -13,7 +13,7 @@ from gradwatch.account.facts import Account, merged, summed, taken_by_one, total
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one journal says of its process, which began to record at `since` (Unix seconds).
+    """The account of one process from its journal; it began to record at `since` (Unix seconds).
 
     `account` is the one that it ended with, where it has `ended`; else what was recorded: fired, actions, `recorded`.
     `launch` is the same for all processes of one launch, "" where the process is all that is known of it; `told_by`

@@ -20,7 +20,7 @@ NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 
 
 class Reads(NamedTuple):
-    """What one rule reads: the name of a column in a Snapshot, at steps divisible by `every`.
+    """The column that one rule reads: its name of a column in a Snapshot, at steps divisible by `every`.
 
     `always`: each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
     comes, where that is known from the first.
@@ -34,7 +34,7 @@ class Reads(NamedTuple):
 
 
 class RulesWithoutData:
-    """Which rules of which optimizer have had no data yet; a step costs one look at each of those that remain.
+    """Rules of each optimizer that have had no data yet; a step costs one look at each of those that remain.
 
     Mappings are replaced and never written to, for `reasons` is asked by other threads.
     """
@@ -102,7 +102,7 @@ def _joined(found: Iterable[Mapping[str, Reads]]) -> Iterable[tuple[str, Reads]]
 
 
 def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
-    """Whether the engine evaluates such a rule on this Snapshot; see `BoundEngine.evaluate`."""
+    """True if the engine evaluates such a rule on this Snapshot; see `BoundEngine.evaluate`."""
     if not (reads.always or reads.column in came) or snapshot.step % reads.every:
         return False
     if snapshot.scalars.get("scaler_skip"):

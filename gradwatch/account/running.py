@@ -1,4 +1,4 @@
-"""What one watch has seen so far, added up as its Records are published."""
+"""Running totals of one watch, added up as its Records are published."""
 
 from __future__ import annotations
 

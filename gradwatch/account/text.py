@@ -63,7 +63,7 @@ def never_evaluated(account: Account) -> dict[str, str]:
 
 
 def _without_data(without_data: Mapping[str, str], rules: int) -> str:
-    """How many rules and groups of parameters, and why, each reason once."""
+    """The number of rules and groups without data, and each reason once."""
     groups = {name: why for name, why in without_data.items() if name.startswith("group:")}
     off = {name: why for name, why in without_data.items() if name not in groups}
     counts = [f"{len(off)} of {max(rules, len(off))} rules"] if off else []

@@ -1,1 +1,1 @@
-"""What a decision does to the gradients of one step: apply, clip, drop a micro-batch."""
+"""Effects of a decision on the gradients of one step: apply, clip, drop a micro-batch."""

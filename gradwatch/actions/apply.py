@@ -1,4 +1,4 @@
-"""What is done to the gradients of one step at its boundary, and how it is undone after it.
+"""Carry out a decision on the gradients of one step at its boundary, and undo it after the step.
 
 Order where several things are asked for: stop over skip over zero over clip; a skipped step is not clipped. All
 factors come from the gradients as found at the boundary and are applied once; a bound on the total holds for what
@@ -37,7 +37,7 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Outcome(NamedTuple):
-    """What was really done of a Decision.
+    """The part of a Decision that was really carried out.
 
     `error` is what kept it from being as decided, `passing` one that a second try overcame; None where there was none.
     """
@@ -199,7 +199,7 @@ class StepActions:
         clip_section: ClipSection | None,
         skips: bool,
     ) -> None:
-        """What the host would do if it knew the numbers, with a verdict that never leaves the device.
+        """Act as the host would if it knew the numbers, with a verdict that never leaves the device.
 
         `max_norm` bounds the total norm, `clip_section` is what is clipped beside it; `skips`: a step whose
         gradients are not finite is skipped.
@@ -271,7 +271,7 @@ class StepActions:
 
 
 class AmpOverride(NamedTuple):
-    """What was set on a fused optimizer for the length of one step: `value` in place of `before` (None = nothing)."""
+    """AMP attribute set on a fused optimizer for one step: `value` in place of `before` (None = nothing)."""
 
     optimizer: Optimizer
     name: str
@@ -289,12 +289,12 @@ class AmpOverride(NamedTuple):
 
 
 def only_total(decision: Decision) -> bool:
-    """Whether all that is to be done to the gradients is to bound their total norm."""
+    """True if all that is to be done to the gradients is to bound their total norm."""
     return decision.coef is None and decision.zero is None and not decision.elementwise
 
 
 def divides(optimizer: Optimizer, captured: OptimizerCapture) -> bool:
-    """Whether the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
+    """True if the optimizer divides its gradients by `grad_scale` itself, as torch's fused ones do.
 
     Not asked of sharded parameters, whose kernels want the divisor on a mesh.
     """
@@ -302,7 +302,7 @@ def divides(optimizer: Optimizer, captured: OptimizerCapture) -> bool:
 
 
 def where(captured: OptimizerCapture) -> torch.device:
-    """Where the divisor of a capture's gradients is to lie."""
+    """Device for the divisor of a capture's gradients."""
     return captured.params[0].device
 
 
@@ -356,7 +356,7 @@ def left_by_zeroing(grads: Sequence[Tensor | None], zero: NDArray[np.bool_]) -> 
 
 
 def by_rule(decision: Decision) -> bool:
-    """Whether a rule has a part in this, and not only the file's own clip."""
+    """True if a rule has a part in this, and not only the file's own clip."""
     return any(not order.shadow and order.rule != CLIP_SECTION for order in decision.orders)
 
 
@@ -386,7 +386,7 @@ def put_back(captured: OptimizerCapture, aside: dict[int, Tensor]) -> bool:
 
 
 def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
-    """What is done instead of a Decision that could not be carried out: nothing, a skip or a stop, as its rules ask.
+    """Fallback for a Decision that was not carried out: nothing, a skip or a stop, as its rules ask.
 
     The file's own bound on the total, `max_norm`, holds all the same, unless it was that which failed.
     """
@@ -399,7 +399,7 @@ def in_place_of(decision: Decision, max_norm: float | None) -> Decision:
 
 
 def why_stopped(decision: Decision, captured: OptimizerCapture) -> str:
-    """What `TrainingStopped` says of a Decision to stop."""
+    """Message of `TrainingStopped` for a Decision to stop."""
     rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
     said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"
     return f"gradwatch stopped training at step {captured.step}: {said}"

@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ClipSection:
-    """What `clip:` asks of one capture beside a bound on the total norm.
+    """The `clip:` section for one capture beside a bound on the total norm.
 
     `bounds` are what a device can keep to by itself; `ahead` holds what `elementwise` makes of the gradients of the
     step at hand, from when it was measured until it is applied.
@@ -67,7 +67,7 @@ class ClipSection:
         return self._norms(self.ahead, found.scale)
 
     def take(self, found: Found, factors: NDArray[np.float32]) -> dict[int, Tensor]:
-        """What `measure` made ahead, once; made now where it could not."""
+        """Return once what `measure` prepared; prepare it now where it could not."""
         ahead, self.ahead = self.ahead, None
         return self._made(found, factors, None) if ahead is None else ahead
 
@@ -160,6 +160,6 @@ def put(made: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> None:
 
 
 def carried_scale(optimizer: Optimizer | None) -> Scale:
-    """What a fused optimizer will divide its gradients by: a loss scale, a clip of the user's own, or both."""
+    """Divisor that a fused optimizer will apply to its gradients: a loss scale, a clip of the user's own, or both."""
     scale = getattr(optimizer, "grad_scale", None)
     return scale if isinstance(scale, Tensor) else 1.0

@@ -41,11 +41,11 @@ class ClosureCalls:
 
     @property
     def running(self) -> bool:
-        """Whether a closure of this step runs, or has raised."""
+        """True if a closure of this step runs, or has raised."""
         return self._running is not None
 
     def begins(self, closure: object) -> bool:
-        """Whether this closure, which is about to run, runs inside no other one of the step."""
+        """True if this closure, which is about to run, runs inside no other one of the step."""
         if self._running is None:
             self._running = closure
         return self._running is closure  # left behind where it raised
@@ -60,7 +60,7 @@ class ClosureCalls:
 
     @property
     def must_finish(self) -> bool:
-        """Whether a skip is left to the end of the step: in the midst of it LBFGS must not find zeros."""
+        """True if a skip is left to the end of the step: in the midst of it LBFGS must not find zeros."""
         return self.count > 1 and self.backup is not None and self.backup.exact
 
 
@@ -79,7 +79,7 @@ class WeightBackup:
 
     @property
     def exact(self) -> bool:
-        """Whether the optimizer's state is remembered too, not only the weights."""
+        """True if the optimizer's state is remembered too, not only the weights."""
         return self._state is not None
 
     def restore(self) -> None:
@@ -93,7 +93,7 @@ class WeightBackup:
 
 
 def evaluates_often(optimizer: Optimizer) -> bool:
-    """Whether a step may call its closure more than once: LBFGS, and whatever is not torch's own."""
+    """True if a step may call its closure more than once: LBFGS, and whatever is not torch's own."""
     return isinstance(optimizer, LBFGS) or not type(optimizer).step.__module__.startswith("torch.optim")
 
 

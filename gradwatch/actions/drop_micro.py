@@ -80,7 +80,7 @@ class MicroDrop:
             self._refused(SCALED)
 
     def is_of(self, captured: OptimizerCapture) -> bool:
-        """Whether this is that capture's."""
+        """True if this is that capture's."""
         return self._captured() is captured
 
     def _guard(self, call: Callable[[], None]) -> Callable[..., None]:
@@ -144,7 +144,7 @@ class MicroDrop:
         self._open, self._aside = False, None
 
     def _finite(self, grads: Sequence[Tensor | None], captured: OptimizerCapture) -> bool:
-        """Whether a glance says that all of them are."""
+        """True if the total norm alone shows that all of them are finite."""
         if captured.on_cpu:
             return math.isfinite(self._reader.read(grads).total())
         norms = [
@@ -231,7 +231,7 @@ def _put(captured: OptimizerCapture, grads: Sequence[Tensor | None]) -> None:
 
 
 def _added(aside: Sequence[Tensor | None], fresh: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What autograd makes of an accumulated gradient and a new one: in place where it would be."""
+    """Add a new gradient to an accumulated one as autograd does: in place where it would be."""
     return [
         old if new is None else new if old is None else _sum(old, new)
         for old, new in zip(aside, fresh, strict=True)

@@ -52,7 +52,7 @@ class Elementwise:
         scale: Scale = 1.0,
         norms: Sequence[float] | None = None,
     ) -> dict[int, Tensor]:
-        """What all policies together leave of each covered gradient that is there, in new tensors.
+        """Apply all policies to each covered gradient that is there; returns new tensors.
 
         `factors[k]` is what the policies that make factors say of parameter k (absent = 1); `scale` the loss scale
         that gradients still carry. `norms[K]`, where the host knows them (without that scale), spare a look at
@@ -95,7 +95,7 @@ def shaped(
     scale: Scale = 1.0,
     finite: bool = False,
 ) -> Tensor:
-    """What these policies and a factor leave of one dense gradient, as told at the head of this file.
+    """Apply these policies and a factor to one dense gradient, as told at the head of this file.
 
     `finite`: every element is known to be.
     """

@@ -1,1 +1,1 @@
-"""Which gradients arrived and what they were: the measurement of one accumulation window."""
+"""Arrived gradients and their norms: the measurement of one accumulation window."""

@@ -1,4 +1,4 @@
-"""What a training loop does step after step: how many backwards make a step, and how gradients look then.
+"""Pattern of a training loop: how many backwards make a step, and how gradients look then.
 
 Until the number of backwards (N) has been equal for three steps, and for a hundred after it varied, every
 backward is read, because the last (partial) window of an epoch would otherwise be seen only after the user's
@@ -20,7 +20,7 @@ BACKOFF = 200  # steps before thinning is tried again after it had to be undone
 
 
 class AccumulationSchedule:
-    """What one optimizer's steps have in common; `expected` backwards a step (None = no step seen yet)."""
+    """Accumulation pattern of one optimizer; `expected` backwards a step (None = no step seen yet)."""
 
     def __init__(self) -> None:
         self.expected: int | None = None
@@ -34,7 +34,7 @@ class AccumulationSchedule:
         self._blocked_until = 0
 
     def may_end(self, step: int, backwards: int) -> bool:
-        """Whether a step may follow after so many backwards."""
+        """True if a step may follow after so many backwards."""
         if self.expected is None or self._equal < LEARNED or step - self._varied < VARIED:
             return True
         return backwards >= self.expected
@@ -75,7 +75,7 @@ class AccumulationSchedule:
         return [version - short if version >= 0 else -1 for version in self.pattern]
 
     def steady(self, step: int) -> bool:
-        """Whether a few hooks would count the same arrivals as one on every parameter."""
+        """True if a few hooks would count the same arrivals as one on every parameter."""
         return self._steady >= STEADY and step >= self._blocked_until
 
     def spread(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which gradients arrived since the last step, how often, and whether they are still there.
+"""Gradients that arrived since the last step, how often, and whether they are still there.
 
 K parameters of one optimizer. What a backward left counts until it is cleared: a batch given up, or a
 critic that the generator's loss went through, leaves arrivals whose gradients the next step never sees.
@@ -65,7 +65,7 @@ class ArrivalCounts:
         return True
 
     def per_param(self) -> list[int]:
-        """How often each of K gradients arrived; the list itself, which the caller may correct."""
+        """Arrivals of each of K gradients; the list itself, which the caller may correct."""
         if self._bulk is not None:
             self._per_param = (self._bulk + self._per_param).tolist()  # sync: numpy
             self._bulk = None
@@ -100,7 +100,7 @@ class ArrivalCounts:
         self._zero_grad_probe = None
 
     def drop(self) -> None:
-        """What arrived so far no longer counts."""
+        """Discard the arrivals counted so far."""
         cleared = self.count
         self.restart()
         self.count = self.cleared = cleared

@@ -42,7 +42,7 @@ class Measured(Protocol):
     """Columns of one step, possibly still on their way."""
 
     def ready(self) -> bool:
-        """Whether `columns()` would return at once."""
+        """True if `columns()` would return at once."""
 
     def columns(self) -> dict[str, Column]:
         """The columns; waits for what has not arrived."""
@@ -57,7 +57,7 @@ class Extras:
     ranks: tuple[Measured, ...] = ()
 
     def ready(self) -> bool:
-        """Whether all columns are on the host."""
+        """True if all columns are on the host."""
         return all(sampled.ready() for sampled in (*self.params, *self.modules))
 
 

@@ -1,4 +1,4 @@
-"""How much of the models is measured, counted again only when something may have changed.
+"""Measured share of the models, counted again only when something may have changed.
 
 Walking a model costs a microsecond per parameter, too much for every step. Two signs of change are nearly
 free: torch's registration hooks (a parameter or module was put into a watched module: assignment,
@@ -66,7 +66,7 @@ class Registrations:
 
 
 class Places:
-    """Where each slot's parameter stands: a module (held weakly) and the attribute name in it."""
+    """Place of each slot's parameter: a module (held weakly) and the attribute name in it."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -85,7 +85,7 @@ class Places:
         self._of.pop(slot, None)
 
     def lost(self, slot: int, param: nn.Parameter) -> bool:
-        """Whether something else stands there now."""
+        """True if something else stands there now."""
         if slot not in self._of:  # only an optimizer knows it: no model can have lost it
             return False
         module, name = self._of[slot]
@@ -149,7 +149,7 @@ class Coverage:
         return self.ratio
 
     def _whole(self, models: list[nn.Module], stepped: set[int]) -> bool:
-        """Whether nothing is missing, found out without names; False also where a model lists its parameters itself."""
+        """True if nothing is missing, found out without names; False also where a model lists its parameters itself."""
         return not any(map(module_tree.lists_itself, models)) and all(
             not param.requires_grad or (names.has_values(param) and self._measured(param, stepped))
             for model in models
@@ -160,7 +160,7 @@ class Coverage:
         return id(param) in stepped or self._slot_of.get(id(param)) in self._at_attach
 
     def due(self, captured: OptimizerCapture, calls: NDArray[np.int32]) -> bool:
-        """Whether this step, with `calls[K]` gradients arrived, asks for a new count."""
+        """True if this step, with `calls[K]` gradients arrived, asks for a new count."""
         self._left -= 1
         gone = () if captured.last_calls is calls else captured.no_longer_arrived(calls)
         replaced = gone and any(self._replaced(captured.params[k]) for k in gone)
@@ -170,7 +170,7 @@ class Coverage:
         return True
 
     def outdated(self) -> None:
-        """What is measured has changed: count at the next step."""
+        """Mark the coverage as outdated: it is counted again at the next step."""
         self._left = 0
 
     def hooks_lost(self, share: float) -> None:
@@ -184,7 +184,7 @@ class Coverage:
         return self._registrations.counted
 
     def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
-        """Whether parameters without a slot are the models' all the same; a stranger is asked about once."""
+        """True if parameters without a slot belong to the models all the same; each is looked up once."""
         state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
@@ -199,5 +199,5 @@ class Coverage:
         self._registrations.close()
 
     def _replaced(self, param: nn.Parameter) -> bool:
-        """Whether something else stands where this parameter stood in its model."""
+        """True if something else stands where this parameter stood in its model."""
         return self._places.lost(self._slot_of.get(id(param), -1), param)

@@ -19,7 +19,7 @@ class DiscardedGradients:
         self._steps = 0  # how often those had stepped when gradients were last cleared
 
     def unused(self, captured: OptimizerCapture, captures: Sequence[OptimizerCapture]) -> bool:
-        """Whether the gradients of a capture, one of `captures`, were cleared before any step has used them."""
+        """True if the gradients of a capture, one of `captures`, were cleared before any step has used them."""
         if captured.closed_at >= 0:  # a step is under way, whose closure is evaluated once more
             return False
         sharing = self._shared(captured, captures)

@@ -28,7 +28,7 @@ class HooklessGradients:
             self._before, self._now = self._now, {}
 
     def is_new(self, k: int, grad: Tensor, now: State, before: State | None, backwards: int) -> bool:
-        """Whether a gradient arrived since the last step: not the same tensor, never written to since.
+        """True if a gradient arrived since the last step: not the same tensor, never written to since.
 
         `now` and `before` are the states at the two steps; `backwards` have ended in between, for any parameter. A
         zero gradient after a backward that did not reach it is what `zero_grad(set_to_none=False)` left.

@@ -34,7 +34,7 @@ class KnownScaling(NamedTuple):
 
 
 def known_scaling(grads: Sequence[Tensor], factor: float) -> KnownScaling:
-    """What is known when gradients are about to be multiplied by `factor`."""
+    """The state of gradients that are about to be multiplied by `factor`."""
     ids = frozenset(map(id, grads))
     exact = factor == 1.0 or (SMALLEST <= factor < math.inf and all(grad.dtype in WIDE for grad in grads))
     return KnownScaling(ids, factor, exact and len(ids) == len(grads))
@@ -45,7 +45,7 @@ def factor_since(
     now: tuple[list[int], list[int]],
     read: tuple[list[int], list[int]],
 ) -> float | None:
-    """What every gradient was multiplied by since the read; None where that is not all that happened.
+    """Factor applied to every gradient since the read; None where that is not all that happened.
 
     `now` and `read` are signatures (ids[K], versions[K], -1 without a gradient), now and as they were read.
     """

@@ -39,12 +39,12 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 
 def has_values(param: Tensor) -> bool:
-    """Whether there are numbers behind a parameter, and so behind its gradient: on the meta device there are none."""
+    """True if there are numbers behind a parameter, and so behind its gradient: on the meta device there are none."""
     return not param.is_meta
 
 
 def is_lazy(param: nn.Parameter) -> bool:
-    """Whether a parameter has no shape yet (a lazy module before its first forward)."""
+    """True if a parameter has no shape yet (a lazy module before its first forward)."""
     return isinstance(param, nn.UninitializedParameter)
 
 

@@ -151,12 +151,12 @@ class OptimizerCapture:
 
     @property
     def unread(self) -> bool:
-        """Whether a backward has ended whose gradients have not been read."""
+        """True if a backward has ended whose gradients have not been read."""
         return self._read_at != self.backwards
 
     @property
     def overdue(self) -> bool:
-        """Whether a clip is about to change gradients that were not read, or that others have taken the place of."""
+        """True if a clip is about to change gradients that were not read, or that others have taken the place of."""
         if self.unread or self._norms is None:
             # `.grad` assigned by the script, without a backward
             set_by_hand = self._schedule.expected == 0 and bool(self.params)
@@ -193,12 +193,12 @@ class OptimizerCapture:
         self.backward_end_missed = self.backwards > 0
 
     def take_hook_missed(self) -> bool:
-        """Whether a gradient arrived whose hook was not called, since this was last asked."""
+        """True if a gradient arrived without a call of its hook since the last call; resets it."""
         missed, self.hook_missed = self.hook_missed, False
         return missed
 
     def expect_manual_allreduce(self, expected: bool) -> None:
-        """Whether the loop's own code may average over ranks, so that gradients are read again at the step."""
+        """Expect that the loop's own code averages over ranks: gradients are read again at the step."""
         self.manual_allreduce = expected
 
     def use_hook_norms(self, norms: Callable[[Grads], Mapping[int, float]] | None) -> None:
@@ -249,7 +249,7 @@ class OptimizerCapture:
         self._arrivals.stash()
 
     def due(self) -> bool:
-        """Whether the backward that just ended may have been the last of this step."""
+        """True if the backward that just ended may have been the last of this step."""
         backwards = self._arrivals.count
         return backwards > 0 and self._schedule.may_end(self.step, backwards)
 
@@ -351,7 +351,7 @@ class OptimizerCapture:
         return window
 
     def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
-        """Whether the numbers of the window that closes may be other than they should be: shown, and never learned."""
+        """True if the norms of the window that closes may be wrong: they are shown, and never learned."""
         # A loop whose hooks are never called is read at the boundary by design; any other unread window ended early.
         unread_before_schedule = unread and not (self._schedule.expected == 0 and self.backwards == 0)
         end_missed = self.backward_end_missed and max(versions, default=0) > UNTOUCHED
@@ -417,7 +417,7 @@ class OptimizerCapture:
         )
 
     def _left(self, grads: Grads, raw: Reading) -> Reading | None:
-        """What is left of gradients that were read, None where they are gone: taken out of `.grad`, or zeroed."""
+        """Norms after clipping of gradients that were read; None where they are gone or zeroed."""
         here = [version >= 0 for version in self._versions]
         if [grad is not None for grad in grads] != here or (self.distributed and self._kept is None):
             return None
@@ -446,7 +446,7 @@ class OptimizerCapture:
         return float(np.sqrt(np.dot(norms, norms)))
 
     def surely_within(self, max_norm: float) -> bool:
-        """Whether it is certain at a glance that a clip at `max_norm` would leave these gradients alone."""
+        """True if the quick total proves that a clip at `max_norm` would leave these gradients alone."""
         return isinstance(self._after, CpuNorms) and self._after.surely_within(max_norm)
 
     def norms_read(self) -> NDArray[np.float64]:
@@ -457,7 +457,7 @@ class OptimizerCapture:
         return self._norms.norms()
 
     def written(self) -> bool:
-        """Whether any code has written to the gradients since the window was closed."""
+        """True if any code has written to the gradients since the window was closed."""
         return self._last is not None and versions_of(self.grads()) != self._last[1]
 
     def multiply(self, coefficient: np.float32) -> None:
@@ -475,7 +475,7 @@ class OptimizerCapture:
     # -- removing hooks -----------------------------------------------------------------------------------
 
     def prunable(self) -> bool:
-        """Whether a few hooks would count the same arrivals as one on every parameter."""
+        """True if a few hooks would count the same arrivals as one on every parameter."""
         return not self.pruned and self._schedule.steady(self.step)
 
     def prune(self, count: int = 4) -> list[int]:
@@ -515,7 +515,7 @@ class OptimizerCapture:
     def _untouched(
         self, grads: Grads, raw: Reading, scale: Number, factor: float = 1.0, but: Container[int] = ()
     ) -> bool:
-        """Whether gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
+        """True if gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
         if self.distributed or self.manual_allreduce:  # a clip of DTensors bumps no version
             return False
         if not isinstance(raw, CpuNorms):
@@ -524,7 +524,7 @@ class OptimizerCapture:
         return self._write_probes.agree(grads, raw, factor * left, but)
 
     def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
-        """What clips that announced themselves have left, by arithmetic; None where more than that happened."""
+        """Norms after clips by known factors, computed without a read; None where more than that happened."""
         if not self.known_scalings or not isinstance(raw, CpuNorms) or raw.details:
             return None
         now = list(map(id, grads)), versions
@@ -552,7 +552,7 @@ class OptimizerCapture:
     def _presence(
         self, grads: Grads, state: State, current: int, repeats: Repeats | None
     ) -> tuple[NDArray[np.int32], bool]:
-        """How often each gradient arrived, and whether the few hooks left still count right."""
+        """Arrivals of each gradient, and whether the few hooks left still count right."""
         _, versions, raw = state
         if self.pruned:
             expected = self._versions if self._assumed else self._schedule.versions(current)

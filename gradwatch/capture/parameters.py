@@ -97,7 +97,7 @@ class Capture:
         return [model for ref in self._models if (model := ref()) is not None]
 
     def childless(self) -> bool:
-        """Whether no watched model is alive."""
+        """True if no watched model is alive."""
         refs = self._models
         if refs and refs[0]() is not None:  # almost every backward: no generator
             return False
@@ -162,7 +162,7 @@ class Capture:
         return slot
 
     def knows(self, param: nn.Parameter) -> bool:
-        """Whether a parameter belongs to the watched models."""
+        """True if a parameter belongs to the watched models."""
         return id(param) in self._slot_of
 
     def unoptimized(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -172,14 +172,14 @@ class Capture:
                 yield name, param
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer owns a parameter of the watched models, also one that joined them unseen."""
+        """True if an optimizer owns a parameter of the watched models, also one that joined them unseen."""
         params = params_of(optimizer)
         if any(id(param) in self._slot_of for param in params):
             return True
         return self.coverage.joined(optimizer, params, self.models())
 
     def covers_id(self, identity: int) -> bool:
-        """Whether the parameter with this `id()` has a slot."""
+        """True if the parameter with this `id()` has a slot."""
         return identity in self._slot_of
 
     def all_sites(self) -> Sites:
@@ -232,17 +232,17 @@ class Capture:
 
     @property
     def backwards(self) -> int:
-        """How many backwards have reached a watched parameter, parts of one (reentrant checkpointing) included."""
+        """Number of backwards that reached a watched parameter, parts of one (reentrant checkpointing) included."""
         return self._ends.begun + self.backwards_without_hook
 
     @property
     def hooked(self) -> int:
-        """How many parameters have a hook at present."""
+        """Number of parameters that have a hook now."""
         return len(self._grad_ready)
 
     @property
     def can_be_reached(self) -> bool:
-        """Whether any hook is left to see a backward."""
+        """True if any hook is left to see a backward."""
         return len(self._grad_ready) > 0 or bool(self._grad_ready.spared)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What this rank holds of each parameter: all of it, or a shard; and whose shards together make it once.
+"""This rank's part of each parameter: all of it, or a shard; and whose shards together make it once.
 
 FSDP2's parameters are DTensors and say so themselves. FSDP1 keeps a flat parameter per wrapped module, whose
 handle knows the shapes of the originals; with `use_orig_params` each original is a one-dimensional slice of
@@ -34,20 +34,20 @@ class ShardPlacement:
     first: bool = True
 
     def counts(self, rank: int, leader: int) -> bool:
-        """Whether this rank's part is to be added up; `leader` is the lowest rank with the same parameters."""
+        """True if this rank's part is to be added up; `leader` is the lowest rank with the same parameters."""
         if self.ranks is None:
             return rank == leader
         return self.first and leader in self.ranks
 
 
 def is_shard(param: Tensor) -> bool:
-    """Whether this rank holds only a part of a parameter (FSDP2's DTensor, FSDP1's flat parameter)."""
+    """True if this rank holds only a part of a parameter (FSDP2's DTensor, FSDP1's flat parameter)."""
     flat = getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
     return bool(flat) or hasattr(param, "to_local")
 
 
 def placements(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[ShardPlacement]:
-    """What this rank holds of each of K parameters."""
+    """This rank's part of each of K parameters."""
     flats = (
         dict(_flat_placements(models)) if any(getattr(p, "_fsdp_flattened", False) for p in params) else {}
     )

@@ -1,4 +1,4 @@
-"""Who wrote to a gradient since: its identity and the count that every in-place operation raises."""
+"""Detection of writes to a gradient: its identity and the count that every in-place operation raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 
 
 def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
-    """How often each gradient was written to, -1 where there is none.
+    """Version counter of each gradient, -1 where there is none.
 
     Equal identities and versions are a hint that they were not written to, and no proof: writes through `.data` or
     numpy do not bump the version.
@@ -25,7 +25,7 @@ def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
 
 
 def grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
-    """Whether these are the versions of the pattern; with `since`, or those after equally many writes to each.
+    """True if these are the versions of the pattern; with `since`, or those after equally many writes to each.
 
     A clip writes to every gradient; a gradient that came less often, or not at all, differs from the others.
     """
@@ -38,7 +38,7 @@ def grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
 
 
 def replaced(known: Sequence[Tensor | weakref.ref[Tensor] | None], params: Sequence[Tensor]) -> bool:
-    """Whether other tensors stand in `.grad` than those `known`, as far as a look at some (up to 2 × `LOOKS`) tells.
+    """True if other tensors stand in `.grad` than those `known`, as far as a look at some (up to 2 × `LOOKS`) tells.
 
     A loop that combines the gradients of several backwards (conflicting tasks made to agree) puts new ones there.
     """

@@ -211,7 +211,7 @@ class Weights:
 
 
 def readable(named: list[tuple[str, Tensor]]) -> bool:
-    """Whether there are numbers behind these parameters, and reading them would disturb nothing."""
+    """True if there are numbers behind these parameters, and reading them would disturb nothing."""
     if any(param.device.type == "meta" or not _stored(param) for _, param in named):
         return False
     return all(device.on_host(param) for _, param in named) or not device.capturing()

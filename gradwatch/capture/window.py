@@ -1,4 +1,4 @@
-"""What one step boundary found, and what of it may be settled a few steps later."""
+"""Measurements at one step boundary, some of which may become known a few steps later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Repeats = tuple[list[int], list[int], Reading]
 
 @dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
 class Window:
-    """What one step boundary found; `resolve()` says how large the gradients were.
+    """Measurements at one step boundary; `resolve()` gives the gradient norms.
 
     `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
     `micro` backwards; `trusted` that the few hooks left counted right; `left` the loss scale still in the
@@ -60,7 +60,7 @@ class Window:
         return self.raw.details
 
     def ready(self) -> bool:
-        """Whether `resolve()` would return without waiting."""
+        """True if `resolve()` would return without waiting."""
         numbers = (self.left, self.loss_scale or 1.0, self.skipped or 0.0)
         return self.raw.ready() and self.after.ready() and all(map(is_ready, numbers))
 
@@ -86,7 +86,7 @@ class Window:
 
 
 def repeated(repeats: Repeats, raw: Norms) -> bool:
-    """Whether some gradient may be the last step's, not cleared and not renewed: same identity, same norm.
+    """True if some gradient may be the last step's, not cleared and not renewed: same identity, same norm.
 
     `raw[K]` are the norms of this step.
     """
@@ -96,7 +96,7 @@ def repeated(repeats: Repeats, raw: Norms) -> bool:
 
 
 def is_ordinary(raw: Reading, after: Reading) -> bool:
-    """Whether a glance was enough for these gradients, and says that they are finite."""
+    """True if the quick total was enough for these gradients, and shows that they are finite."""
     if not isinstance(raw, CpuNorms) or raw.looked:
         return False
     return after is raw or (isinstance(after, CpuNorms) and after.finite() and not after.details)

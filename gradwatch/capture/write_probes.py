@@ -68,7 +68,7 @@ class WriteProbes:
     def agree(
         self, grads: Sequence[Tensor | None], read: CpuNorms, factor: float, but: Container[int] = ()
     ) -> bool:
-        """Whether these gradients, `but` for some, have the norms that were read of them, times `factor`."""
+        """True if these gradients, `but` for some, have the norms that were read of them, times `factor`."""
         held, self._held = self._held, []
         if held and factor == 1.0 and not but:
             for k, begin, row, content in held:

@@ -105,7 +105,7 @@ def status(seen: Seen, steps: int) -> str:
 
 
 def injected(fault: Fault, step: int) -> str:
-    """What the script has just done to itself."""
+    """Line for the fault that the script has just injected."""
     return f"{paint(f'step {step:>4}', 'dim')}  {paint('injected', 'bold')}  {fault.title}: {fault.how}"
 
 

@@ -134,14 +134,14 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def check_switch() -> Check:
-    """Whether GRADWATCH=0 turns everything off."""
+    """Check that GRADWATCH=0 does not turn everything off."""
     if os.environ.get("GRADWATCH") == "0":
         return Check("here", "switch", "fail", "GRADWATCH=0 turns gradwatch off", "unset GRADWATCH")
     return Check("here", "switch", "ok", "on (GRADWATCH is not 0)")
 
 
 def check_port(listen: str) -> Check:
-    """Whether the endpoint could have its port; a taken one is no failure, another is used."""
+    """Check the port of the endpoint; a taken one is no failure, another is used."""
     from gradwatch.endpoint.listen import listening_socket, parse_listen
 
     address = parse_listen(listen)
@@ -159,7 +159,7 @@ def check_port(listen: str) -> Check:
 
 
 def check_directory(path: str) -> Check:
-    """Whether the journal could be written; the folder itself is made only by a run."""
+    """Check that the journal can be written; the folder itself is made only by a run."""
     place = os.path.abspath(path)
     while not os.path.isdir(place):
         place = os.path.dirname(place)
@@ -175,7 +175,7 @@ def check_directory(path: str) -> Check:
 
 
 def check_newest_run(path: str) -> Iterator[Check]:
-    """What the newest run says of itself, while it runs too: steps watched of steps taken, what was not seen."""
+    """Summary of the newest run, while it runs too: steps watched of steps taken, what was not seen."""
     from gradwatch.cli.last_run import newest_account
 
     found = newest_account(Path(path))
@@ -221,7 +221,7 @@ def check_taps() -> Iterator[Check]:
 
 
 def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[Check]:
-    """What a step costs with and without; and which rules could never speak about this model."""
+    """Cost of a step with and without gradwatch, and the rules that match nothing in this model."""
     from gradwatch.launch.cost import idle_rules, measure_cost, own_model
 
     factory = own_model if model is None else load_factory(model)
@@ -237,6 +237,6 @@ def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[
 
 
 def load_factory(reference: str) -> Factory:
-    """What `module:factory` names; the cwd is searched first, as by `python -m`."""
+    """Load `module:factory`; the cwd is searched first, as by `python -m`."""
     with from_here():
         return load("--model", reference, "MODULE:FACTORY")

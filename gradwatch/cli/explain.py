@@ -38,7 +38,7 @@ class Explained:
 
     @property
     def found(self) -> bool:
-        """Whether a cause is known."""
+        """True if a cause is known."""
         return self.incident.finding is not None and self.incident.finding.found
 
 
@@ -83,7 +83,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def audited(where: Path) -> Audit:
-    """What fired, as the journals of all ranks have it; of one rule the rank on which it fired most often."""
+    """Firings from the journals of all ranks; of one rule the rank on which it fired most often."""
     from gradwatch.cli.audit import follow
     from gradwatch.journal.audit import Audit
 
@@ -119,7 +119,7 @@ def summary(audit: Audit, where: Path) -> str:
 
 
 def chosen(where: Path, name: str | None) -> list[Incident]:
-    """What the journals of all ranks say, one Incident per name: of the rank that knows most, the first of equals."""
+    """Incidents from the journals of all ranks, one per name: of the rank that knows most, the first of equals."""
     from gradwatch.journal.incidents import better, incidents
 
     best: dict[str, Incident] = {}

@@ -45,7 +45,7 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
 
 
 def account_of_endpoint(where: Path) -> Account | None:
-    """What rank 0 of a run that is going on shows on its endpoint; None where nothing answers."""
+    """Account from the endpoint of rank 0 of a running run; None where nothing answers."""
     endpoint = read_endpoint(where / "endpoint-rank0.json")
     if endpoint is None or endpoint.node != platform.node():
         return None

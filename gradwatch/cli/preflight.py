@@ -1,4 +1,4 @@
-"""What `gradwatch run` refuses beyond the text of a rule file, told at its place by `gradwatch rules check` too."""
+"""Checks of `gradwatch run` beyond the text of a rule file, reported at its place by `gradwatch rules check` too."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def again(document: Document, arguments: argparse.Namespace) -> Finding:
 
 
 def built(function: Callable[..., Any], reference: str) -> tuple[list[nn.Module], LossFn | None]:
-    """What the user's function returns: the models, and the loss function if there is one."""
+    """Call the user's function: the models, and the loss function if there is one."""
     from torch import nn
 
     found = function()
@@ -107,7 +107,7 @@ def built(function: Callable[..., Any], reference: str) -> tuple[list[nn.Module]
 
 
 def same(before: Finding | None, found: Finding | None) -> bool | None:
-    """Whether both name one cause; None where one of them names none."""
+    """True if both name one cause; None where one of them names none."""
     if before is None or found is None or not (before.found and found.found):
         return None
     return (before.phase, before.module, before.op) == (found.phase, found.module, found.op)

@@ -104,7 +104,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str) -> dict[str, Any]:
-    """What one file holds: its rules and digest, or its problems; notes on what is sampled."""
+    """Contents of one rule file: its rules and digest, or its problems; notes on what is sampled."""
     from gradwatch.cli.preflight import load
 
     report: dict[str, Any] = {

@@ -50,7 +50,7 @@ def handle_test(arguments: argparse.Namespace) -> int:
 
 
 def test_one(path: str, wanted: str) -> dict[str, Any]:
-    """What became of one file: its tests, or the problems for which it was refused."""
+    """Result of one test file: its tests, or the problems for which it was refused."""
     from gradwatch.rule_tests import load_tests
 
     report: dict[str, Any] = {"path": path, "tests": [], "problems": []}

@@ -24,14 +24,14 @@ _UNBOUNDED = 1 << 20
 
 
 def colourful(stream: TextIO) -> bool:
-    """Whether escape codes may be written to `stream`."""
+    """True if escape codes may be written to `stream`."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
 
 
 def redrawable(stream: TextIO | None) -> bool:
-    """Whether a line of `stream` can be drawn over: a terminal with a cursor, coloured or not."""
+    """True if a line of `stream` can be drawn over: a terminal with a cursor, coloured or not."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -25,7 +25,7 @@ def from_here() -> Iterator[None]:
 
 
 def load(option: str, reference: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:
-    """What `module:function` names. Raises GradwatchError that says what is wrong with the option."""
+    """Load `module:function`. Raises GradwatchError that names the option and the problem."""
     module, colon, name = reference.partition(":")
     if not colon or not module or not name:
         raise GradwatchError(f"{option} {reference!r} is not {form}, e.g. train:build")

@@ -1,4 +1,4 @@
-"""What the demo injects, when, and what counts as having found it."""
+"""Faults that the demo injects, when, and the firings that count as finding them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def found(self) -> bool:
-        """Whether the fault was detected and, where that was due, acted on."""
+        """True if the fault was detected and, where that was due, acted on."""
         return self.event is not None and (self.skipped or not self.fault.skipped)
 
 
@@ -110,7 +110,7 @@ def judge(plan: Plan, events: Iterable[Event], skipped: Collection[int]) -> tupl
 
 
 def names(event: Event, fault: Fault) -> bool:
-    """Whether a firing counts as finding a fault."""
+    """True if a firing counts as finding a fault."""
     places = (*event.sites, event.first_cause)
     return (
         event.detector in fault.kinds

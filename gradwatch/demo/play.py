@@ -25,7 +25,7 @@ RECENT = 200  # steps over which the speed is averaged
 
 @dataclass(slots=True)
 class Seen:
-    """What is known of the run so far. `faults` maps an injected fault's name to its step."""
+    """State of the run so far. `faults` maps an injected fault's name to its step."""
 
     step: int = -1
     loss: float = float("nan")
@@ -90,12 +90,12 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """True if the process is there."""
         return self._process.poll() is None
 
     @property
     def finished(self) -> bool:
-        """Whether training is over: the script said so, or is gone."""
+        """True if training is over: the script said so, or is gone."""
         return self.seen.done or not self.alive
 
     def wait_for_journal(self, timeout: float = 10.0) -> None:
@@ -127,7 +127,7 @@ class Run:
                 stream.close()
 
     def url(self) -> str | None:
-        """Where /metrics is served; None before that is known and after the process has gone."""
+        """URL of /metrics; None before that is known and after the process has gone."""
         try:
             return str(json.loads((self.directory / "endpoint-rank0.json").read_text())["url"])
         except (OSError, ValueError, KeyError):

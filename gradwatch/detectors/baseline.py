@@ -174,7 +174,7 @@ def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
 
 
 class Robust(Exceeding):
-    """What every kind judged by a robust z has in common: when it fires and clears, and whose baseline it shares."""
+    """Base of all kinds with a robust z: when they fire and clear, and whose baseline they share."""
 
     __slots__ = ()
     has_baseline: ClassVar[bool] = True
@@ -188,7 +188,7 @@ class Robust(Exceeding):
         return min(CLEAR, self.above) if self.clear_below is None else self.clear_below
 
     def baseline_key(self) -> tuple[Any, ...]:
-        """What is learned depends on neither the column's name nor the threshold."""
+        """Key of the baseline; it depends on neither the column's name nor the threshold."""
         return (self.kind, self.half_life, self.warmup)
 
     def init(self, size: int) -> LevelState:

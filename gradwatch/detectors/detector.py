@@ -1,4 +1,4 @@
-"""What a detector is, and the registry of kinds.
+"""The interface of detectors, and the registry of kinds.
 
 A detector is a frozen dataclass of hyper-parameters with pure methods over K series at once:
 `init(size) -> state`, `score(state, sample) -> float64[K]`, `learn(state, sample) -> state`,
@@ -113,12 +113,12 @@ class Detector:
 
     @property
     def comparison(self) -> Comparison:
-        """How a score breaches: `above` score > threshold, `at_least` >=, `below` <."""
+        """Comparison of a score with its threshold: `above` score > threshold, `at_least` >=, `below` <."""
         return "above"
 
     @property
     def fires_at(self) -> float:
-        """What a score is compared with."""
+        """The threshold of the score."""
         raise NotImplementedError
 
     @property
@@ -162,11 +162,11 @@ class Detector:
         raise NotImplementedError
 
     def done(self, state: State) -> bool:
-        """Whether positive samples can neither breach nor teach anything any more: then they are not shown."""
+        """True if positive samples can neither breach nor teach anything any more: then they are not shown."""
         return False
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
-        """Whether a step with these one-per-step values can neither breach nor teach anything; asked of one series.
+        """True if a step with these one-per-step values can neither breach nor teach anything; asked of one series.
 
         False = not known; `scalar(name)` gives None where a value was not observed.
         """
@@ -195,7 +195,7 @@ class Detector:
         return None
 
     def cannot_breach(self, low: float, high: float) -> bool:
-        """Whether no value in [low, high] can breach, whatever was learned; False when either is NaN."""
+        """True if no value in [low, high] can breach, whatever was learned; False when either is NaN."""
         safe = self.safe
         return safe is not None and safe[0] <= low and high <= safe[1]
 
@@ -277,7 +277,7 @@ def first_crossed(detectors: Sequence[Detector]) -> Detector:
 
 
 def may_breach(detector: Detector, score: FloatArray) -> bool:
-    """Whether any score can breach: one reduction, NaN ignored; the guard in front of `breaches`."""
+    """True if any score can breach: one reduction, NaN ignored; the guard in front of `breaches`."""
     if detector.comparison == "below":
         return bool(float(np.fmin.reduce(score)) < detector.fires_at)
     worst = float(np.fmax.reduce(score))

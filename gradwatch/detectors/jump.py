@@ -130,7 +130,7 @@ class Jump(Detector):
         )
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
-        """Whether neither the total norm nor the loss is larger than any before, and nothing earlier is confirmed."""
+        """True if neither the total norm nor the loss is larger than any before, and nothing earlier is confirmed."""
         jump, total, loss = cast(JumpState, state), scalar(self.of), scalar("loss")
         return (
             total is not None

@@ -76,7 +76,7 @@ class Stale(Detector):
         return SeenState(cast(SeenState, state).seen | (_counted(sample) & (sample.values > 0)))
 
     def done(self, state: State) -> bool:
-        """Whether everybody has had a gradient."""
+        """True if every series has had a gradient."""
         return bool(cast(SeenState, state).seen.all())
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
@@ -109,7 +109,7 @@ class Never(Detector):
         return float(self.within)
 
     def baseline_key(self) -> tuple[Any, ...]:
-        """What is counted does not depend on the bound."""
+        """Key of the counts, which do not depend on the bound."""
         return (self.kind, self.of)
 
     def init(self, size: int) -> WaitState:
@@ -130,7 +130,7 @@ class Never(Detector):
         return WaitState(np.where(_counted(sample), after, waited).astype(np.int32))
 
     def done(self, state: State) -> bool:
-        """Whether everybody has had a gradient."""
+        """True if every series has had a gradient."""
         return bool((cast(WaitState, state).waited < 0).all())
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
@@ -174,7 +174,7 @@ class AllZero(Detector):
         return math.ulp(0.0), math.inf
 
     def cannot_breach(self, low: float, high: float) -> bool:
-        """Whether no value is zero, or all are."""
+        """True if no value is zero, or all are."""
         return low > 0 or high == 0
 
 

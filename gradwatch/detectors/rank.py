@@ -120,7 +120,7 @@ class RankMismatch(Detector):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """How many parameters differ, by rank."""
+        """Number of parameters that differ, by rank."""
         return ("rank_mismatch",)
 
     @property

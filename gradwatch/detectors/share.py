@@ -74,7 +74,7 @@ class Drop(Exceeding):
     warmup: Warmup = field(default=40, metadata={"rule_key": True})
 
     def baseline_key(self) -> tuple[Any, ...]:
-        """What is learned does not depend on the threshold."""
+        """Key of the baseline, which does not depend on the threshold."""
         return (self.kind, self.min_ndim, self.half_life, self.warmup)
 
     def init(self, size: int) -> ShareState:
@@ -200,7 +200,7 @@ class DepthRatio(Detector):
         return self.above if self.above is not None else (1e-3 if self.below is None else self.below)
 
     def cannot_breach(self, low: float, high: float) -> bool:
-        """Whether no ratio of two values in [low, high] is beyond the bound (with a margin for rounding)."""
+        """True if no ratio of two values in [low, high] is beyond the bound (with a margin for rounding)."""
         if not (low > 0 and high < math.inf):
             return False
         if self.above is not None:

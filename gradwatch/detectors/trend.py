@@ -65,7 +65,7 @@ class Drift(Exceeding):
             raise ValueError("fast must be shorter than slow")
 
     def baseline_key(self) -> tuple[Any, ...]:
-        """What is learned does not depend on the threshold."""
+        """Key of the baseline, which does not depend on the threshold."""
         return (self.kind, self.fast, self.slow, self.warmup)
 
     def init(self, size: int) -> TrendState:

@@ -1,4 +1,4 @@
-"""What is said of a rank that could not do what all ranks decided: from then on it may hold other weights than they."""
+"""Errors for a rank that failed to carry out a decision of all ranks: its weights may differ from then on."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class AloneError(GradwatchError):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks agreed on. `hellos[world]`: what each of them laid on the table."""
+    """The agreement of the ranks. `hellos[world]`: the message that each of them sent."""
 
     rank: int
     world: int
@@ -46,7 +46,7 @@ class Meeting:
     store: Any
 
     def read(self, key: str) -> Any:
-        """What some rank published under `key` before the meeting."""
+        """Read the value that some rank published under `key` before the meeting."""
         return json.loads(self.store.get(key))
 
 

@@ -15,7 +15,7 @@ from gradwatch.records.snapshot import Sites
 
 @dataclass(slots=True, eq=False)
 class RankMembership:
-    """What was agreed on with the other ranks, and the group it talks over (None = it does not)."""
+    """The agreement with the other ranks, and the process group for collectives (None = there are none)."""
 
     captured_sites: Sites
     sites: Sites
@@ -37,22 +37,22 @@ class RankMembership:
 
     @property
     def exchanges(self) -> bool:
-        """Whether the ranks exchange the facts of every step, and so wait for them."""
+        """True if the ranks exchange the facts of every step, and so wait for them."""
         return self.layout is not None or bool(self.alone)
 
     @property
     def waits_for_none(self) -> bool:
-        """Whether no other rank, and no news of them, is waited for at the step boundaries."""
+        """True if the step boundaries wait for no other rank."""
         return self.layout is None and not (self.alone or self.lost)
 
     @property
     def pooled(self) -> bool:
-        """Whether a rank alone knows less of a gradient than all together: not where DDP has averaged it for all."""
+        """True if a rank's norm is only a part of the norm over all ranks: not where DDP has averaged it."""
         return self.exchanges and (self.layout is None or self.layout.pooled or not self.ddp)
 
     @property
     def uneven(self) -> bool:
-        """Whether DDP takes uneven inputs now (`with ddp.join()`): some ranks take steps that others do not."""
+        """True if DDP takes uneven inputs now (`with ddp.join()`): some ranks take steps that others do not."""
         if not self.reducers:
             return False
         return any(ddp is not None and ddp._join_config.enable for ddp in (ref() for ref in self.reducers))

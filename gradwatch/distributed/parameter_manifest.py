@@ -1,4 +1,4 @@
-"""Which parameters the ranks hold: each lays down a table of its own, equal ones are replicas of each other."""
+"""Parameters of each rank: every rank publishes its table, and ranks with equal tables are replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank of which run this is, where torch.distributed knows better than the environment."""
+"""Rank and run of this process, where torch.distributed knows better than the environment."""
 
 from __future__ import annotations
 

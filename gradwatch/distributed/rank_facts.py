@@ -41,7 +41,7 @@ RANK_NORM, RANK_MISMATCH, RANK_SITE = "rank_norm", "rank_mismatch", "rank_site"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What a vector is made of; the same on all ranks but for `rank`, `own` and `counts`.
+    """Layout of the vector of facts; the same on all ranks but for `rank`, `own` and `counts`.
 
     `sites` the U parameters of all ranks; `own[K]` where this rank's stand among them; `counts[K]` 1.0 where
     this rank's part is to be added up, 0.0 where another rank's stands for it, and `share[K]` its part of the
@@ -108,7 +108,7 @@ class Usual:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedFacts:
-    """What all ranks said together of one step; equal on every rank.
+    """Facts of one step, reduced over all ranks; equal on every rank.
 
     `complete`: every rank sent its facts. `blind`: the ranks that could not, by our own fault. `steps[W]` the
     ranks' own counts of the step (-1 of one that is blind).
@@ -131,7 +131,7 @@ class ReducedFacts:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank sent its facts, about the same step."""
+        """True if every rank sent its facts, about the same step."""
         steps = self.by_rank("step")
         return self.head("facts") == self.layout.world and bool((steps == steps[0]).all())
 
@@ -232,7 +232,7 @@ def plain(name: str) -> str:
 
 
 def size_of(name: str) -> str:
-    """Where the weights' own norms stand, to which an update ratio of this name is relative."""
+    """Name of the column with the norms of the weights, to which an update ratio of this name is relative."""
     return "size" + name.removeprefix("update_ratio")
 
 
@@ -313,7 +313,7 @@ def _added_up(reduced: ReducedFacts, name: str) -> Vector:
 
 
 def rank_columns(reduced: ReducedFacts, replicas: bool) -> dict[str, Column]:
-    """What is known of each rank, float[W]; `replicas`: their reduced norms are meant to be the same bits."""
+    """Columns by rank, float[W]; `replicas`: their reduced norms are meant to be the same bits."""
     norm, place = reduced.by_rank("norm_local"), reduced.by_rank("site")
     columns = {}
     if (place > 0).any():
@@ -331,7 +331,7 @@ def rank_columns(reduced: ReducedFacts, replicas: bool) -> dict[str, Column]:
 
 
 def agreeing(reduced: ReducedFacts) -> bool:
-    """Whether all ranks have the same norms, and some: then they are replicas."""
+    """True if all ranks have the same norms, and some: then they are replicas."""
     return not reduced.layout.pooled and not deviating(reduced).any()
 
 

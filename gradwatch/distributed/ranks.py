@@ -40,7 +40,7 @@ PARTIAL = (
 
 @dataclass(frozen=True, slots=True)
 class RankRequirements:
-    """What a watch is there for: `acts` some rule may change a step; `facts` some rule reads what only all
+    """Reasons for collectives between ranks: `acts` some rule may change a step; `facts` some rule reads what only all
     ranks together know; `ranked` some rule is about ranks; `sampled` the columns read in bursts; `rules` the
     digest of them all; `refused` why several ranks may not act by these rules ("" = they may).
     """
@@ -110,7 +110,7 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """Whether this process is one of several ranks."""
+        """True if this process is one of several ranks."""
         return place()[1] > 1
 
     def judging_together(self, captured: OptimizerCapture, membership: RankMembership | None) -> str:
@@ -351,7 +351,7 @@ class Ranks:
 
 
 def _reduced(models: list[nn.Module]) -> bool:
-    """Whether torch itself reduces gradients over ranks, within the backward. By name: FSDP may not be there."""
+    """True if torch itself reduces gradients over ranks, within the backward. By name: FSDP may not be there."""
     kinds = {type(module) for model in models for module in model.modules()}
     return any(cls.__name__ in REDUCING for kind in kinds for cls in kind.__mro__)
 

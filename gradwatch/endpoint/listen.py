@@ -1,4 +1,4 @@
-"""Where the endpoint listens, and the file that tells others where it does.
+"""The listening address of the endpoint, and the file that publishes it.
 
 Addresses are numbers: looking a name up took 8 s under a DNS black hole, at the start of the training.
 """
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """True if only this machine can connect."""
         return ipaddress.ip_address(self.host).is_loopback
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ class RequestError(Exception):
 
 
 class Content(NamedTuple):
-    """What a path answers with."""
+    """The body of a response and its type."""
 
     media_type: str
     body: bytes
@@ -52,12 +52,12 @@ class Request(NamedTuple):
 
 
 def is_complete(received: bytes | bytearray) -> bool:
-    """Whether the blank line that ends a request head has arrived."""
+    """True if the blank line that ends a request head has arrived."""
     return b"\r\n\r\n" in received or b"\n\n" in received
 
 
 def is_hopeless(received: bytes | bytearray) -> bool:
-    """Whether no more bytes can make this a request: too long, or no method to begin with (TLS, say)."""
+    """True if no more bytes can make this a request: too long, or no method to begin with (TLS, say)."""
     return len(received) > MAX_HEAD_BYTES or not received[:1].isalpha()
 
 
@@ -106,7 +106,7 @@ def plain(text: str) -> Content:
 
 
 def is_local_host(host: str) -> bool:
-    """Whether a Host header names this machine's loopback.
+    """True if a Host header names this machine's loopback.
 
     A page of a foreign web site can point its own DNS name at 127.0.0.1 and have the browser read what
     answers there (DNS rebinding); the browser still sends the foreign name as Host: that gives it away.

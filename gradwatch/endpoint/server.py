@@ -43,7 +43,7 @@ Route = Callable[[bool], Content]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What peers can take from training.
+    """Limits on the resources that clients can take from training.
 
     `connections` at once (fewer where the process may open few files); `deadline_seconds` from accept to the
     last byte; `cpu_share` of one core over time, with `cpu_burst_seconds` saved up at most.
@@ -69,12 +69,12 @@ class Allowance:
 
     @property
     def is_short(self) -> bool:
-        """Whether most of the burst is gone."""
+        """True if most of the burst is gone."""
         return self._left < self._burst / 2
 
     @property
     def debt_seconds(self) -> float:
-        """How long to stay away until nothing is owed."""
+        """Seconds to wait until the CPU budget is balanced again."""
         return max(0.0, -self._left / self._share)
 
 
@@ -200,7 +200,7 @@ class Endpoint:
             self._advance(connection)
 
     def _oldest(self) -> _Connection:
-        """Whom to evict: those that owe us a request before those that are being answered."""
+        """The connection to evict: those without a complete request before those being answered."""
         waiting = (each for each in self._connections.values() if not each.unsent)
         return next(waiting, None) or next(iter(self._connections.values()))
 

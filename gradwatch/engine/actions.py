@@ -35,7 +35,7 @@ ESCALATED_CLIP = Action("clip", {"to": "baseline", "at": "step", "local": False}
 
 
 def orders(one: RulePlan, due: Due, acted: int, snapshot: Snapshot, plan: Plan) -> Decision:
-    """What one rule orders having acted on `acted` steps in a row; in shadow mode it only says so."""
+    """Orders of one rule that acted on `acted` steps in a row; in shadow mode they are only reported."""
     decision = Decision()
     for name in due_actions(one, acted, due.climbed):
         if name in ORDERS:
@@ -119,7 +119,7 @@ def _done_by_hook(one: RulePlan, due: Due, snapshot: Snapshot) -> Decision:
 
 
 def _bound_of_modules(one: RulePlan, to: object, due: Due, snapshot: Snapshot) -> Decision:
-    """What hooks would have made of what modules passed on, had they been told to: of the worst."""
+    """Factor that module hooks would have applied, for the worst module."""
     here, norms = _modules(one, due, snapshot)
     if to == "baseline" or not here.any():
         return Decision()
@@ -252,7 +252,7 @@ def _multiplying(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) 
 
 
 def _site(one: RulePlan, k: int, snapshot: Snapshot) -> str:
-    """What the series of site k is called: the parameter, the group, or "" for a total."""
+    """Name of the series of site k: the parameter, the group, or "" for a total."""
     index, owners = _places(one, snapshot)
     found = np.flatnonzero(index == k)
     return one.shown.names[int(owners[found[0]])] if len(found) else ""

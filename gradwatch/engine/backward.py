@@ -1,4 +1,4 @@
-"""What a rule file asks to be done inside the backward, through the return value of hooks.
+"""Actions of a rule file inside the backward, through the return value of hooks.
 
 Axes: S sites (parameters, then modules), K series of one rule.
 """
@@ -22,7 +22,7 @@ from gradwatch.rules.objections import BOUNDED, at_backward
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """What is done in the backward: bool[S] by a norm's factor, and the elementwise policies, each with bool[S]."""
+    """Actions inside the backward: bool[S] by a norm's factor, and the elementwise policies, each with bool[S]."""
 
     covered: BoolArray
     elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...]
@@ -56,12 +56,12 @@ def drop_micro_rules(ruleset: RuleSet) -> list[str]:
 
 
 def drops_micro(ruleset: RuleSet) -> bool:
-    """Whether some rule has a poisoned micro-batch dropped."""
+    """True if some rule has a poisoned micro-batch dropped."""
     return bool(drop_micro_rules(ruleset))
 
 
 def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
-    """Whether all that a rule does is done in the backward, so that its step need not wait for a verdict."""
+    """True if all that a rule does is done in the backward, so that its step need not wait for a verdict."""
     return all(map(at_backward, ruleset.rule(rule_id).do))
 
 
@@ -85,7 +85,7 @@ def _moved_to_step(action: Action) -> Action:
 
 
 def asked(plan: Plan) -> Asked:
-    """Where something may be done in the backward, whatever the limits are at present."""
+    """Sites at which something may be done in the backward, whatever the present bounds are."""
     covered = np.zeros(len(plan.sites), np.bool_)
     for one in plan.rules:
         if _clips_in_backward(one) and one.series.column not in MODULE_COLUMNS:
@@ -97,7 +97,7 @@ def asked(plan: Plan) -> Asked:
 
 
 def asks_of_modules(ruleset: RuleSet) -> bool:
-    """Whether some rule bounds the gradient between modules."""
+    """True if some rule bounds the gradient between modules."""
     return any(
         rule.acts and rule.detect.columns[0] in BOUNDED and at_backward(action)
         for rule in ruleset.rules

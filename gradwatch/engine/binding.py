@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
-        """What sinks may know of the enabled rules, by id."""
+        """Descriptions of the enabled rules for sinks, by id."""
         return tuple(
             RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
             for rule in self._enabled()
@@ -68,17 +68,17 @@ class Engine:
 
     @property
     def needs(self) -> Needs:
-        """What the enabled rules need read, whatever the model."""
+        """Columns that the enabled rules need, whatever the model."""
         return needs_of(self._enabled(), FREE_COLUMNS)
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether some rule skips steps with non-finite gradients, as a fused optimizer can on the device."""
+        """True if some rule skips steps with non-finite gradients, as a fused optimizer can on the device."""
         return any(_skips_on_device(rule) for rule in self._enabled())
 
     @property
     def acts_on_host(self) -> bool:
-        """Whether some rule or policy acts otherwise, so that norms must be on the host before the step."""
+        """True if some rule or policy acts otherwise, so that norms must be on the host before the step."""
         rules = any(
             rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
             for rule in self._enabled()
@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def clips_only_total(self) -> bool:
-        """Whether `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
+        """True if `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
         return clips_only_total(self.ruleset.clip)
 
     def _enabled(self) -> list[Rule]:
@@ -101,7 +101,7 @@ class Engine:
         admit(self.ruleset, sites, strict)
 
     def refusals(self, sites: Sites) -> list[Refusal]:
-        """What cannot be carried out on these sites; what `check` raises for, item by item."""
+        """Refusals of what cannot be carried out on these sites; what `check` raises for, item by item."""
         return list(refusals(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites))))
 
     def unmatched(self, sites: Sites) -> dict[str, str]:
@@ -213,7 +213,7 @@ class BoundEngine:
         return step.finish(baselines, lr)
 
     def _will_skip(self, step: Step) -> bool:
-        """Whether a fact leads to a skip, of its own or of its ladder."""
+        """True if a fact leads to a skip, of its own or of its ladder."""
         rules = (self.plan.rules[number] for number in self._facts)
         return bool(step.acting) and any(
             one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
@@ -223,15 +223,15 @@ class BoundEngine:
 
     @property
     def asked(self) -> Asked:
-        """What is to be done inside the backward, and where."""
+        """Actions inside the backward, and their sites."""
         return asked(self.plan)
 
     def bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """What hooks on parameters keep to in the next backward."""
+        """Bounds for the hooks on parameters in the next backward."""
         return bounds(self.plan, state)
 
     def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """What hooks on modules keep to in the next backward."""
+        """Bounds for the hooks on modules in the next backward."""
         return module_bounds(self.plan, state)
 
     def decide(
@@ -271,7 +271,7 @@ class BoundEngine:
         return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot, failed))
 
     def again(self, state: EngineState, snapshot: Snapshot, failed: Failed = raised) -> Decision:
-        """What the standing clips ask of one more gradient of a step that has been judged; nothing is learned of it."""
+        """Clipping of one more gradient of a step that has been judged; it updates no state."""
         if self.clipping.at == "backward":
             return Decision()  # the hooks have done it
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
@@ -316,7 +316,7 @@ def _named(rule: Rule) -> tuple[str, ...]:
 
 
 def _skips_on_device(rule: Rule) -> bool:
-    """Whether a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
+    """True if a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
     done = [
         action for action in rule.do if action.name != "localise"
     ]  # it changes nothing, and may come late
@@ -329,7 +329,7 @@ def _skips_on_device(rule: Rule) -> bool:
 
 
 def jumped(before: float | None, now: float | None) -> bool:
-    """Whether the learning rate changed by more than a factor of 3; to or from 0 is no jump but a pause."""
+    """True if the learning rate changed by more than a factor of 3; to or from 0 is no jump but a pause."""
     if before is None or now is None or before == now or not (before > 0 and now > 0):
         return False
     return not 1 / LR_JUMP <= now / before <= LR_JUMP

@@ -226,7 +226,7 @@ TOTAL = "total"
 
 
 def needs_host(clip: Clip | None) -> bool:
-    """Whether a policy needs its norms on the host before the step; clips by norm and elementwise ones do not."""
+    """True if a policy needs its norms on the host before the step; clips by norm and elementwise ones do not."""
     if clip is None or clip.at == "backward":
         return False
     said = (*clip.groups.values(), *(() if clip.total is None else (clip.total,)))
@@ -235,7 +235,7 @@ def needs_host(clip: Clip | None) -> bool:
 
 
 def clips_only_total(clip: Clip | None) -> bool:
-    """Whether a file clips nothing, or nothing but the total norm at the step: a bound that no state moves."""
+    """True if a file clips nothing, or nothing but the total norm at the step: a bound that no state moves."""
     if clip is None:
         return True
     total = clip.total

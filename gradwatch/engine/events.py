@@ -29,7 +29,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Scored(NamedTuple):
-    """What a rule made of one step: `values[K]` read, `score[K]`, `breach[K]`."""
+    """Result of a rule on one step: `values[K]` read, `score[K]`, `breach[K]`."""
 
     values: FloatArray
     score: FloatArray
@@ -37,7 +37,7 @@ class Scored(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """What is to be told about a transition, apart from the rule and the numbers."""
+    """Text of a transition, apart from the rule and the numbers."""
 
     kind: EventKind
     incident: str

@@ -1,4 +1,4 @@
-"""What is told of an action that could not be carried out: an incident of each rule that had ordered it."""
+"""Events of an action that could not be carried out: an incident of each rule that had ordered it."""
 
 from __future__ import annotations
 

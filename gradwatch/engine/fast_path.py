@@ -51,7 +51,7 @@ class ColumnBound(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BankInput:
-    """How one bank gets its samples; `select` its series in the stack of logarithms, None = elsewhere.
+    """Input of one bank; `select` its series in the stack of logarithms, None = elsewhere.
 
     `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
     series is this one-per-step value, which may not be there ("" = it has others).
@@ -67,7 +67,7 @@ class BankInput:
 
 
 class FastPath:
-    """What `plan` needs on a step on which nothing happens."""
+    """The evaluation of `plan` on a step on which nothing happens."""
 
     __slots__ = (
         "_bank_inputs",
@@ -120,7 +120,7 @@ class FastPath:
         return self._advanced(state, snapshot)
 
     def _cannot_breach(self, snapshot: Snapshot, low: float, high: float) -> bool:
-        """Whether no rule without a baseline breaches."""
+        """True if no rule without a baseline breaches."""
         asked = self._gathered
         for guard in self._guards:
             least, most = self._bounds(guard.column, snapshot, low, high)
@@ -196,7 +196,7 @@ def _log(value: float) -> NDArray[np.float32]:
 
 
 def _breaches(one: RulePlan, reader: Reader) -> bool:
-    """Whether a rule without a baseline may breach, asked of its own series."""
+    """True if a rule without a baseline may breach, asked of its own series."""
     bounds = reader.own_bounds(one.series)
     if bounds is None or one.detector.cannot_breach(*bounds):
         return False
@@ -205,12 +205,12 @@ def _breaches(one: RulePlan, reader: Reader) -> bool:
 
 
 def _proven(one: RulePlan) -> bool:
-    """Whether finite norms alone say that a rule on counts of NaN and Inf is idle."""
+    """True if finite norms alone say that a rule on counts of NaN and Inf is idle."""
     return one.series.column in COUNT_COLUMNS and one.detector.cannot_breach(0.0, 0.0)
 
 
 def _bounded(one: RulePlan) -> bool:
-    """Whether bounds on a column are bounds on its series: one per site, or the column's only one."""
+    """True if bounds on a column are bounds on its series: one per site, or the column's only one."""
     return one.detector.safe is not None and one.series.owners is None
 
 
@@ -236,7 +236,7 @@ def _bank_inputs(plan: Plan) -> Iterable[BankInput]:
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:
-    """Where the series of a bank stand in the stack of logarithms; None when not all of them do."""
+    """Positions of the series of a bank in the stack of logarithms; None when not all of them do."""
     places: list[NDArray[np.intp]] = []
     for segment in bank.segments:
         if segment.column not in STACKED or segment.owners is not None or not bank.detector.takes_logs:

@@ -37,7 +37,7 @@ HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 
 
 class BankResult(NamedTuple):
-    """What a bank made of this step: its samples, its scores (None = all calm), its state before."""
+    """Result of a bank on this step: its samples, its scores (None = none can breach), its state before."""
 
     sample: Sample
     score: FloatArray | None
@@ -164,7 +164,7 @@ class Step:
         return Scored(scored.values, score, breaches(one.detector, score))
 
     def _cannot_breach(self, one: RulePlan) -> bool:
-        """Whether the rule's own series are calm, though others of the same column are not."""
+        """True if the rule's own series cannot breach, though others of the same column are not."""
         bounds = self.reader.own_bounds(one.series)
         return bounds is not None and one.detector.cannot_breach(*bounds)
 
@@ -185,7 +185,7 @@ class Step:
         self.tracks[number] = self._report_move(one, track, moved, scored, self.consecutive[number])
 
     def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: Track) -> Due:
-        """What the actions of a rule are about at this step."""
+        """Series that the actions of a rule are about at this step."""
         worst = int(worst_first(scored.score, one.shown.depths, upon, one.detector.comparison)[0])
         result, usual = None if one.bank == NO_BANK else self.banks[one.bank], None
         if result is not None:
@@ -231,7 +231,7 @@ class Step:
         self.events.append(build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank))
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
-        """What the rules say of this step, and what is remembered of it."""
+        """The verdict of the rules on this step, and the state after it."""
         tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
         state = EngineState(self.plan, baselines, tracks, consecutive, lr, clips=self._clips)
         firing = firing_now(state)
@@ -250,13 +250,13 @@ class Step:
         return verdict, replace(state, ordinary=ordinary, done=done)
 
     def _at_rest(self) -> bool:
-        """Whether a healthy step would change no rule: those of rare columns are not asked on it."""
+        """True if a healthy step would change no rule: those of rare columns are not asked on it."""
         rules = zip(self.plan.rules, self.tracks, self.consecutive, strict=True)
         return all((track.idle and not acted) or one.rare for one, track, acted in rules)
 
 
 def _done(bank: Bank, baseline: State) -> bool:
-    """Whether healthy steps, on which these columns are positive, have nothing more to say to a bank."""
+    """True if healthy steps, on which these columns are positive, cannot change a bank any more."""
     return all(one.column in HEALTHY_POSITIVE for one in bank.segments) and bank.detector.done(baseline)
 
 

@@ -1,4 +1,4 @@
-"""Which actions of a rule are due: those of its `do:`, more of them the longer it goes on.
+"""Due actions of a rule: those of its `do:`, more of them the longer it goes on.
 
 A rung, `escalate: {after: k in n, to: action}`, stands while the rule's actions were due on at least k of the last n
 optimizer steps, this one included; what it adds comes on top of the rest of `do:` and ends with the window.
@@ -43,13 +43,13 @@ def climbed(one: RulePlan, track: Track, step: int) -> tuple[str, ...]:
 
 
 def exhausted(one: RulePlan, acted: int) -> bool:
-    """Whether the rule has skipped its `max_consecutive` and is to stop training instead."""
+    """True if the rule has skipped its `max_consecutive` and is to stop training instead."""
     limit, skip = one.max_consecutive, one.skip
     return skip is not None and limit is not None and acted > limit and skip.params.get("then") == "stop"
 
 
 def alarm_due(one: RulePlan, acted: int) -> bool:
-    """Whether `max_consecutive` skips in a row have been used up: then, and at every multiple of it."""
+    """True if `max_consecutive` skips in a row have been used up: then, and at every multiple of it."""
     limit = one.max_consecutive
     return limit is not None and acted > limit and (acted - 1) % limit == 0
 
@@ -66,10 +66,10 @@ def due_actions(one: RulePlan, acted: int, rungs_reached: tuple[str, ...]) -> tu
 
 
 def _overridden(name: str) -> bool:
-    """Whether a step that is skipped or stopped leaves nothing to do for the action."""
+    """True if a step that is skipped or stopped leaves nothing to do for the action."""
     return ACTIONS[name].changes_gradients and not ACTIONS[name].later
 
 
 def ordered(one: RulePlan, acted: int, rungs_reached: tuple[str, ...]) -> tuple[str, ...]:
-    """What an Event says is being done: `due_actions`, or nothing in shadow mode."""
+    """Actions named in an Event: `due_actions`, or nothing in shadow mode."""
     return () if one.rule.mode == "shadow" else due_actions(one, acted, rungs_reached)

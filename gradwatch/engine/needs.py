@@ -1,4 +1,4 @@
-"""Which columns the capture must read beyond the free ones, and at which steps: the union of what each rule asks for.
+"""Columns that the capture must read beyond the free ones, and their steps: the union over all rules.
 
 A rule judges a column of `SAMPLED` from whole tensors, at its own steps (step % every == 0) and at no others. One that
 neither acts nor says how often judges a sample instead, in bursts (`Rule.bursts`): that is a column of its own, named
@@ -26,7 +26,7 @@ class Needs:
     every: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def due(self, column: str, step: int) -> bool:
-        """Whether a column is read at this step."""
+        """True if a column is read at this step."""
         if column not in self.columns:
             return False
         plain = column.removesuffix(BURSTS)
@@ -51,7 +51,7 @@ class Needs:
         return min(later + -later % every for every in self.every.get(column, EVERY_STEP))
 
     def only(self, columns: Iterable[str]) -> Needs:
-        """What is needed of some columns, by their plain names."""
+        """The needs restricted to some columns, by their plain names."""
         chosen = frozenset(columns)
         return Needs(
             frozenset(name for name in self.columns if name.removesuffix(BURSTS) in chosen), self.every
@@ -67,7 +67,7 @@ def source_of(rule: Rule, column: str) -> str:
 
 
 def needs_of(rules: Iterable[Rule], free: frozenset[str]) -> Needs:
-    """What these rules need beyond the columns of `free`."""
+    """Columns that these rules need beyond the columns of `free`."""
     every: dict[str, frozenset[int]] = {}
     columns: set[str] = set()
     for rule in rules:

@@ -1,4 +1,4 @@
-"""What a Decision makes of the numbers of its step: arithmetic on norms, before any gradient is touched. No torch.
+"""Effect of a Decision on the norms of its step: arithmetic on norms, before any gradient is touched. No torch.
 
 Axes: S sites, K parameters of a capture.
 """
@@ -19,7 +19,7 @@ ROUNDING = 1e-6  # of float32 norms, relative
 
 
 def uniform_factor(decision: Decision, total: float) -> np.float32:
-    """What a decision's bound on the total makes of all gradients alike, `total` being their norm."""
+    """Factor of a decision's bound on the total norm, for all gradients; `total` being their norm."""
     return np.float32(1) if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
 
 
@@ -98,7 +98,7 @@ def with_clip_order(decision: Decision, before: Snapshot, after: Snapshot) -> De
 
 
 def _by_rules(decision: Decision, snapshot: Snapshot) -> bool:
-    """Whether a rule has multiplied gradients of parameters, at the step or in the backward."""
+    """True if a rule has multiplied gradients of parameters, at the step or in the backward."""
     places = {order.site for order in decision.orders if order.coefficient is not None and not order.shadow}
     if not places:
         return False

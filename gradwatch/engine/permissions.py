@@ -1,4 +1,4 @@
-"""What of a decision may be carried out on this step, and why the rest may not."""
+"""Filter of a decision: the actions permitted on this step, and why the rest is not."""
 
 from __future__ import annotations
 

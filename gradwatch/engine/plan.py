@@ -79,7 +79,7 @@ class RulePlan:
 
     @property
     def rare(self) -> bool:
-        """Whether there are steps on which it is not evaluated, by its `every` or for want of its column."""
+        """True if there are steps on which it is not evaluated, by its `every` or for want of its column."""
         return self.rule.every != 1 or not self.series.always
 
     def action(self, name: str) -> Action | None:
@@ -93,7 +93,7 @@ class RulePlan:
 
     @property
     def max_consecutive(self) -> int | None:
-        """How many steps in a row it may skip; None = any number, or it never skips."""
+        """Number of steps in a row that it may skip; None = any number, or it never skips."""
         limit = None if self.skip is None else self.skip.params.get("max_consecutive")
         return None if limit is None else int(limit)
 

@@ -1,4 +1,4 @@
-"""What a rule file may not ask of this model or this version, and which of its rules judge nothing here."""
+"""Checks of a rule file against a model and this version, and the rules that match nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refusals(ruleset: RuleSet, sites: Sites) -> Iterator[Refusal]:
 
 
 def may_miss(ruleset: RuleSet) -> bool:
-    """Whether `unmatched` could ever list anything: some rule or group is not `optional`."""
+    """True if `unmatched` could ever list anything: some rule or group is not `optional`."""
     return any(not group.optional for group in ruleset.groups) or any(
         rule.enabled and not rule.optional for rule in ruleset.rules
     )

@@ -1,4 +1,4 @@
-"""Which series a rule is about, and how one step's samples of them are read from a Snapshot.
+"""Series that a rule is about, and how one step's samples of them are read from a Snapshot.
 
 Axes: S sites, I selected sites, K series (one per site, per group, or one over a total or a scalar).
 """
@@ -81,7 +81,7 @@ class Series:
 
     @property
     def always(self) -> bool:
-        """Whether it has values on steps on which no column was measured beside the norms (and by rank)."""
+        """True if it has values on steps on which no column was measured beside the norms (and by rank)."""
         return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
@@ -296,7 +296,7 @@ class Reader:
         return by_name.get(name, nan | infinite).astype(np.float32)
 
     def suspicious(self) -> bool:
-        """Whether any gradient may hold a NaN or Inf, or a norm beyond float32."""
+        """True if any gradient may hold a NaN or Inf, or a norm beyond float32."""
         columns = self.snapshot.columns
         if "nonfinite" in columns or "norm_overflow" in columns:
             return True

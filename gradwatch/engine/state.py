@@ -1,4 +1,4 @@
-"""What an engine remembers between steps, and how it travels: by site name, through JSON, to other sites.
+"""State of an engine between steps, and how it is saved and restored: by site name, through JSON, to other sites.
 
 Axes: K series of a bank or a rule.
 """
@@ -130,7 +130,7 @@ def _restored(saved: Mapping[str, Any], plan: Plan) -> EngineState:
 
 
 def _matches(names: tuple[str, ...], saved: list[str]) -> tuple[list[int], list[int]]:
-    """Where the names known to both sides stand: here, and in what was saved."""
+    """Positions of the names known to both sides: here, and in the saved state."""
     place = {name: k for k, name in enumerate(saved)}
     here = [k for k, name in enumerate(names) if name in place]
     return here, [place[names[k]] for k in here]

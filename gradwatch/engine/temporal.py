@@ -16,7 +16,7 @@ NEVER = -1
 
 
 class Track(NamedTuple):
-    """Where a rule stands. The arrays are empty while it is idle (nothing pending, nothing firing).
+    """State of a rule over time. The arrays are empty while it is idle (nothing pending, nothing firing).
 
     `streak[K]` breaching samples in a row (int32, counted up to `for`); `firing[K]`; `quiet_since[K]` the
     step of the first quiet sample since the last breach, -1 = none; `incident` the id of the present or

@@ -1,4 +1,4 @@
-"""What of a rule file cannot be carried out here, item by item, and the rule file without it.
+"""Parts of a rule file that cannot be carried out here, item by item, and the rule file without it.
 
 One refusal is of the actions of one rule, or of one place of `clip:`. It either refuses the whole file, with every
 reason at once, or switches just those actions off, so that all else protects (`disarmed`).

@@ -41,7 +41,7 @@ def sentence(finding: Finding) -> str:
 
 
 def fields(finding: Finding) -> Iterator[tuple[str, object]]:
-    """What a log line says of it; empty fields are left out."""
+    """Fields of a log line on a Finding; empty fields are left out."""
     suggestion = suggestion_for(finding)
     frame = finding.frame
     said: dict[str, object] = {

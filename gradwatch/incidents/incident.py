@@ -56,7 +56,7 @@ class Incident:
 
     @property
     def title(self) -> str:
-        """What is said of it in one sentence."""
+        """The incident in one sentence."""
         if self.finding is not None and (self.finding.found or self.event is None):
             return sentence(self.finding)
         return "" if self.event is None else self.event.summary

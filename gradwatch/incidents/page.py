@@ -73,7 +73,7 @@ def _norms(incident: Incident) -> Iterator[str]:
 
 
 def _row_notes(incident: Incident, step: int) -> list[str]:
-    """What a step is to the incident: where it fired, and where its cause was found, which may be a later step."""
+    """Notes on a step of the incident: where it fired, and where its cause was found, which may be a later step."""
     event, finding = incident.event, incident.finding
     fired = incident.step if event is None else event.step
     found = fired if finding is None or not finding.found else finding.step

@@ -18,7 +18,7 @@ PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "co
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What is wrong (`why`) and what to write instead (`fix`).
+    """A cause (`why`) and the code to write instead (`fix`).
 
     Conditions, all of which must hold: `ops` the operation ("" = any); `phases`; `zero`, `negative`, `inf`: some
     operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
@@ -40,7 +40,7 @@ class Suggestion:
     dtypes: tuple[str, ...] = ()
 
     def fits(self, finding: Finding) -> bool:
-        """Whether a finding meets every condition."""
+        """True if a finding meets every condition."""
         operands = [one for one in finding.operands if not one.name.startswith("gradient")]
         result = finding.result
         shown = [*operands, *([] if result is None else [result])]

@@ -1,4 +1,4 @@
-"""What the Lightning callback does, whichever of Lightning's two package names it is built for."""
+"""Hooks of the Lightning callback, whichever of Lightning's two package names it is built for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an integration says where its framework is not installed."""
+"""The error of an integration whose framework is not installed."""
 
 from __future__ import annotations
 

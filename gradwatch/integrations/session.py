@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """What every integration passes on to `gradwatch.watch`, under the same names."""
+    """Options that every integration passes on to `gradwatch.watch`, under the same names."""
 
     rules: str | os.PathLike[str] | RuleSet | None
     sinks: Sequence[Sink] | None

@@ -1,4 +1,4 @@
-"""What was done to a training, read from its journal: how often, by which rule, how hard.
+"""Actions taken in a training, read from its journal: how often, by which rule, how hard.
 
 Counts are of the steps that the journal still holds: where a long run was thinned to stay within its cap they are lower
 bounds, and `pruned` says so.
@@ -227,5 +227,5 @@ def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
 
 
 def _runs(part: Part) -> bool | None:
-    """Whether the process of a part still runs; None for one of another machine."""
+    """True if the process of a part still runs; None for one of another machine."""
     return alive(part.pid, part.since) if part.host == os.uname().nodename else None

@@ -1,4 +1,4 @@
-"""Which steps of a run have their per-parameter norms written: pure bookkeeping, no files, no clock."""
+"""Choice of steps whose per-parameter norms are written: pure bookkeeping, no files, no clock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Cadence:
         return 1 << max(0, (4 * sites // _BYTES_A_STEP).bit_length() - 1)
 
     def choose(self, record: Record, every: int, now: int) -> list[Chosen]:
-        """What to write on account of this record, in the order of steps.
+        """Choose the norms to write after this record, in the order of steps.
 
         `now` counts records of all optimizers; the ring forgets what is over 400 of them old, which bounds
         how late norms can follow their step.

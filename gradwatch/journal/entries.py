@@ -228,7 +228,7 @@ def _event_document(event: Event) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LostEntry:
-    """What could not be recorded before this point: counts since the last such entry.
+    """Losses before this point: counts since the last such entry.
 
     `queue` records the full queue turned away; `scalars` steps and `norms` per-site arrays the disk refused;
     `events` rule transitions given up; `rotated` bytes of old files deleted to stay within the cap.

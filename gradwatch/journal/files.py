@@ -53,7 +53,7 @@ class JournalFiles:
 
     @property
     def due_for_rotation(self) -> bool:
-        """Whether the present file has reached its size."""
+        """True if the present file has reached its size."""
         return self._fd is not None and self._end >= self.retention.segment_bytes(self._name.segment)
 
     def ensure_open(self) -> None:

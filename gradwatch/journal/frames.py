@@ -146,7 +146,7 @@ class FrameScanner:
         return self._skip(size, "torn" if torn else "garbage")
 
     def _confirmed(self, followed: bool) -> bool:
-        """Whether a live reader has found this very damage before, with good frames behind it."""
+        """True if a live reader has found this very damage before, with good frames behind it."""
         seen, self._suspect = self._suspect, self.offset if followed else -1
         return followed and seen == self.offset
 

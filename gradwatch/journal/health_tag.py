@@ -14,7 +14,7 @@ SECONDS = 1.0
 
 
 class HealthTag:
-    """What the Records of all optimizers say of a checkpoint, and when the file has to follow."""
+    """Checkpoint health from the Records of all optimizers, and when the file is to be written."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -74,7 +74,7 @@ def _concerns(incident: str, name: str | None) -> bool:
 
 
 def better(finding: Finding | None, than: Finding | None) -> bool:
-    """Whether one Finding says more than another: a cause before the loss side, that before none; not of equals."""
+    """True if one Finding says more than another: a cause before the loss side, that before none; not of equals."""
     return _worth(finding) > _worth(than)
 
 

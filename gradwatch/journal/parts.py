@@ -1,4 +1,4 @@
-"""What a journal says of the process that wrote it: the account of its end, or what was recorded until it broke off."""
+"""Summary of the process that wrote a journal: the account of its end, or what was recorded until it broke off."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Recorded:
             self._actions[action] = self._actions.get(action, 0) + 1
 
     def part(self) -> Part | None:
-        """What the entries so far come to; None where none says who wrote them."""
+        """The summary from the entries so far; None where none says who wrote them."""
         run = self.run
         if run is None:
             return None
@@ -64,7 +64,7 @@ class Recorded:
 
 
 def part_of(journal: JournalReader, seconds: float = inf) -> Part | None:
-    """What a journal says of its process. One without an end is read for so many seconds at most.
+    """Read the summary of the process of a journal. One without an end is read for so many seconds at most.
 
     Raises OSError where it cannot be read, as when it was deleted.
     """

@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?P<stem>rank(?P<rank>\d+)-attempt(?P<attempt>\d+))(?:\.(?P
 
 @dataclass(frozen=True, slots=True, order=True)
 class JournalName:
-    """What a journal's file name says; `segment` is 0 for the head, `rank3-attempt0.gwj`."""
+    """Parts of a journal's file name; `segment` is 0 for the head, `rank3-attempt0.gwj`."""
 
     rank: int
     attempt: int
@@ -84,11 +84,11 @@ class JournalReader:
         return [path for name, path in found if (name.rank, name.attempt) == (self.rank, self.attempt)]
 
     def run(self) -> RunEntry | None:
-        """Who wrote this journal; None where no file says so any more."""
+        """The run that wrote this journal; None where no file says so any more."""
         return next((entry for entry in self.entries() if isinstance(entry, RunEntry)), None)
 
     def end(self) -> EndEntry | None:
-        """How it ends, by its last MiB; None where it has none (yet)."""
+        """The end entry, from its last MiB; None where it has none (yet)."""
         last = None
         for path in self.files[-1:]:
             with suppress(FileNotFoundError), opened(path) as scanner:

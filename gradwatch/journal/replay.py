@@ -41,7 +41,7 @@ class RecordedStep:
 
 @dataclass(slots=True)
 class _Join:
-    """What has been read of the steps still in the window."""
+    """The entries read of the steps still in the window."""
 
     sites: dict[int, Sites] = field(default_factory=dict)
     waiting: deque[tuple[int, Sites, StepRow]] = field(default_factory=deque)

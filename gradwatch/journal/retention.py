@@ -61,7 +61,7 @@ class Retention:
 
     @property
     def ahead_bytes(self) -> int:
-        """How far ahead of the writing space is allocated, beyond the reserve."""
+        """Bytes allocated ahead of the writing, beyond the reserve."""
         return self.max_bytes // 64 if 0 < self.max_bytes < 16 << 20 else 256 << 10
 
     def segment_bytes(self, segment: int) -> int:
@@ -80,30 +80,30 @@ class Retention:
 
     @property
     def window_bytes(self) -> float:
-        """What the norms of the first steps may take, and those after one incident."""
+        """Bytes allowed for the norms of the first steps, and those after one incident."""
         return self.max_bytes / 4 if self.max_bytes else math.inf
 
     @property
     def behind(self) -> bool:
-        """Whether `relieve` has work to do."""
+        """True if `relieve` has work to do."""
         return self._limit is not None and (self.over or self._stale() is not None)
 
     @property
     def _limit(self) -> int | None:
-        """What the sealed files may take: the cap less the file being written and what is allocated ahead."""
+        """Bytes allowed for the sealed files: the cap less the file being written and what is allocated ahead."""
         if not self.max_bytes:
             return None
         return self.max_bytes - 2 * self.segment_bytes(1) - RESERVE - self.ahead_bytes
 
     @property
     def over(self) -> bool:
-        """Whether the sealed files have outgrown their share."""
+        """True if the sealed files have outgrown their share."""
         total = sum(each.size for each in self.segments)
         return self._limit is not None and (total > self._limit or len(self.segments) > _MOST_FILES)
 
     @property
     def _middle(self) -> list[Segment]:
-        """What may be thinned, oldest first: never the head, the newest only when nothing else is left."""
+        """Files that may be thinned, oldest first: never the head, the newest only when nothing else is left."""
         rest = [each for each in self.segments if not each.head]
         return rest[:-1] or rest
 

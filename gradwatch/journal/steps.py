@@ -69,7 +69,7 @@ class GroupNorms:
 
 
 def step_row(record: Record, groups: Mapping[str, float]) -> StepRow:
-    """What a journal keeps of a Record for every step."""
+    """The row that a journal keeps of a Record for every step."""
     snapshot = record.snapshot
     return StepRow(
         step=snapshot.step,

@@ -243,7 +243,7 @@ class Agent:
 
 
 def _is_watched(identity: int) -> bool:
-    """Whether some watch of this process has the parameter with this `id()`."""
+    """True if some watch of this process has the parameter with this `id()`."""
     watching = sys.modules.get("gradwatch.session.session")
     return watching is not None and any(watch.knows(identity) for watch in watching.live_sessions())
 
@@ -259,7 +259,7 @@ def _close_at_exit() -> None:
 
 
 def _is_worker() -> bool:
-    """Whether `multiprocessing` started this process."""
+    """True if `multiprocessing` started this process."""
     processes = sys.modules.get("multiprocessing.process")
     return processes is not None and processes.parent_process() is not None
 

@@ -133,7 +133,7 @@ class Baselines:
         self._known[captured.index] = _Known(captured.sites.names, shapes, _counted(optimizer), captured.step)
 
     def _entry(self, captured: OptimizerCapture) -> dict[str, Any] | None:
-        """What is saved of an optimizer beside its state; of one that is gone, with the steps watched since."""
+        """The entry saved for an optimizer beside its state; of one that is gone, with the steps watched since."""
         optimizer = None if captured.optimizer is None else captured.optimizer()
         if optimizer is not None:
             self._know(optimizer, captured)
@@ -177,12 +177,12 @@ def _counted(optimizer: Optimizer) -> int | None:
 
 
 def _counts(optimizer: Optimizer) -> bool:
-    """Whether an optimizer without state will have one: plain SGD never has."""
+    """True if an optimizer without state will have one: plain SGD never has."""
     return type(optimizer).__name__ != "SGD"
 
 
 def _load(path: str) -> dict[str, Any]:
-    """What was saved there; nothing where there is no such file, or none of this version."""
+    """Load the saved state; empty where there is no such file, or none of this version."""
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(path, flags), encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What `gradwatch run` hands to `execvpe`: the command's argv and environment. No torch.
+"""Arguments of `gradwatch run` for `execvpe`: the command's argv and environment. No torch.
 
 The command itself is left as typed; all that changes is the environment, so that argv, `__main__`, cwd, exit
 status, death by signal and tracebacks are plain Python's own. The one exception is `python -E/-I/-S`, which

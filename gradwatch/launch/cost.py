@@ -1,4 +1,4 @@
-"""What watching costs here: two copies of a training, one watched, stepped in turn in one process."""
+"""Measurement of the cost of watching: two copies of a training, one watched, stepped in turn in one process."""
 
 from __future__ import annotations
 

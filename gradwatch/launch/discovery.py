@@ -1,4 +1,4 @@
-"""Which modules name the parameters that an optimizer trains, as torch's own events told of them."""
+"""Modules that name the parameters of an optimizer, known by torch's registration events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Found(NamedTuple):
 def discover(
     registered: ModuleRegistry, optimizers: Iterable[tuple[Optimizer, int]], first: int = 0
 ) -> Found:
-    """What is known of the parameters of `optimizers`, each with the registrations counted when it was made.
+    """Find models and names for the parameters of `optimizers`, each with the registrations counted when it was made.
 
     A root is the outermost module around an owner as it stood when the optimizer was made, the one that owns most
     first; a module that came later and contains it changes nothing. `first` numbers the first optimizer in loose names.
@@ -61,7 +61,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def trains(optimizer: Optimizer) -> bool:
-    """Whether an optimizer that is fully made has a parameter that wants a gradient."""
+    """True if an optimizer that is fully made has a parameter that wants a gradient."""
     return "param_groups" in vars(optimizer) and any(
         tensor.requires_grad for tensor in parameters_of(optimizer)
     )

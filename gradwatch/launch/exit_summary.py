@@ -66,7 +66,7 @@ def _lines(own: Account) -> Iterator[str]:
 
 
 def _first_rank() -> bool:
-    """Whether this is rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone."""
+    """True if this is rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone."""
     group = sys.modules.get("torch.distributed")
     if group is not None and group.is_available() and group.is_initialized() and group.get_rank():
         return False

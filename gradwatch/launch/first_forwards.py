@@ -119,7 +119,7 @@ def _trainable(model: nn.Module) -> bool:
 
 
 def _watched(model: nn.Module) -> bool:
-    """Whether a live Session has a parameter of it; nothing is imported to find out."""
+    """True if a live Session has a parameter of it; nothing is imported to find out."""
     watching = sys.modules.get("gradwatch.session.session")
     if watching is None:
         return False

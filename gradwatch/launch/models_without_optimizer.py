@@ -20,14 +20,14 @@ SPARED = 8  # of so many backwards one is looked at, once so many have passed
 
 
 class _Patience:
-    """Which of many occasions to look are taken: each, but of those after `n` looks in vain only every 2ⁿ-th."""
+    """Backoff of a search over many occasions: each, but of those after `n` looks in vain only every 2ⁿ-th."""
 
     def __init__(self) -> None:
         self._every = 1
         self._passed = 0
 
     def due(self, occasion: bool) -> bool:
-        """Whether this occasion, if it is one, is taken."""
+        """True if the search is due on this occasion."""
         self._passed += occasion
         return occasion and self._passed >= self._every
 
@@ -38,7 +38,7 @@ class _Patience:
 
 
 class ModelsWithoutOptimizer:
-    """Which models that are not watched the backwards of this process reach."""
+    """Search for unwatched models that the backwards of this process reach."""
 
     def __init__(self, registered: ModuleRegistry) -> None:
         self._registered = registered
@@ -53,7 +53,7 @@ class ModelsWithoutOptimizer:
         self._asked: tuple[_Patience, ...] = ()  # whose occasion the present look is
 
     def due(self, reached: bool) -> bool:
-        """Whether the graph of the backward that is about to run should be looked at; called once for each.
+        """True if the graph of the backward that is about to run should be looked at; called once for each.
 
         `reached`: the one before it reached something that is watched.
         """
@@ -84,6 +84,6 @@ class ModelsWithoutOptimizer:
 
 
 def _sharded(root: nn.Module) -> bool:
-    """Whether a part of this model is FSDP's: the wrapper of FSDP1, or a class that FSDP2 has made of the module's."""
+    """True if a part of this model is FSDP's: the wrapper of FSDP1, or a class that FSDP2 has made of the module's."""
     names = (type(module).__name__ for module in module_tree.modules(root))
     return any(name.startswith(("FSDP", "FullyShardedDataParallel")) for name in names)

@@ -34,22 +34,22 @@ def claim() -> None:
 
 
 def launched() -> bool:
-    """Whether this is the process that `gradwatch run` became."""
+    """True if this is the process that `gradwatch run` became."""
     return os.environ.get(LAUNCHED) == str(os.getpid())
 
 
 def folder() -> Path:
-    """Where the processes of this launch write their journals."""
+    """Folder in which the processes of this launch write their journals."""
     return Path(os.environ.get(ROOT, DEFAULT_DIR), os.environ.get("GRADWATCH_RUN_ID", ""))
 
 
 def recorded() -> bool:
-    """Whether some process has written to the folder of this launch since it began."""
+    """True if some process has written to the folder of this launch since it began."""
     return any(_written(began()))
 
 
 def handed_over() -> bool:
-    """Whether all journals of this process end with an account, where the process that prints it looks for them."""
+    """True if all journals of this process end with an account, where the process that prints it looks for them."""
     own = [part.ended for part in _parts() if part.pid == os.getpid()]
     return bool(own) and all(own)
 
@@ -76,7 +76,7 @@ def _runs(part: Part) -> bool:
 
 
 def _parts() -> Iterator[Part]:
-    """What each journal of this launch, on this machine, says of its process."""
+    """Summaries of the processes of this launch, from the journals on this machine."""
     since = began()
     found = list(_written(since - _CLOCKS))
     if not found:
@@ -95,7 +95,7 @@ def _parts() -> Iterator[Part]:
 
 
 def began() -> float:
-    """When the launch, or the part of it whose account is printed by one process, began (Unix seconds)."""
+    """Time at which the launch, or the part of it whose account is printed by one process, began (Unix seconds)."""
     with suppress(ValueError, IndexError):
         return float(os.environ.get(TELLER, "").split(":")[3])
     return 0.0

@@ -15,7 +15,7 @@ _KEY = "gradwatch/refused"
 
 
 def words(text: str) -> str:
-    """What this process is to print of a refusal; "" where rank 0 prints the same."""
+    """Text that this process prints of a refusal; "" where rank 0 prints the same."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return text
     try:

@@ -1,4 +1,4 @@
-"""Which process of a launch takes up and keeps the state of a rank: one, however many call themselves that rank.
+"""Lock on the saved state of a rank: one process of a launch loads and saves it, however many have that rank.
 
 What a script forks, spawns or starts as a command inherits its RANK, or has none, and so counts as the same rank.
 Forked processes and those of multiprocessing (joblib's too) are the script's own workers and keep nothing, unless
@@ -30,7 +30,7 @@ class StateLock:
         self._descriptor: int | None = None
 
     def keeps(self) -> bool:
-        """Whether this process keeps the state. Takes the lock where it is free; raises OSError where none can be made.
+        """True if this process owns the state. Takes the lock where it is free; raises OSError where none can be made.
 
         False without a refusal: the folder of the run is not there (yet).
         """
@@ -66,7 +66,7 @@ def command() -> str:
 
 
 def of_another_command(saved: object) -> bool:
-    """Whether another command than this one's saved a state, where the command is what tells two processes apart.
+    """True if another command than this one's saved a state, where the command is what tells two processes apart.
 
     That is so for what one Python process starts as commands: a launcher's training, or one of several trials.
     """

@@ -42,7 +42,7 @@ NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a rule orders: the `way`, and how many steps to record where a replay is refused or finds nothing.
+    """The order of a rule: the `way`, and how many steps to record where a replay is refused or finds nothing.
 
     `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at.
     """
@@ -148,7 +148,7 @@ class Localiser:
         return [inner(model) for ref in self._models if (model := ref()) is not None]
 
     def set_indices(self, indices: Any) -> None:
-        """Which samples of the dataset the calls are of that follow, until a step is taken."""
+        """Set the dataset indices of the calls that follow, until a step is taken."""
         for recording in self._recordings:
             recording.indices = indices
 
@@ -166,7 +166,7 @@ class Localiser:
         return self._recordings.refused or ("" if held else NOT_SEEN)
 
     def due(self, incident: str) -> bool:
-        """Whether an incident is to be localised: until its cause is known, and not for ever."""
+        """True if an incident is to be localised: until its cause is known, and not for ever."""
         return self._incidents.get(incident, 0) < TRIES
 
     def localise(self, ask: Ask, step_taken: bool = False, agreement: RankAgreement | None = None) -> Finding:
@@ -197,7 +197,7 @@ class Localiser:
         return self._signed(finding, ask)
 
     def recorded(self, step: int | None) -> tuple[Finding, ...]:
-        """What recording came to since this was last asked.
+        """Findings of recorded steps since the last call.
 
         `step` is the number of the step that is about to be taken, None where that is not known: a recording that has
         just ended is of that step, and not of the one whose incident asked for it.
@@ -257,7 +257,7 @@ class Localiser:
         return finding if found is None else warned(found, traces)
 
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
-        """What the loop's own tensors tell of a loss that was computed in it."""
+        """Amend a Finding by the loop's own tensors, for a loss that was computed in it."""
         try:
             return amended_by_loss(finding, [call for _, call in held])
         except Exception as error:
@@ -286,7 +286,7 @@ class Localiser:
         return {id(model): gather(model) for model in spread}
 
     def _agreed(self, agreement: RankAgreement, own: Finding) -> Finding:
-        """What the ranks found; where one of them knows the cause, the next steps need not be recorded."""
+        """The Finding that the ranks agree on; where one knows the cause, the next steps need not be recorded."""
         try:
             finding = agreement.share(own)
         except Exception as error:
@@ -325,7 +325,7 @@ class Localiser:
             raise Refused(refusal)
 
     def _batch_of(self, finding: Finding) -> Batch | None:
-        """What went into the call at fault; None where that is not held, or it is not known which call it was."""
+        """The batch of the call at fault; None where that is not held, or it is not known which call it was."""
         if finding.batch is not None:
             return finding.batch
         try:
@@ -381,7 +381,7 @@ class Localiser:
             self._live = None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """What led to this step cannot be run again; the recording of the next one begins."""
+        """Discard the recorded calls of this step; the recording of the next one begins."""
         try:
             self._steps += 1
             self._recordings.step_taken(optimizer, self._steps, self._steps - OLD)
@@ -417,7 +417,7 @@ def _of_step(finding: Finding, step: int | None) -> Finding:
 
 
 def _in_backward() -> bool:
-    """Whether an optimizer steps inside a backward: there nothing may be entered or left."""
+    """True if an optimizer steps inside a backward: there nothing may be entered or left."""
     return backward.current() != backward.NONE
 
 

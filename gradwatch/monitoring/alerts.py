@@ -190,7 +190,7 @@ def health_alerts(pace: Pace) -> tuple[Alert, ...]:
 
 
 def _measuring_alerts(pace: Pace) -> tuple[Alert, ...]:
-    """What it sees, and what that costs."""
+    """Alerts on coverage and overhead."""
     return (
         Alert(
             "GradwatchBlind",
@@ -214,7 +214,7 @@ def _measuring_alerts(pace: Pace) -> tuple[Alert, ...]:
 
 
 def _fault_alerts() -> tuple[Alert, ...]:
-    """What has failed and was kept out of training."""
+    """Alerts on internal errors."""
     errors = "gradwatch_internal_errors_total"
     # Most parts have no counter before their first fault.
     first = f"{errors} > {_known_of_run(errors, 'run_id, component', '15m')}"
@@ -234,7 +234,7 @@ def _fault_alerts() -> tuple[Alert, ...]:
 
 
 def _reporting_alerts(pace: Pace) -> tuple[Alert, ...]:
-    """What does not reach Prometheus."""
+    """Alerts on what does not reach Prometheus."""
     return (
         Alert(
             "GradwatchSeriesTruncated",

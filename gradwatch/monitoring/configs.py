@@ -23,7 +23,7 @@ from gradwatch.rules.model import RuleSet
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Where a person is sent from an alert: base URLs of `gradwatch serve` (runbooks) and of Grafana."""
+    """Links of an alert: base URLs of `gradwatch serve` (runbooks) and of Grafana."""
 
     serve: str = "http://127.0.0.1:29439"
     grafana: str = "http://127.0.0.1:3000"
@@ -40,7 +40,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where Prometheus finds the others: HOST:PORT of Alertmanager and of `gradwatch serve`, and the files
+    """Addresses for Prometheus: HOST:PORT of Alertmanager and of `gradwatch serve`, and the files
     that training processes write when asked to (`file_sd` of the prometheus sink). By default as in
     compose.yaml.
     """

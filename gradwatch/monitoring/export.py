@@ -32,7 +32,7 @@ _ONLY_BY_DEFAULT = frozenset({"prometheus/alerts_test.yml"})
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a stack is made for: `ruleset` judges the runs, `source` is its name (for the files' headers)."""
+    """Options of a stack: `ruleset` judges the runs, `source` is its name (for the files' headers)."""
 
     ruleset: RuleSet
     source: str = "default"
@@ -42,7 +42,7 @@ class Options:
 
     @property
     def are_defaults(self) -> bool:
-        """Whether the files come out as shipped."""
+        """True if the files come out as shipped."""
         return self == Options(self.ruleset)
 
 

@@ -1,4 +1,4 @@
-"""How often Prometheus looks, and every duration that follows from it."""
+"""The scrape interval, and every duration that follows from it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Pace:
 
     @property
     def window(self) -> str:
-        """What `rate` and `increase` look back over: four scrapes, so that one may fail."""
+        """Range of `rate` and `increase`: four scrapes, so that one may fail."""
         return duration(4 * self.scrape_seconds)
 
     @property
     def patience(self) -> str:
-        """How long something that a single failed scrape can cause must last before it alerts."""
+        """`for:` of alerts that a single failed scrape could cause."""
         return duration(3 * self.scrape_seconds)
 
     @property
     def absence(self) -> str:
-        """How long a target must be silent to count as dead: it may just have left in order.
+        """Time without an answer after which a target counts as dead: it may just have exited.
 
         Discovery learns of a clean exit after a refresh at most, and Prometheus passes such news on every 5 s.
         """

@@ -41,7 +41,7 @@ class AutoClip(Policy):
     history: Count = 10_000
 
     def misfit(self, covered: int, series: int) -> tuple[str, str] | None:
-        """Where it would remember more than `MOST_REMEMBERED` norms."""
+        """Refusal where it would keep more than `MOST_REMEMBERED` norms."""
         if not covered or series * self.history <= MOST_REMEMBERED:
             return None
         advice = f"at most history: {max(1, MOST_REMEMBERED // series)} for so many, or another scope"

@@ -45,7 +45,7 @@ class Baseline(Policy):
     warmup: Count = 20
 
     def state_key(self) -> tuple[Any, ...]:
-        """What is learned depends not on the threshold."""
+        """Key of the state, which does not depend on the threshold."""
         return (self.method, self.half_life, self.warmup)
 
     @property

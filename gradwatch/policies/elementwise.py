@@ -76,7 +76,7 @@ class AdaptiveGradientClip(ElementwisePolicy):
         return mask if self.last_layer else mask & ~_of_last_layer(sites)
 
     def misfit(self, covered: int, series: int) -> tuple[str, str] | None:
-        """Where nothing but the last layer is there."""
+        """Refusal where the model has nothing but the last layer."""
         if covered:
             return None
         return "agc leaves the last layer alone, and nothing else is there", "set `last_layer: true`"

@@ -72,7 +72,7 @@ def factor_of(bounds: tuple[SiteBound, ...], norm: float) -> float:
 
 
 def at_site(bounds: tuple[Bound, ...], k: int) -> tuple[SiteBound, ...]:
-    """What site k has to keep to, in plain numbers."""
+    """Bounds of site k, in plain numbers."""
     return tuple(
         SiteBound(float(low[k]), float(high[k]), float(target[k]), eps, enlarges)
         for low, high, target, eps, enlarges in bounds

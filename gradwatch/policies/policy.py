@@ -1,4 +1,4 @@
-"""What a clip policy is, and the registry of methods that `clip:` can name.
+"""The interface of clip policies, and the registry of methods that `clip:` can name.
 
 A policy is a frozen dataclass of hyper-parameters. Those that make one factor of one norm (`Policy`) are pure functions
 over K series at once, numpy only: `init(count) -> state`, `coefficients(state, norms, present) -> float32[K]`,
@@ -46,7 +46,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class AnyPolicy:
-    """What every policy is: a frozen dataclass of hyper-parameters whose `method` is its name in `clip:`."""
+    """Base of every policy: a frozen dataclass of hyper-parameters whose `method` is its name in `clip:`."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class AnyPolicy:
 
     @classmethod
     def works_in_backward(cls) -> bool:
-        """Whether a hook that sees one parameter's gradient can carry the policy out (`at: backward`)."""
+        """True if a hook that sees one parameter's gradient can carry the policy out (`at: backward`)."""
         return False
 
     def covered(self, mask: BoolArray, sites: Sites) -> BoolArray:
@@ -85,16 +85,16 @@ class Policy(AnyPolicy):
 
     @classmethod
     def works_in_backward(cls) -> bool:
-        """Where the class has a `bound`."""
+        """True if the class has a `bound`."""
         return cls.bound is not Policy.bound
 
     @classmethod
     def works_on_device(cls) -> bool:
-        """Whether a device can carry it out by itself: the class has a `constant_bound`."""
+        """True if a device can carry it out by itself: the class has a `constant_bound`."""
         return cls.constant_bound is not Policy.constant_bound
 
     def bound(self, state: State, roots: Floats) -> Bound:
-        """What the policy comes to as a bound on K norms; `roots[K]` are √numel of the series, for bounds on an rms.
+        """The policy as a bound on K norms; `roots[K]` are √numel of the series, for bounds on an rms.
 
         Within it the factor is 1; outside it is as `coefficients` says. Asked only where each series is a parameter.
         """
@@ -105,7 +105,7 @@ class Policy(AnyPolicy):
         raise NotImplementedError
 
     def state_key(self) -> tuple[Any, ...]:
-        """What decides the meaning of a saved state: one with another key is not restored."""
+        """Key of a saved state: one with another key is not restored."""
         return (self.method, *(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
 
     def init(self, count: int) -> State:
@@ -153,7 +153,7 @@ class ElementwisePolicy(AnyPolicy):
         return None
 
     def idle(self, norm: float) -> bool:
-        """Whether a gradient of this L2 norm surely passes as found, and need not be looked at."""
+        """True if a gradient of this L2 norm is certainly left unchanged, and need not be read."""
         return False
 
 

@@ -52,7 +52,7 @@ class ZClip(Policy):
     max_norm: Positive = 1.0
 
     def state_key(self) -> tuple[Any, ...]:
-        """What `max_norm` allows is not learned."""
+        """Key of the state, which does not depend on `max_norm`."""
         return (self.method, self.alpha, self.z, self.warmup)
 
     def init(self, count: int) -> ZClipState:

@@ -121,7 +121,7 @@ class RowNorms:
         return math.sqrt(self.squares()[k])
 
     def is_ordinary(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
-        """Whether the total is from `low` to `high`, and no gradient `may_underflow`."""
+        """True if the total is from `low` to `high`, and no gradient `may_underflow`."""
         sheet = self._sheet
         if sheet is None or self._missed or self._single:
             return low <= self.total() <= high and not self.may_underflow(grads, floor)
@@ -130,7 +130,7 @@ class RowNorms:
         )
 
     def may_underflow(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
-        """Whether the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
+        """True if the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
 
         One operation says that none is, or a second one where some rows are zero, as in an embedding; sums are
         taken only where neither does.
@@ -148,7 +148,7 @@ class RowNorms:
         return any(grads[k] is not None for k in map(int, np.flatnonzero(self.squares() < floor)))
 
     def _lifted(self, floor: Squares) -> bool:
-        """Whether one row alone lifts each gradient above its floor."""
+        """True if one row alone lifts each gradient above its floor."""
         plan, sheet = self._plan, self._sheet
         assert sheet is not None
         # Compared so that NaN is not above.

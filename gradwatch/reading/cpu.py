@@ -1,4 +1,4 @@
-"""What one read of CPU gradients gave: a glance at once, norm by norm on demand."""
+"""Norms of CPU gradients from one read: the total at once, single norms on demand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CpuNorms:
 
     @classmethod
     def of(cls, norms: NDArray[np.float64], details: dict[int, Detail]) -> CpuNorms:
-        """What was read and looked at one by one."""
+        """Norms that were read one by one."""
         reading = cls(RowNorms.of(np.square(norms)), np.zeros(len(norms)), 1.0)
         reading._norms, reading.details = norms, details
         return reading
@@ -44,7 +44,7 @@ class CpuNorms:
 
     @property
     def looked(self) -> bool:
-        """Whether the norms are known, second looks included."""
+        """True if the norms are known, second looks included."""
         return self._norms is not None
 
     def divided(self, scale: float) -> CpuNorms:
@@ -56,7 +56,7 @@ class CpuNorms:
         return other
 
     def is_ordinary(self, usual: float, grads: Sequence[Tensor | None]) -> bool:
-        """Whether a glance is enough: the total is about `usual`, and no gradient is so small as to need a look.
+        """True if the quick total is enough: it is about `usual`, and no gradient is so small as to need an exact read.
 
         A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
         """
@@ -64,12 +64,12 @@ class CpuNorms:
         return self._rows.is_ordinary(middle / NEAR, middle * NEAR, grads, self._floor)
 
     def surely_within(self, max_norm: float) -> bool:
-        """Whether a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""
+        """True if a clip of the total at `max_norm` is certain to change nothing; one operation, False if close."""
         total = self._rows.total() / (self._scale or math.nan)
         return (total + float(EPSILON)) * CLOSE <= max_norm
 
     def finite(self) -> bool:
-        """Whether every norm is; one operation."""
+        """True if every norm is; one operation."""
         if self._norms is not None:
             return bool(np.isfinite(self._norms).all())
         return self._rows.total() < math.inf

@@ -54,7 +54,7 @@ class AsyncCopy:
         self._sent = [POOL.send(part) for part in parts]
 
     def ready(self) -> bool:
-        """Whether `values()` would return at once."""
+        """True if `values()` would return at once."""
         return all(part.ready() for part in self._sent) and is_ready(self._scale)
 
     def values(self) -> Floats:
@@ -80,7 +80,7 @@ _FIRST = np.zeros(1, np.intp)
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read without waiting for a device."""
+    """True if the numbers of a tensor can be read without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -103,7 +103,7 @@ def host_value(value: Number) -> float:
 
 
 def is_ready(value: Number) -> bool:
-    """Whether `host_value` would return at once."""
+    """True if `host_value` would return at once."""
     return not isinstance(value, AsyncCopy) or value.ready()
 
 
@@ -116,7 +116,7 @@ class DeviceNorms:
         self._scales = scales
 
     def ready(self) -> bool:
-        """Whether `norms()` would return at once."""
+        """True if `norms()` would return at once."""
         return self._copy.ready() and all(map(is_ready, self._scales))
 
     @property
@@ -210,5 +210,5 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream: then gradwatch may enqueue nothing."""
+    """True if a CUDA graph is being captured on this thread's stream: then gradwatch may enqueue nothing."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

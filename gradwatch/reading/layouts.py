@@ -69,12 +69,12 @@ def unsummed(params: Sequence[Tensor]) -> list[int]:
 
 
 def alike(grad: Any, param: Any) -> bool:
-    """Whether a gradient is laid out over the ranks as its parameter is."""
+    """True if a gradient is laid out over the ranks as its parameter is."""
     return bool(getattr(grad, "placements", None) == getattr(param, "placements", None))
 
 
 def addable(grad: Any, param: Any) -> bool:
-    """Whether the norm of the whole gradient follows from the norms of the ranks' parts.
+    """True if the norm of the whole gradient follows from the norms of the ranks' parts.
 
     Not where it is still a sum not taken yet (`Partial`, as `SequenceParallel` leaves it), nor where it
     is sharded another way than the parameter.

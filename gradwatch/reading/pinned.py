@@ -59,7 +59,7 @@ class Sending:
         self._taken: NDArray[Any] | None = None
 
     def ready(self) -> bool:
-        """Whether `numbers()` would return at once."""
+        """True if `numbers()` would return at once."""
         event = None if self._buffer is None else self._buffer.event
         return event is None or bool(event.query())
 

@@ -1,4 +1,4 @@
-"""How a list of gradients is read: small ones laid end to end first, large ones as matrices, the rest one by one.
+"""Plan to read a list of gradients: small ones laid end to end first, large ones as matrices, the rest one by one.
 
 Made once, for gradients as they come step after step. A gradient that is otherwise this time (absent, of another size,
 layout or dtype) is found out when it is read, and read by itself.
@@ -40,7 +40,7 @@ class PackedGroup(NamedTuple):
     matrices: list[Any]
 
     def laid(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether all of them could be laid end to end."""
+        """True if all of them could be laid end to end."""
         members = self.pick(grads)
         try:
             # Both refuse what does not fit together, but would resize `out`, and leave the matrices without their
@@ -70,7 +70,7 @@ class Plan:
     """Strips and singles of K gradients, for Sheets of one `kind`; `others` are read one by one."""
 
     def __init__(self, grads: Sequence[Tensor | None], kind: type[RowBuffer], varying: bool = False) -> None:
-        """Where gradients are `varying`, one that is missing costs a strip: then each strip is of one shape."""
+        """Plan the read. With `varying` gradients a missing one costs its group: then each group has one shape."""
         self._kind = kind
         self.count = len(grads)
         self.strips, self.shapes = _strips(grads, kind, varying)
@@ -142,7 +142,7 @@ def _plain(grad: Tensor) -> bool:
 
 
 def _single(index: int, grad: Tensor | None) -> SingleTensor | None:
-    """How to read one gradient as a matrix; None when it has to be read by itself."""
+    """Plan of one gradient as a matrix; None when it has to be read by itself."""
     if grad is None or not _plain(grad):
         return None
     shape = divided(grad.numel())

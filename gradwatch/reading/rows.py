@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class RowBuffer(ABC):
-    """Where the rows of one read land: `read` fills parts of it from float32 gradients on the CPU."""
+    """Buffer for the rows of one read: `read` fills parts of it from float32 gradients on the CPU."""
 
     __slots__ = ("_host",)
 
@@ -205,7 +205,7 @@ def silently(call: Callable[..., Result], *args: Any) -> Result:
 
 
 def fastest() -> type[RowBuffer]:
-    """What reads fastest with the threads that torch has now."""
+    """The fastest reader with the threads that torch has now."""
     return NormRows if _vecdot is None or torch.get_num_threads() > 1 else SquareRows
 
 

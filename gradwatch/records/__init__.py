@@ -1,1 +1,1 @@
-"""What flows from capture to the sinks: sites, snapshot, verdict, decision, record, finding; no torch."""
+"""Values passed from capture to the sinks: sites, snapshot, verdict, decision, record, finding; no torch."""

@@ -1,4 +1,4 @@
-"""What a localisation found: which operation, of which module, on which line, made the first NaN or Inf.
+"""The result of a localisation: which operation, of which module, on which line, made the first NaN or Inf.
 
 No torch here: a Finding is plain data, so sinks, the journal and `gradwatch explain` handle it without tensors.
 """
@@ -43,13 +43,13 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether the file was installed rather than written for this job."""
+        """True if the file was installed rather than written for this job."""
         return any(part in self.file for part in LIBRARIES)
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What one tensor held: `smallest` and `largest` over its finite elements, NaN where it has none.
+    """Values of one tensor: `smallest` and `largest` over its finite elements, NaN where it has none.
 
     `name` says what it was to the operation ("input 0", "result", "gradient in", "saved self"); `dtype` as torch
     spells it ("float32"); counts are elements.
@@ -98,7 +98,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What went into one forward call of the model, told apart from every other batch.
+    """The batch of one forward call of the model, identified by a hash.
 
     `hash` is that of `gradwatch.batch_hash` over the call's arguments ("" = not known). `nbytes` is how large their
     tensors are, and `complete` False where only the first of those bytes were hashed. `indices` are the positions in
@@ -160,7 +160,7 @@ class Finding:
 
     @property
     def found(self) -> bool:
-        """Whether a cause is known."""
+        """True if a cause is known."""
         return self.phase != "unknown"
 
     @property
@@ -190,7 +190,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Finding:
-        """What `to_dict` gave; unknown keys are ignored. Raises ValueError for what is no Finding."""
+        """Read the output of `to_dict`; unknown keys are ignored. Raises ValueError for anything else."""
         try:
             known = {each.name for each in fields(cls)}
             given = {key: value for key, value in document.items() if key in known}

@@ -41,7 +41,7 @@ RANK_COLUMNS = frozenset({"rank_norm", "rank_mismatch"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sites:
-    """Where gradients are measured: S parameters and tapped modules of one optimizer.
+    """Places where gradients are measured: S parameters and tapped modules of one optimizer.
 
     Fields, all of length S: `names` torch FQN without wrapper prefixes; `kinds` "param", "module" or "rank"; `numels`
     elements; `ndims` dimensions of the tensor (0 for what is none); `depths` order of registration counted from
@@ -64,7 +64,7 @@ class Sites:
         return np.fromiter((matches(name) is not None for name in self.names), bool, len(self.names))
 
     def alike(self, other: Sites) -> bool:
-        """Whether these are the same sites, whatever groups a rule file gave them."""
+        """True if these are the same sites, whatever groups a rule file gave them."""
         same = self.names == other.names and self.kinds == other.kinds
         return same and all(
             np.array_equal(mine, theirs)
@@ -146,7 +146,7 @@ class Snapshot:
 
     @property
     def applied_known(self) -> bool:
-        """Whether it is known by which gradients the weights were moved."""
+        """True if it is known by which gradients the weights were moved."""
         return not (math.isnan(self.total_norm_applied) and len(self.coef) and np.isnan(self.coef).all())
 
     def wide_norm(self) -> NDArray[np.float64]:
@@ -263,13 +263,13 @@ class Decision:
 
     @property
     def touches(self) -> bool:
-        """Whether gradients are to be changed, not only kept from the optimizer."""
+        """True if gradients are to be changed, not only kept from the optimizer."""
         factors = self.max_norm is not None or self.coef is not None
         return factors or self.zero is not None or self.elementwise
 
     @property
     def acts(self) -> bool:
-        """Whether anything is to be done at all."""
+        """True if anything is to be done at all."""
         return self.skip or self.stop or self.touches
 
     def at(self, own: Any) -> Decision:
@@ -323,7 +323,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Due(NamedTuple):
-    """What a rule acts on at this step: `breach[K]` of its series, `worst` the index of the worst of them.
+    """Series that a rule acts on at this step: `breach[K]` of its series, `worst` the index of the worst of them.
 
     `usual[K]` is what `clip: {to: baseline}` brings each down to, as known before this step; None without one.
     `climbed` are the actions of the rungs of its ladder that stand now.
@@ -337,7 +337,7 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """What the rules say of one Snapshot.
+    """The result of all rules on one Snapshot.
 
     `firing` maps each rule that is firing now to bool[S] (all False for a rule over a scalar or a total);
     `breaching` maps each rule whose condition held on this very step, likewise; `events` are transitions only.
@@ -355,7 +355,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHealth:
-    """Whether a checkpoint saved after this step is one to go back to (`gradwatch.checkpoint` says when it is).
+    """Health of a checkpoint saved after this step (`gradwatch.checkpoint` says when it is).
 
     `last_healthy_step` None = there was none; `reasons` say why not, for people, empty where it is healthy.
     `weights_step`: the last step after which the weights themselves were looked at and found fit, None = not yet. When
@@ -390,7 +390,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class RuleInfo:
-    """What a sink may know of a rule: enough to create its series at 0 before anything happened.
+    """Description of a rule for sinks: enough to create its series at 0 before anything happened.
 
     `of` is the column the rule reads ("" = not said): the journal records it at every step the rule is firing.
     """

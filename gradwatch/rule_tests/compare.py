@@ -1,4 +1,4 @@
-"""What a test expected, beside what came: the items of each that the other side lacks."""
+"""Comparison of a test's expectations with the result: the items of each that the other side lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTION_FIELDS = ("rule", "action", "shadow", "site", "count", "before", "after",
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one test went: what was expected and did not come, and what came unexpected, as `(step, fields)`.
+    """Result of one test: the missing expected items and the unexpected ones, as `(step, fields)`.
 
     `events` says which list of the test each is about.
     """
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all of it came, and nothing else."""
+        """True if all of it came, and nothing else."""
         return not (
             self.missing_events or self.missing_actions or self.further_events or self.further_actions
         )
@@ -68,7 +68,7 @@ def _of_order(order: Order) -> dict[str, Any]:
 def _matched(
     expected: Sequence[Expected] | None, came: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> tuple[tuple[Expected, ...], tuple[tuple[int, Mapping[str, Any]], ...]]:
-    """What is left of both sides; nothing where nothing was to be compared."""
+    """The unmatched items of both sides; empty where nothing was to be compared."""
     if expected is None:
         return (), ()
     left, missing = list(came), []

@@ -274,7 +274,7 @@ class _Reading:
 
 
 def _stands_there(node: Scalar) -> bool:
-    """Whether the text of a scalar stands in its line as it is, without escapes."""
+    """True if the text of a scalar stands in its line as it is, without escapes."""
     line = node.mark.source.lines[node.mark.line - 1]
     begin = node.mark.column - 1 + (not node.plain)
     return line.startswith(node.text, begin)

@@ -34,7 +34,7 @@ OF_SNAPSHOT = frozenset({"norm", "coef"})
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of the steps of a test: events, and `(step, order)` of every action."""
+    """Result of the steps of a test: events, and `(step, order)` of every action."""
 
     events: tuple[Event, ...]
     actions: tuple[tuple[int, Order], ...]
@@ -98,7 +98,7 @@ def _with_total(found: Snapshot, coef: NDArray[np.float32]) -> Snapshot:
 
 
 def snapshot_of(case: Case, step: int) -> Snapshot:
-    """What the capture would have measured at this step."""
+    """The Snapshot that the capture would have measured at this step."""
     sites, params = case.sites, np.array([kind == "param" for kind in case.sites.kinds])
     healthy: dict[int, Samples] = dict.fromkeys(
         map(int, np.flatnonzero(params)), (NORM_OF_THE_HEALTHY,) * case.steps

@@ -137,7 +137,7 @@ class Rule:
 
     @property
     def acts(self) -> bool:
-        """Whether this rule may change training: it is enabled, has actions, and is not in shadow mode."""
+        """True if this rule may change training: it is enabled, has actions, and is not in shadow mode."""
         return self.enabled and bool(self.do) and self.mode == "act"
 
 
@@ -170,7 +170,7 @@ class RuleSet:
 
 
 def whole_optimizer(column: str) -> bool:
-    """Whether a column has one value per step, so that `scope`, `groups` and `exclude` mean nothing for
+    """True if a column has one value per step, so that `scope`, `groups` and `exclude` mean nothing for
     it.
     """
     return column in SCALAR_COLUMNS

@@ -1,4 +1,4 @@
-"""What a rule file asks for that no model could have: actions that contradict their rule, or that are not built."""
+"""Objections to a rule file that hold for every model: actions that contradict their rule, or are not built."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def at_backward(action: Action) -> bool:
 
 
 def _not_built(rule: Rule) -> Iterator[str]:
-    """What a rule asks for that this version does not have."""
+    """Actions of a rule that this version does not have."""
     for action in rule.do:
         if action.does in NOT_BUILT:
             yield f"action {action.does!r} is not built yet; remove it from `do:`, or set `enabled: false`"
@@ -87,7 +87,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _misplaced(rule: Rule, ruleset: RuleSet) -> Iterator[str]:
-    """What of a rule cannot be done in the backward by any hook, one sentence each."""
+    """Parts of a rule that no hook can carry out in the backward, one sentence each."""
     for action in rule.do:
         if action.name == "drop_micro" and rule.detect.kind != "nonfinite":
             yield "`drop_micro` drops what is not finite, so it needs kind: nonfinite"

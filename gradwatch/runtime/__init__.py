@@ -1,1 +1,1 @@
-"""What any part of gradwatch needs of the machine it runs on: files and numbers that others read."""
+"""Services used by every part of gradwatch: files and numbers that others read."""

@@ -1,4 +1,4 @@
-"""When to try again what has failed."""
+"""Backoff: the time to retry what has failed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Backoff:
 
     @property
     def failing(self) -> bool:
-        """Whether the last attempt failed."""
+        """True if the last attempt failed."""
         return self._pause > 0
 
     @property
     def ready(self) -> bool:
-        """Whether it may be tried now."""
+        """True if it may be tried now."""
         return self._clock() >= self.until
 
     def failed(self) -> float:

@@ -1,4 +1,4 @@
-"""How many different objects came by, of which none is kept alive."""
+"""Count of different objects, of which none is kept alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of an exception in code that torch calls: one answer, for every entry.
+"""Handling of an exception in code that torch calls: one decorator for every entry.
 
 Each function that torch calls begins with `try:` and ends with `except Exception as error: fault(component, error)`.
 A plain `try` costs nothing where nothing is raised, and it stands in the function that torch calls, so that no line of

@@ -69,7 +69,7 @@ class Health:
             return dict(self._errors)
 
     def up(self) -> dict[str, bool]:
-        """Which components are up; a copy."""
+        """State of each component (True = up); a copy."""
         with self._lock:
             return dict(self._up)
 
@@ -85,7 +85,7 @@ class Health:
         self._process, self._without_data = process, without_data
 
     def process(self) -> Mapping[str, int]:
-        """What this process did, watched or not, by the names of `gradwatch.account.Taken`; empty where not counted."""
+        """Totals of this process, watched or not, by the names of `account.Taken`; empty where not counted."""
         return self._process()
 
     def without_data(self) -> Mapping[str, str]:

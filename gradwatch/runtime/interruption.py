@@ -35,12 +35,12 @@ _MAY_RAISE = {
 
 
 def not_ours(error: BaseException) -> bool:
-    """Whether an exception that arrived in code of gradwatch is the script's: its signal handler's, or sent by it."""
+    """True if an exception that arrived in code of gradwatch is the script's: its signal handler's, or sent by it."""
     return sent(error) or by_signal_handler(error)
 
 
 def sent(error: BaseException) -> bool:
-    """Whether another thread sent `error` (`PyThreadState_SetAsyncExc`): nothing raised it where it was raised."""
+    """True if another thread sent `error` (`PyThreadState_SetAsyncExc`): nothing raised it where it was raised."""
     package = type(error).__module__.partition(".")[0]
     if package in _MAY_RAISE or (package in sys.stdlib_module_names and package != "__main__"):
         return False
@@ -53,7 +53,7 @@ def sent(error: BaseException) -> bool:
 
 
 def by_signal_handler(error: BaseException) -> bool:
-    """Whether a Python signal handler that is installed now was running when `error` was raised.
+    """True if a Python signal handler that is installed now was running when `error` was raised.
 
     Read off the traceback of `error` and of what it was raised from; a handler that has no Python code of its own
     (a C function) is not recognised.

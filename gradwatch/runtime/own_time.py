@@ -18,7 +18,7 @@ class OwnTime:
         self._reported = 0.0
 
     def begin(self) -> float:
-        """What `end` needs to know."""
+        """Start a measurement; returns the argument of `end`."""
         return perf_counter() - self.seconds
 
     def end(self, mark: float) -> None:

@@ -1,4 +1,4 @@
-"""Which process this is, and whether another one is still running."""
+"""Identity of this process, and checks whether another one is running."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where that cannot be known.
+    """Start time of a process, in clock ticks since boot; 0 where that cannot be known.
 
     An id alone is not enough: it is given to another process sooner or later. Field 22 of proc(5)'s stat.
     """
@@ -34,7 +34,7 @@ def start_ticks(pid: int) -> int:
 
 
 def started_at(pid: int) -> float:
-    """When a process started, in Unix seconds; 0 where that cannot be known."""
+    """Start time of a process, in Unix seconds; 0 where that cannot be known."""
     ticks = start_ticks(pid)
     try:
         with open("/proc/stat", "rb") as file:
@@ -45,7 +45,7 @@ def started_at(pid: int) -> float:
 
 
 def is_running(pid: int, started: int = 0) -> bool:
-    """Whether process `pid` of this machine exists and, where `started` is known, is the one that was meant."""
+    """True if process `pid` of this machine exists and, where `started` is known, is the one that was meant."""
     if pid <= 0:
         return False
     try:
@@ -59,12 +59,12 @@ def is_running(pid: int, started: int = 0) -> bool:
 
 
 def alive(pid: int, known_at: float) -> bool:
-    """Whether the process that had this id at that time (Unix seconds) still runs; 0 is no process."""
+    """True if the process that had this id at that time (Unix seconds) still runs; 0 is no process."""
     return is_running(pid) and started_at(pid) <= known_at + _TICKS
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether it has ended and its parent has not asked for its exit status yet."""
+    """True if it has ended and its parent has not asked for its exit status yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[:1] == [b"Z"]

@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 
 class Registry(dict[str, C]):
-    """What is registered so far, by name; an installed package's entry points of `group` are loaded when asked for.
+    """Registered classes, by name; an installed package's entry points of `group` are loaded when asked for.
 
     `noun` is what a message calls an entry.
     """

@@ -36,6 +36,6 @@ def write(text: str, stream: TextIO) -> None:
 
 
 def _is_plain_file(stream: TextIO) -> bool:
-    """Whether it is what Python makes of a descriptor: no stand-in, and no `write` of the script's."""
+    """True if it is what Python makes of a descriptor: no stand-in, and no `write` of the script's."""
     buffer = stream.buffer if type(stream) is io.TextIOWrapper and "write" not in vars(stream) else None
     return type(buffer) is io.BufferedWriter and type(buffer.raw) is io.FileIO

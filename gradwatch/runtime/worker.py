@@ -23,7 +23,7 @@ Work = Callable[[], float | None]
 
 
 class Job:
-    """What one sink wants done, and what came of it; made by `BackgroundWorker.enter`.
+    """Job of one sink, and its result; made by `BackgroundWorker.enter`.
 
     A failure is counted in `health`, and the round made again after 1, 2, 4 … 60 s: a server that is away is
     not asked at every step of a bad phase.
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def inherited(self) -> bool:
-        """Whether it is of the process that this one was forked from: nothing is to be done here."""
+        """True if the job belongs to the process that this one was forked from: nothing runs here."""
         return self._pid != os.getpid()
 
     def make(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Whom `gradwatch serve` may tell Prometheus to scrape.
+"""Addresses that `gradwatch serve` may list as scrape targets.
 
 Endpoint files lie in folders that others may write to, and a file that names any address in the network would turn
 Prometheus into a client of whatever listens there. So only addresses of this machine are handed out, and those of other
@@ -21,7 +21,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class AllowedTargets:
-    """What may be handed out beside addresses of this machine.
+    """Addresses allowed beside those of this machine.
 
     `host` is the operator's own name for processes whose endpoint is open to all (`--reach`); `networks` and `names`
     are what `--allow` named: addresses by network, machines by the name they give themselves.
@@ -44,7 +44,7 @@ class AllowedTargets:
         return cls(host, tuple(networks), frozenset(names))
 
     def allows(self, endpoint: EndpointFile) -> bool:
-        """Whether Prometheus may be sent to this endpoint.
+        """True if Prometheus may be sent to this endpoint.
 
         127.0.0.1 of another machine is another process's port here, so it is never handed out.
         """
@@ -59,7 +59,7 @@ class AllowedTargets:
 
 @lru_cache(maxsize=256)
 def _is_of_this_machine(host: str) -> bool:
-    """Whether an interface here has this numeric address: only then can a socket be bound to it. Sends nothing."""
+    """True if an interface here has this numeric address: only then can a socket be bound to it. Sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

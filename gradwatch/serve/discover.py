@@ -1,4 +1,4 @@
-"""What the run folders say: which processes (rank and attempt) there are, and whether they still run.
+"""Processes found in the run folders: which processes (rank and attempt) there are, and whether they still run.
 
 Anybody's files may lie there, half-written or hostile: what cannot be read is passed over, nothing is followed,
 nothing is written.
@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EndpointFile:
-    """What `endpoint-rank{rank}.json` says of a process that serves metrics, or did when it was killed."""
+    """Contents of `endpoint-rank{rank}.json`, of a process that serves metrics, or did when it was killed."""
 
     run_id: str
     rank: int
@@ -60,7 +60,7 @@ class Process:
     stamp: tuple[tuple[str, int, int], ...]
 
     def state(self, now: float, owner: RunInfo | None) -> State:
-        """Whether the process runs; `owner` is who wrote its journal, asked where there is no endpoint file."""
+        """State of the process; `owner` is who wrote its journal, asked where there is no endpoint file."""
         endpoint = self.endpoint
         if endpoint is not None and endpoint.node == platform.node():
             return "running" if is_running(endpoint.pid, endpoint.started) else "ended"

@@ -46,7 +46,7 @@ class Member:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells it apart in Prometheus."""
+        """Identity of the process in Prometheus: run and rank."""
         return self.run_id, self.rank
 
 
@@ -67,7 +67,7 @@ class Fleet:
         return ended[:most]
 
     def targets(self) -> list[Member]:
-        """Whom Prometheus is to scrape, by run and rank.
+        """Processes for Prometheus to scrape, by run and rank.
 
         One at each address, the last to give a sign of life: who has a dead process's port would be scraped as that
         process, and its numbers stand under the name of another run.
@@ -85,7 +85,7 @@ class Fleet:
         return sorted([*live.values(), *dead], key=lambda member: member.key)
 
     def count(self, state: RunState) -> int:
-        """How many processes are in a state."""
+        """Number of processes in a state."""
         return sum(member.state == state for member in self.members)
 
 
@@ -154,7 +154,7 @@ class Scanner:
         )
 
     def _is_closed(self, process: Process, now: float) -> bool:
-        """Whether a process that cannot be seen has closed its journal: of another machine, its endpoint file gone.
+        """True if a process that cannot be seen has closed its journal: of another machine, its endpoint file gone.
 
         Asked only after a minute without a write: to read a journal whenever it grows would be dear.
         """
@@ -164,7 +164,7 @@ class Scanner:
         return summary is not None and summary.complete
 
     def _owner(self, process: Process) -> RunInfo | None:
-        """Who wrote the journal: the first entry of its head."""
+        """The run that wrote the journal, from the first entry of its head."""
         journal = process.journal
         if journal is None:
             return None

@@ -1,4 +1,4 @@
-"""What `gradwatch serve` answers, each a pure function of one Fleet."""
+"""Responses of `gradwatch serve`, each a pure function of one Fleet."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Server:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The listening address."""
         return self._endpoint.address
 
     def serve(self) -> None:
@@ -143,7 +143,7 @@ def _always(content: Content) -> Route:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where summaries of ended runs are kept by default; https://specifications.freedesktop.org/basedir-spec."""
+    """Default folder for summaries of ended runs; https://specifications.freedesktop.org/basedir-spec."""
     base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME", "/")) / ".cache")
     return Path(base) / "gradwatch" / "serve"
 

@@ -1,4 +1,4 @@
-"""What is left of a process when it has ended: who it was, its final counters, how and when it ended.
+"""Summary of a process that has ended: who it was, its final counters, how and when it ended.
 
 Worked out from its journal, once, and kept in a folder of our own: thousands of journals cannot be read again at every
 start.
@@ -114,7 +114,7 @@ def summarise(process: Process) -> Summary | None:
 
 @dataclass(slots=True)
 class _BesideSteps:
-    """What a journal says beside its steps: firings, which are safe before the row of their step is, and its losses."""
+    """Entries of a journal beside its steps: firings, which are written before the row of their step, and losses."""
 
     firings: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=_NEWEST))
@@ -144,7 +144,7 @@ class _BesideSteps:
                 self.recent.append(f"step {event.step}: {event.rule} ({event.severity})")
 
     def known(self, steps: int) -> Known:
-        """Which counters can be told, where so many steps were found."""
+        """Counters that are known, where so many steps were found."""
         return "nothing" if self.lost_events else "all" if self.given == steps else "firings"
 
 

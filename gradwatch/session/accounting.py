@@ -1,4 +1,4 @@
-"""What a session comes to: its account while it runs, and once, at its end, to the sinks and for the process."""
+"""The account of a session: while it runs, and once, at its end, to the sinks and for the process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Accounting:
         self.final: Account | None = None
 
     def now(self, ended: Ending) -> Account:
-        """What the process did since the attach, beside what was watched of it."""
+        """Account since the attach: what the process did, and what was watched of it."""
         if self.final is not None:
             return self.final
         totals, counted, after = self._totals, self._counted(), TOTALS.taken()
@@ -93,7 +93,7 @@ def steps_concluded() -> int:
 
 
 def of_process(live: Iterable[Account]) -> Account:
-    """What this process did, beside what all its sessions have seen of it: those `live`, and those closed."""
+    """Account of this process: what it did, and what all its sessions watched: those `live`, and those closed."""
     found = [*_concluded, *live]
     return merged(found, TOTALS.taken()) if found else Account(TOTALS.taken(), told_by=told_by())
 

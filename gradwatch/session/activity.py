@@ -1,4 +1,4 @@
-"""Whether a session watches at this moment, and the internal errors that pause it."""
+"""State of a session: watching or not, and the internal errors that pause it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Activity:
         return here[0] == self._serving
 
     def idle(self) -> bool:
-        """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
+        """True if nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
         return here[0] != self._serving or (self._paused_until > 0 and self.paused())
 
     def paused(self) -> bool:
-        """Whether internal errors have switched the step path off; at the end of a pause it starts afresh."""
+        """True if internal errors have switched the step path off; at the end of a pause it starts afresh."""
         if not self._paused_until:
             return False
         if time.monotonic() < self._paused_until:
@@ -85,7 +85,7 @@ class Activity:
         self._thread = threading.get_ident()
 
     def is_step_thread(self) -> bool:
-        """Whether this is the thread that takes the steps, as far as one has been seen, or that thread has ended."""
+        """True if this is the thread that takes the steps, as far as one has been seen, or that thread has ended."""
         if self._thread in (None, threading.get_ident()):
             return True
         return all(thread.ident != self._thread for thread in threading.enumerate())

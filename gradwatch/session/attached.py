@@ -70,7 +70,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every part of a session reports to."""
+    """Services that every part of a session reports to."""
 
     activity: Activity
     notices: Notices
@@ -216,7 +216,7 @@ class Attached:
     # -- what is asked of it -----------------------------------------------------------------------------
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is watched now."""
+        """True if this optimizer is watched now."""
         return not self._activity.idle() and self.ownership.includes(optimizer, self.capture)
 
     def sites(self) -> Sites:
@@ -225,7 +225,7 @@ class Attached:
 
     @property
     def degraded(self) -> bool:
-        """Whether some optimizer goes on without the other ranks, though they are needed."""
+        """True if some optimizer goes on without collectives that its rules need."""
         return any(ctx.membership is not None and ctx.membership.alone for ctx in self.contexts)
 
     def note_inactive(self) -> None:

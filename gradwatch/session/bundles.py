@@ -42,7 +42,7 @@ REJECTED = "the GradScaler rejected the step, and its recorded calls were alread
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """What was copied for one incident, until the Record of its step is published."""
+    """Copies for one incident, until the Record of its step is published."""
 
     event: Event
     finding: Finding | None
@@ -104,7 +104,7 @@ class Bundles:
         return replace(decision, orders=frozenset(kept))
 
     def _guarded(self, *args: Any) -> bool:
-        """Whether something was taken for a rule; an internal error costs the bundle, not the verdict."""
+        """True if a copy was taken for a rule; an internal error costs the bundle, not the verdict."""
         try:
             return self._take(*args)
         except Exception as error:
@@ -252,7 +252,7 @@ class Bundles:
 
 
 def norms_of(record: Record) -> StepNorms:
-    """What is told of a step in the page of an incident near it."""
+    """Norms of a step for the page of an incident near it."""
     snapshot = record.snapshot
     return StepNorms(
         snapshot.step,

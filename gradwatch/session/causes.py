@@ -64,7 +64,7 @@ class Causes:
         self._localiser.inherit(pre_attach, joining)
 
     def set_indices(self, indices: Any) -> None:
-        """Which samples of the dataset the forward calls are of that follow, until a step is taken."""
+        """Set the dataset indices of the forward calls that follow, until a step is taken."""
         self._localiser.set_indices(indices)
 
     def held(self) -> list[tuple[nn.Module, Call]]:
@@ -89,7 +89,7 @@ class Causes:
         return self._localiser.closure(run)
 
     def discard(self) -> None:
-        """What has been held belongs to no step: an evaluation of a closure that another one follows."""
+        """Discard the recorded calls, as after an evaluation of a closure that another one follows."""
         self._localiser.discard()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
@@ -103,7 +103,7 @@ class Causes:
     def of(
         self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str = ""
     ) -> tuple[Finding, ...]:
-        """What is known of the causes of this step's incidents; `step_taken`: the step has been taken already.
+        """Causes of this step's incidents; `step_taken`: the step has been taken already.
 
         `ranks`: a name under which all ranks may meet over this step, "" where they do not judge it together.
         """

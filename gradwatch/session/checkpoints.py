@@ -1,4 +1,4 @@
-"""Whether a checkpoint saved now is one to go back to: every optimizer's steps, and looks at the weights."""
+"""Health of a checkpoint saved now: every optimizer's steps, and checks of the weights."""
 
 from __future__ import annotations
 

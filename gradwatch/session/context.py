@@ -44,17 +44,17 @@ class OptimizerContext:
 
     @property
     def exchanges(self) -> bool:
-        """Whether the ranks exchange the facts of each of its steps, and so wait for them."""
+        """True if the ranks exchange the facts of each of its steps, and so wait for them."""
         return self.membership is not None and self.membership.exchanges
 
     @property
     def pooled(self) -> bool:
-        """Whether one rank knows less of its gradients than all together: not where DDP has averaged them for all."""
+        """True if a rank's norms are only a part of those over all ranks: not where DDP has averaged them."""
         return self.membership is not None and self.membership.pooled
 
     @property
     def clips_at_step_instead(self) -> bool:
-        """Whether hooks that were to clip inside the backward have switched themselves off."""
+        """True if hooks that were to clip inside the backward have switched themselves off."""
         clipper = None if self.bound_rules is None else self.bound_rules.clipper
         return clipper is not None and bool(clipper.disabled_reason)
 

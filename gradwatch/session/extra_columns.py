@@ -1,4 +1,4 @@
-"""What is measured of a step beside its norms: sampled columns, module taps, local norms, observed values, the loss."""
+"""Columns of a step beside its norms: sampled columns, module taps, local norms, observed values, the loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Measurement:
     clock: Clock
 
     def ready(self) -> bool:
-        """Whether every number is here."""
+        """True if every number is here."""
         return self.window.ready() and self.extras.ready() and all(map(is_ready, self.scalars.values()))
 
     def values(self) -> dict[str, float]:
@@ -115,7 +115,7 @@ class ExtraColumns:
     def _deferrable(
         self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: Window, scalars: dict[str, Any]
     ) -> bool:
-        """Whether this calm window may wait to be judged."""
+        """True if this ordinary window may be judged later."""
         finite = True
         for value in scalars.values():
             finite = finite and type(value) is float and math.isfinite(value)
@@ -129,7 +129,7 @@ class ExtraColumns:
         )
 
     def _unseen(self, bound_rules: OptimizerRules) -> dict[str, Any]:
-        """What was observed since this optimizer's last step; each of them gets every value once."""
+        """Values observed since this optimizer's last step; each optimizer gets every value once."""
         fresh = {
             name: value for name, (count, value) in self._observed.items() if count > bound_rules.observed
         }

@@ -1,4 +1,4 @@
-"""Which sessions are live, the end of those whose models are gone, and the end of the process.
+"""Live sessions, the end of those whose models are gone, and the end of the process.
 
 torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
 end it. A weak reference with a callback, or `__del__`, would run gradwatch in the midst of any code of the script, the
@@ -30,7 +30,7 @@ class Lives(Protocol):
     ended: Ending
 
     def orphaned(self) -> bool:
-        """Whether it ends with its models and all of them are gone."""
+        """True if it ends with its models and all of them are gone."""
 
     def release_dead(self) -> None:
         """Hold no parameter that no optimizer and no model holds."""

@@ -1,4 +1,4 @@
-"""Which optimizers a session watches: those named at the attach, and all that own a watched parameter."""
+"""Optimizers that a session watches: those named at the attach, and all that own a watched parameter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ownership:
         return [optimizer for optimizer in found if capture.capture_of(optimizer) is None]
 
     def includes(self, optimizer: Optimizer, capture: Capture) -> bool:
-        """Whether this optimizer is watched: named at the attach or since, or owner of a watched parameter."""
+        """True if this optimizer is watched: named at the attach or since, or owner of a watched parameter."""
         if capture.capture_of(optimizer) is not None:
             return True
         if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):

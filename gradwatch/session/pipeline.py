@@ -56,13 +56,13 @@ class StepContext(NamedTuple):
 
     @property
     def rejected(self) -> bool:
-        """Whether a GradScaler keeps this step from the optimizer."""
+        """True if a GradScaler keeps this step from the optimizer."""
         return bool(self.shared.values.get("scaler_skip"))
 
 
 @dataclass(slots=True, frozen=True)
 class Sources:
-    """What a step is judged by beside its own numbers, and who is told of it."""
+    """Collaborators of the pipeline: what a step is judged by beside its own numbers, and the receivers of Records."""
 
     capture: Capture
     statistics: RunningStatistics
@@ -100,13 +100,13 @@ class StepPipeline:
         self._defers = deferral_allowed(engine, rule_bindings)
 
     def needs_host(self, ctx: OptimizerContext) -> bool:
-        """Whether some rule acts on this very step, and no device can decide it alone."""
+        """True if some rule acts on this very step, and no device can decide it alone."""
         # A device knows only its own rank's part of a pooled norm.
         return self._engine.acts_on_host or ctx.exchanges or ctx.clips_at_step_instead
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether some rule skips non-finite steps (a fused optimizer is then told so on the device)."""
+        """True if some rule skips non-finite steps (a fused optimizer is then told so on the device)."""
         return self._engine.skips_nonfinite
 
     # -- a step ------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class StepPipeline:
         return self._with_confirmed(step)
 
     def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, grads_present: bool) -> Judged:
-        """What the decision will make of the step, and why it was taken: all that its Record says."""
+        """The decision on a step with its reasons: everything for its Record."""
         captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
         decision, snapshot = self._foreseen(step, decision, grads_present)
         self._note_move(step, decision)
@@ -233,7 +233,7 @@ class StepPipeline:
     def _causes(
         self, step: StepContext, snapshot: Snapshot, verdict: Verdict, decision: Decision
     ) -> tuple[Finding, ...]:
-        """What made the gradients of this step's incidents what they are, where a rule wants to know."""
+        """Causes of this step's incidents, where a rule has `localise`."""
         causes, captured = self._sources.causes, step.captured
         if causes is None or captured.inside_backward or captured.without_optimizer:
             return ()
@@ -254,7 +254,7 @@ class StepPipeline:
         return step._replace(found=replace(step.found, scalars={**step.found.scalars, **confirmed}))
 
     def _permitted(self, step: StepContext, verdict: Verdict, decision: Decision) -> Decision:
-        """What is to be done in the end: the user's callback may want a stop, and some of it may be refused here."""
+        """The decision as permitted: the user's callback may add a stop, and parts may be refused here."""
         if verdict.events:
             decision = self._escalated(verdict, decision)
         return permitted(
@@ -291,7 +291,7 @@ class StepPipeline:
         return decision, snapshot
 
     def _note_move(self, step: StepContext, decision: Decision) -> None:
-        """Which weights this step is going to move, where a sampled column compares them."""
+        """Note the weights that this step is going to change, where a sampled column compares them."""
         window, sampler = step.window, step.bound_rules.sampler
         if sampler.awaiting:
             moved = (window.calls > 0) & (step.found.norm[step.shared.own] > 0)
@@ -315,7 +315,7 @@ class StepPipeline:
         captured.know_total(snapshot.total_norm, ordinary)
 
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
-        """What `clip:` asks of gradients of these `norms[K]`, made after those that this step was judged by."""
+        """Clipping by `clip:` of gradients with these `norms[K]`, made after those that this step was judged by."""
         bound_rules, captured = ctx.rules, ctx.captured
         own = len(norms)
         norm, calls = np.zeros(len(bound_rules.sites), np.float32), np.zeros(len(bound_rules.sites), np.int32)
@@ -394,7 +394,7 @@ class StepPipeline:
 
 
 def deferral_allowed(engine: Engine, rule_bindings: RuleBindings) -> bool:
-    """Whether a calm step needs no verdict before it is taken.
+    """True if an ordinary step needs no verdict before it is taken.
 
     So where no rule acts but on non-finite gradients; a clip of the total needs none either (`StepActions.clip_ahead`).
     Bounds for the next backward are made of this step.

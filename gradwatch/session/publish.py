@@ -17,7 +17,7 @@ from gradwatch.sinks.breaker import Breaker
 
 
 class Facts(NamedTuple):
-    """What the Record of a judged step is made of.
+    """Values that the Record of a judged step is made of.
 
     `bound_rules` are the rules it was judged by, `found` is the Snapshot measured, `snapshot` as decided;
     `judged` False: the engine failed.

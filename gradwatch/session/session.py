@@ -43,7 +43,7 @@ NOTHING_SAVED: Mapping[str, Any] = {"version": 1, "lanes": {}}
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a closed session still answers from: as of its last step."""
+    """State that a closed session still answers from, as of its last step."""
 
     state: Mapping[str, Any] = field(default_factory=lambda: NOTHING_SAVED)
     records: Sequence[Record] = ()
@@ -156,11 +156,11 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is attached."""
+        """True if nothing is attached."""
         return self._closed
 
     def idle(self) -> bool:
-        """Whether nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
+        """True if nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
         return self._activity.idle()
 
     def failed(self, component: str, error: BaseException) -> None:
@@ -172,7 +172,7 @@ class Session:
         return [] if self.attached is None else self.attached.capture.models()
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is watched now."""
+        """True if this optimizer is watched now."""
         return self.attached is not None and self.attached.owns(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
@@ -180,20 +180,20 @@ class Session:
         return self._ownership.given(self.captures())
 
     def captures(self) -> list[OptimizerCapture]:
-        """What is captured of every optimizer watched, those that are gone included."""
+        """Captures of all optimizers watched, those that are gone included."""
         return [] if self.attached is None else list(self.attached.capture.captures)
 
     def capture_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
-        """What is captured of this optimizer, None where it is not watched yet."""
+        """The capture of this optimizer, None where it is not watched yet."""
         return None if self.attached is None else self.attached.capture.capture_of(optimizer)
 
     def knows(self, identity: int) -> bool:
-        """Whether the parameter with this `id()` is watched here."""
+        """True if the parameter with this `id()` is watched here."""
         return self.attached is not None and self.attached.capture.covers_id(identity)
 
     @property
     def backwards(self) -> int:
-        """How many backwards have reached a parameter that is watched here."""
+        """Number of backwards that have reached a parameter that is watched here."""
         attached = self.attached  # one look: an endpoint's thread may ask while another closes
         return self._left.counted.backwards if attached is None else attached.capture.backwards
 
@@ -205,7 +205,7 @@ class Session:
 
     @property
     def url(self) -> str | None:
-        """Where /metrics is served, None without an endpoint."""
+        """URL of /metrics, None without an endpoint."""
         for breaker in self._sinks:
             address = getattr(breaker.sink, "url", None)
             if address:
@@ -238,7 +238,7 @@ class Session:
         return found
 
     def account(self) -> Account:
-        """What the process did since the attach, beside what was watched of it. After `close()`: as it was then."""
+        """Account since the attach: what the process did and what was watched. After `close()`: as it was then."""
         if self._accounting is None:
             return Account()
         if self._accounting.final is None:
@@ -340,7 +340,7 @@ class Session:
             self.attached.capture.release_dead()
 
     def orphaned(self) -> bool:
-        """Whether all models are gone that it was to watch; a launcher's session watches what comes, too."""
+        """True if all models are gone that it was to watch; a launcher's session watches what comes, too."""
         return self.origin != "launcher" and self.attached is not None and self.attached.capture.childless()
 
     def catch_up(self) -> None:
@@ -431,7 +431,7 @@ class Session:
 
     @property
     def concluding(self) -> bool:
-        """Whether its account is a part of the process's already."""
+        """True if its account is a part of the process's already."""
         return self._concluding
 
     def close_sinks(self) -> None:
@@ -447,6 +447,6 @@ def live_sessions() -> list[Session]:
 
 
 def account_of_process() -> Account:
-    """What this process did, beside what all its sessions, closed or not, have seen of it."""
+    """Account of this process: what it did, and what all its sessions, closed or not, watched of it."""
     here_now = [one for one in LIVE.all() if one.run.pid == here[0]]
     return of_process([one.account() for one in here_now if not one.concluding])

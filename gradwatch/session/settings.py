@@ -1,4 +1,4 @@
-"""Where a setting comes from: an explicit argument, then `GRADWATCH_*`, then the rule file."""
+"""Sources of a setting: an explicit argument, then `GRADWATCH_*`, then the rule file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def enabled(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def quiet_asked(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether `--quiet` (GRADWATCH_QUIET) asks for no account at the end."""
+    """True if `--quiet` (GRADWATCH_QUIET) asks for no account at the end."""
     return env.get("GRADWATCH_QUIET", "0") not in ("", "0")
 
 

@@ -125,7 +125,7 @@ class Watch:
 
     @property
     def url(self) -> str | None:
-        """Where /metrics is served, None without an endpoint."""
+        """URL of /metrics, None without an endpoint."""
         return self._session.url
 
     @property
@@ -135,7 +135,7 @@ class Watch:
 
     @property
     def healthy(self) -> bool:
-        """Whether a checkpoint saved now is one to go back to; see `gradwatch.checkpoint` for what that means.
+        """True if a checkpoint saved now is one to go back to; see `gradwatch.checkpoint` for what that means.
 
         Looks at the weights, at the price of about one read of a step's gradients; waits for a device. Without a
         collective: any rank may ask alone, and answers for what it holds of sharded weights. What cannot be known is
@@ -200,5 +200,5 @@ class Watch:
 
 
 def session_of(watch: Watch) -> Session:
-    """What is behind a Watch: for integrations and tests."""
+    """The session of a Watch: for integrations and tests."""
     return watch._session

@@ -1,4 +1,4 @@
-"""Where Records go: the `Sink` protocol, and a registry that builds one by its name in a rule file.
+"""Receivers of Records: the `Sink` protocol, and a registry that builds one by its name in a rule file.
 
 Nothing is imported before it is asked for: a registered sink is a factory or the import path of one, so a run
 without a Prometheus endpoint never loads the server.

@@ -1,4 +1,4 @@
-"""What an alert is called: one name per kind of trouble, the same from Prometheus and sent directly.
+"""Names of alerts: one name per kind of trouble, the same from Prometheus and sent directly.
 
 A rule file may hold any number of rules; people route, silence and look up runbooks by a handful of names. The
 rule that fired is the label `rule`.

@@ -88,7 +88,7 @@ class Breaker:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether calls are dropped at present."""
+        """True if calls are dropped at present."""
         return self._disabled_until is not None and self._clock() < self._disabled_until
 
     @_contained(None)

@@ -35,7 +35,7 @@ _FULL = BufferError("the journal's queue is full: records are being dropped")
 
 
 class _Work(NamedTuple):
-    """What the writer takes from the queue at a time; `flush`: the request this batch completes, or 0."""
+    """A batch that the writer takes from the queue; `flush`: the request this batch completes, or 0."""
 
     batch: list[Record]
     dropped: LostEntry

@@ -57,7 +57,7 @@ _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}
 
 
 class _Done(NamedTuple):
-    """What was done about an Event: what its rule ordered, and whether the weights are known to be as they were.
+    """Actions on an Event: what its rule ordered, and whether the weights are known to be as they were.
 
     `observed_only`: nothing can be, for no optimizer steps there.
     """
@@ -69,7 +69,7 @@ class _Done(NamedTuple):
 
 @dataclass(slots=True)
 class _Said:
-    """What was last said of a rule: when, and what has been kept back since."""
+    """The last line about a rule: when, and the events held back since."""
 
     at: float
     suppressed: int = 0
@@ -219,7 +219,7 @@ class _Lines:
 
     @property
     def has_colors(self) -> bool:
-        """Whether a person with a colour terminal reads this (https://no-color.org)."""
+        """True if a person with a colour terminal reads this (https://no-color.org)."""
         return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and self.stream.isatty()
 
     def msg(self, line: str) -> None:
@@ -229,7 +229,7 @@ class _Lines:
 
 
 def _done_about(event: Event, record: Record) -> _Done:
-    """What the rule of an Event ordered on that step, told by action, and what is known of the weights after it."""
+    """Orders of the rule of an Event on that step, by action, and the known state of the weights after it."""
     observed_only = "observed_only" in record.snapshot.scalars
     if event.kind == "resolved":
         return _Done(observed_only=observed_only)
@@ -279,7 +279,7 @@ def _numbers(event: Event) -> Iterator[tuple[str, float]]:
 
 
 def _done(orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]]:
-    """What shadow mode withheld, and by how much the gradient was multiplied where the smallest factor was."""
+    """Log fields of actions: those that shadow mode held back, and the smallest factor."""
     shadow = [order.action for order in orders if order.shadow]
     if shadow:
         yield "would", ",".join(shadow)

@@ -1,4 +1,4 @@
-"""Which backward is running, and when it ends: torch numbers every call of the autograd engine (a graph task)."""
+"""The running backward and its end: torch numbers every call of the autograd engine (a graph task)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ current: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def nested() -> bool:
-    """Whether the running backward was started by a `Function.backward`, as reentrant checkpointing does.
+    """True if the running backward was started by a `Function.backward`, as reentrant checkpointing does.
 
     Read off the Python stack: torch tells the innermost task only. Microseconds, so not for every gradient.
     """
@@ -44,7 +44,7 @@ def nested() -> bool:
 
 
 def reaches(leaf: torch.Tensor) -> bool:
-    """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
+    """True if the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -84,7 +84,7 @@ def _notify(layer: Layer[Listener], multiplying: FrameType | None) -> None:
 
 
 def _multiplication(clip: FrameType) -> Multiplication | None:
-    """What torch's `clip_grads_with_norm_` is about to do, by its own arguments; None where they differ."""
+    """Factor that torch's `clip_grads_with_norm_` is about to apply, from its own arguments; None where they differ."""
     found = clip.f_locals
     grads, max_norm, total = found.get("grads"), found.get("max_norm"), found.get("total_norm")
     if not (isinstance(grads, list) and isinstance(max_norm, float) and isinstance(total, torch.Tensor)):

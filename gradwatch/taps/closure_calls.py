@@ -32,12 +32,12 @@ _DECORATED = torch.enable_grad()(lambda: None).__code__  # what `torch.enable_gr
 
 
 def notice(closure: Closure, before: Callable[[], None], after: Callable[[], None]) -> Closure:
-    """What to give an optimizer in the place of `closure`: `before` and `after` run around every call that returns."""
+    """Wrap `closure` for an optimizer: `before` and `after` run around every call that returns."""
     return _Noticed(closure, before, after)
 
 
 def noticed(closure: Any) -> bool:
-    """Whether this is what `notice` returned, as it is or decorated with `torch.enable_grad()` or the like."""
+    """True if this is what `notice` returned, as it is or decorated with `torch.enable_grad()` or the like."""
     while type(closure) is FunctionType and closure.__code__ is _DECORATED:
         closure = closure.__wrapped__  # type: ignore[attr-defined]
     return type(closure) is _Noticed
@@ -133,7 +133,7 @@ def _with_arguments(closure: Closure, returned: Callable[[Any], Any]) -> Closure
 
 
 def _takes_nothing(closure: Any, given: int = 0) -> bool:
-    """Whether it is known that a call with any argument more than those `given` would raise."""
+    """True if it is known that a call with any argument more than those `given` would raise."""
     kind = type(closure)
     if kind is MethodType:
         return _takes_nothing(closure.__func__, given + 1)
@@ -147,7 +147,7 @@ def _takes_nothing(closure: Any, given: int = 0) -> bool:
 
 
 def _called_by_torch(instance: object, caller: FrameType) -> bool:
-    """Whether code of torch's calls, which gives a closure no arguments."""
+    """True if code of torch's calls, which gives a closure no arguments."""
     if caller.f_code is _DECORATED:
         found = caller.f_locals
         return found.get("func") is instance and not found.get("args") and not found.get("kwargs")

@@ -1,4 +1,4 @@
-"""What nested containers hold, as torch sees them: tuples, lists, dicts, and classes registered with its pytree."""
+"""Contents of nested containers, as torch sees them: tuples, lists, dicts, and classes registered with its pytree."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def as_found() -> Iterator[None]:
 
 @untraced
 def unseen(call: Callable[..., T], *args: Any) -> T:
-    """What `call(*args)` returns, run without the script's modes; where dynamo captures the caller, with them."""
+    """Run `call(*args)` without the script's modes; where dynamo captures the caller, with them."""
     if _tracing() or (not dispatching() and not functions()):
         return call(*args)
     aside = Aside()

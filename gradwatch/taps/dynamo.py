@@ -1,4 +1,4 @@
-"""What torch calls here is run by Python and not compiled by `torch.compile`.
+"""Hooks run by Python, not compiled by `torch.compile`.
 
 While a compiled function runs what dynamo could not capture (a backward, a step), dynamo listens to every Python frame
 of the thread and compiles it, hooks included. It would compile whatever they call too, warn about what it cannot
@@ -50,12 +50,12 @@ def imported() -> bool:
 
 
 def anything_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """True if torch.compile has compiled anything in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     # With `fullgraph=True` dynamo counts graphs and no frames.
     return dynamo is not None and any(dynamo.counters.get(name) for name in ("frames", "stats"))
 
 
 def compiles(module: nn.Module) -> bool:
-    """Whether this module, as it is called, runs compiled: the calls of its parts are not seen."""
+    """True if this module, as it is called, runs compiled: the calls of its parts are not seen."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None

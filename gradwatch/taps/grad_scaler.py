@@ -33,7 +33,7 @@ from gradwatch.taps.process_totals import step_rejected
 
 
 class ScalerListener(Protocol):
-    """What a GradScaler is about to do, or has done, to the gradients of an optimizer."""
+    """Listener for what a GradScaler does to the gradients of an optimizer."""
 
     def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """The gradients are about to be divided by the 0-dim `scale`, in place."""
@@ -218,12 +218,12 @@ def announces_steps(optimizer: Optimizer) -> bool:
 
 
 def supports_scaling(optimizer: Optimizer) -> bool:
-    """Whether the optimizer divides by the scale and heeds `found_inf` itself (torch's fused ones do)."""
+    """True if the optimizer divides by the scale and heeds `found_inf` itself (torch's fused ones do)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 class AtStep(NamedTuple):
-    """What a fused optimizer has been told of its gradients; all other optimizers are told nothing.
+    """AMP attributes set on a fused optimizer for its gradients; other optimizers have none.
 
     It will divide them by the loss scale still in them, `left` (1 = none), and by `divisor`, a loop's own clipping
     through `optimizer.grad_scale` (None = none). `found_inf` is 1 where a scaler has found an overflow that it
@@ -239,7 +239,7 @@ _NO_DIVISORS = AtStep()
 
 
 def at_step(optimizer: Optimizer) -> AtStep:
-    """What this optimizer, about to step, was told of its gradients."""
+    """AMP attributes of this optimizer, which is about to step."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return _NO_DIVISORS if getattr(optimizer, "grad_scale", None) is None else divisors(optimizer)
@@ -249,7 +249,7 @@ def at_step(optimizer: Optimizer) -> AtStep:
 
 
 def divisors(optimizer: Optimizer) -> AtStep:
-    """What it will divide its gradients by; `found_inf` is left out, which may be on a device."""
+    """Divisor that the optimizer will apply to its gradients; `found_inf` is left out, which may be on a device."""
     divisor = getattr(optimizer, "grad_scale", None)
     if not isinstance(divisor, Tensor):
         return _NO_DIVISORS

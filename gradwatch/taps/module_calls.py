@@ -148,7 +148,7 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
 
 
 def noticed(module: nn.Module) -> bool:
-    """Whether calls of this very module have listeners."""
+    """True if calls of this very module have listeners."""
     listened = _listened.get(id(module))
     return listened is not None and listened.module() is module
 

@@ -42,7 +42,7 @@ def parameters(root: nn.Module) -> list[nn.Parameter]:
 
 
 def lists_itself(root: nn.Module) -> bool:
-    """Whether the class of `root` says by methods of its own which parameters it has, and what they are called."""
+    """True if the class of `root` says by methods of its own which parameters it has, and what they are called."""
     kind = type(root)
     return (
         kind.named_parameters is not nn.Module.named_parameters

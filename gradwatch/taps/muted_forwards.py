@@ -16,7 +16,7 @@ _transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """What this thread runs inside is none of the job's forwards."""
+    """Mute module hooks in this thread: forwards inside are not the script's."""
     before = getattr(_local, "muted", False)
     _local.muted = True
     try:
@@ -35,5 +35,5 @@ def transforming() -> bool:
 
 
 def is_muted() -> bool:
-    """Whether module hooks are to keep quiet in this thread."""
+    """True if module hooks are muted in this thread."""
     return _transform() is not None or getattr(_local, "muted", False)

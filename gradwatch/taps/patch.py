@@ -143,7 +143,7 @@ class OnLookup:
 
 
 def _inherited(owner: Any, name: str) -> Any:
-    """What an owner without an attribute of its own takes from its bases, as it stands there."""
+    """The raw attribute that an owner inherits from its bases."""
     bases = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     found = next((vars(base)[name] for base in bases if name in vars(base)), _ABSENT)
     return getattr(owner, name) if found is _ABSENT else found

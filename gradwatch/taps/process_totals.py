@@ -1,4 +1,4 @@
-"""What this process did, counted whether it is watched or not: backwards, optimizer steps, clips.
+"""Totals of this process, counted whether it is watched or not: backwards, optimizer steps, clips.
 
 Beside these totals stands what was watched (`gradwatch.account`): where the two differ, something was not seen. Each
 number is written by the one tap that notices it, while that tap is installed: backwards and calls of
@@ -76,7 +76,7 @@ def count_backwards() -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """What one of several users of the count has to undo."""
+    """No-op undo for one of several users of the count."""
 
 
 def step_begins(optimizer: object, part_of: Callable[[], list[bool]]) -> None:

@@ -64,12 +64,12 @@ def listen(listener: StepListener) -> Callable[[], None]:
 
 
 def installed() -> int:
-    """How many of torch's global step hooks are ours at present."""
+    """Number of torch's global step hooks that gradwatch has registered now."""
     return len(_handles)
 
 
 def begun() -> int:
-    """How many steps of any optimizer have begun, those inside another one included."""
+    """Number of steps of any optimizer that have begun, those inside another one included."""
     return TOTALS.steps + TOTALS.nested
 
 
@@ -96,7 +96,7 @@ _WRAPPER = next(code for code in Optimizer.profile_hook_step.__code__.co_consts 
 
 
 def _stepping() -> bool:
-    """Whether this thread is inside some `optimizer.step()`, and so perhaps inside torch's hook dicts."""
+    """True if this thread is inside some `optimizer.step()`, and so perhaps inside torch's hook dicts."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -108,7 +108,7 @@ def _stepping() -> bool:
 
 
 def steps_under_way(optimizer: Optimizer) -> int:
-    """How many calls of this optimizer's `step` are on this thread's stack; 0 where a compiled one hides them."""
+    """Number of calls of this optimizer's `step` on this thread's stack; 0 where a compiled one hides them."""
     found, frame = 0, sys._getframe(1)
     while frame is not None:
         # torch's wrapper keeps the optimizer in its local `self`.
@@ -149,7 +149,7 @@ def _closure_code(called: Mapping[str, Any]) -> CodeType | None:
 
 
 def _belongs(optimizer: Optimizer, outer: Optimizer) -> bool:
-    """Whether a step of `outer` is made of this optimizer's."""
+    """True if a step of `outer` is made of this optimizer's."""
     if optimizer is outer:
         return True
     groups, outers = getattr(optimizer, "param_groups", ()), getattr(outer, "param_groups", ())

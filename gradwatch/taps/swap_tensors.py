@@ -16,7 +16,7 @@ Hooks = Literal["_backward_hooks", "_post_accumulate_grad_hooks"]
 
 
 def contents(tensor: Tensor) -> int:
-    """What a Python tensor stands for at present: changes when it is swapped, and only then."""
+    """Identity of the contents of a Python tensor: changes when it is swapped, and only then."""
     return int(tensor._cdata)
 
 

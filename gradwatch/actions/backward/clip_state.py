@@ -1,4 +1,4 @@
-"""What the hooks of a Limiter share: the bounds in force, and what was done in the running backward and in this window.
+"""State shared by the hooks of a `BackwardClipper`: bounds, and actions in the running backward and this window.
 
 One writer (`publish`, between a step and the next backward), one reader (the hooks). It holds no parameter.
 
@@ -38,7 +38,7 @@ SEVERAL_RANKS = "gradients are reduced over {count} ranks after the hooks have r
 
 
 class BackwardClipState:
-    """What the hooks share: the bounds in force, and what was done in the running backward and in this window."""
+    """State shared by the hooks: the bounds in force, and what was done in the running backward and in this window."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class BackwardClipState:
             self._tighten()
 
     def _tighten(self) -> None:
-        """What the hooks look at: the narrowest interval at each parameter."""
+        """Compute the narrowest interval at each parameter, which the hooks compare with."""
         if self._bounds:
             with np.errstate(invalid="ignore", over="ignore"):
                 low = np.maximum.reduce([one.low * self.scale for one in self._bounds])
@@ -171,7 +171,7 @@ class BackwardClipState:
         return {k: norm for k, norm in enumerate(self.seen) if norm > floor[k] and k not in acted}
 
     def collect(self) -> dict[int, Acted]:
-        """What was done since the last step, by position; starts the next window."""
+        """Actions since the last step, by position; starts the next window."""
         if backward.current() == backward.NONE and self._running:
             self.ended()  # its end was missed
         acted, self._acted, self._ended = self._acted, {}, 0
@@ -215,12 +215,12 @@ class BackwardClipState:
         return made.to(grad.dtype)  # two 0-dim tensors multiply in the wider type
 
     def _speaks(self, k: int, norm: float, factor: float) -> bool:
-        """Whether elementwise policies may change a gradient of this norm, known without its loss scale."""
+        """True if elementwise policies may change a gradient of this norm, known without its loss scale."""
         policies = () if self._elementwise is None else self._elementwise.at.get(k, ())
         return factor != 1.0 or not all(policy.idle(norm) for policy in policies)
 
     def _shaped(self, k: int, grad: Tensor, factor: float | Tensor, scale: float | Tensor) -> Tensor | None:
-        """What elementwise policies, and the factor with them, leave of a dense gradient; None without any."""
+        """Apply the elementwise policies, and the factor with them, to a dense gradient; None without any."""
         captured = self._captured()
         if self._elementwise is None or k not in self._elementwise.at or captured is None or not grad.numel():
             return None
@@ -230,7 +230,7 @@ class BackwardClipState:
         return made.to(grad.dtype)
 
     def _accumulates(self, k: int) -> bool:
-        """Whether the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
+        """True if the running backward leaves this gradient in `.grad`, and does not hand it to `autograd.grad`."""
         captured = self._captured()
         if captured is None:
             return False

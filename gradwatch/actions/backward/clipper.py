@@ -80,7 +80,7 @@ class BackwardClipper:
         return self._state.disabled_reason
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
-        """What the next backward has to keep to, over K parameters."""
+        """Set the bounds of the next backward, over K parameters."""
         self._state.publish(bounds)
 
     def scaled(self, scale: Tensor) -> None:
@@ -119,7 +119,7 @@ class BackwardClipper:
         return [(tap, k) for tap, k, _, _ in self._hooks]
 
     def discard(self) -> None:
-        """What was done since the last step belongs to none."""
+        """Discard the actions since the last step: they belong to none."""
         self._state.collect()
 
     def close(self) -> None:
@@ -218,12 +218,12 @@ def _closely(
 
 
 def _ours(hooks: Mapping[int, Callable[..., object]] | None) -> bool:
-    """Whether all hooks on a parameter are gradwatch's, which leave its gradient as it is."""
+    """True if all hooks on a parameter are gradwatch's, which leave its gradient as it is."""
     return all(getattr(hook, "__module__", "") == grad_ready.__name__ for hook in (hooks or {}).values())
 
 
 def checked(grad: Tensor, made: Tensor | None) -> Tensor | None:
-    """What a hook may return: nothing, or a gradient of the same kind. Raises `TypeError` for anything else."""
+    """Check the return value of a hook: None, or a gradient of the same kind. Raises `TypeError` for anything else."""
     if made is None or (made.shape, made.dtype, made.layout) == (grad.shape, grad.dtype, grad.layout):
         return made
     raise TypeError(f"a gradient {grad.shape} {grad.dtype} would have become {made.shape} {made.dtype}")

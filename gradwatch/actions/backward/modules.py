@@ -48,7 +48,7 @@ class ModuleBounds:
         self.disabled_reason = ""
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:
-        """What the next backward has to keep to."""
+        """Set the bounds of the next backward."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if ranks > 1 and not self._local:
             self._stop(SEVERAL_RANKS.format(count=ranks))
@@ -67,7 +67,7 @@ class ModuleBounds:
             self._refused(self.disabled_reason)
 
     def bounded(self, m: int, grad_input: Any) -> Any:
-        """What the hook of module m returns: nothing, or its gradients multiplied by one factor."""
+        """Return value of the hook of module m: None, or its gradients multiplied by one factor."""
         try:
             if not self._bounds or capturing():
                 return None
@@ -77,7 +77,7 @@ class ModuleBounds:
             return None
 
     def taken(self) -> dict[int, Square]:
-        """What was made of the norm of each module since the last call: its factor, over all calls of the module."""
+        """Factor applied to the norm of each module since the last call, over all calls of the module."""
         squares, self._squares = self._squares, {}
         return {m: (after / before) ** 0.5 for m, (before, after) in squares.items()}
 

@@ -48,7 +48,7 @@ class PreClipReading(DeviceNorms):
         super().__init__(stacks, AsyncCopy(stacks, np.arange(len(self._order)), len(self._order)))
 
     def ready(self) -> bool:
-        """Whether `norms()` would return at once."""
+        """True if `norms()` would return at once."""
         return super().ready() and self._after.ready()
 
     def norms(self) -> np.ndarray:

@@ -28,7 +28,7 @@ Restore = Callable[[], object]
 
 
 class OptimizerBackup:
-    """What an optimizer leads to, `further` tensors and torch's random numbers, before a step; `restore` is exact."""
+    """Backup of an optimizer with its tensors, `further` ones and torch's generators; `restore` is exact."""
 
     def __init__(self, optimizer: Optimizer, further: Iterable[Tensor] = ()) -> None:
         self._restores: list[Restore] = [*_random_numbers(optimizer)]
@@ -51,7 +51,7 @@ class OptimizerBackup:
 
 
 def _noted(value: Any, objects: int) -> tuple[Restore | None, Collection[Any]]:
-    """What puts a value back (None: nothing can change it), and the values it leads to."""
+    """Function that restores a value (None: nothing can change it), and the values it leads to."""
     if isinstance(value, Tensor):
         return partial(value.copy_, _copy(value)), ()
     if isinstance(value, nn.Module):
@@ -75,7 +75,7 @@ def _noted(value: Any, objects: int) -> tuple[Restore | None, Collection[Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is an object of other people's with attributes, and neither a container nor an optimizer."""
+    """True if a value is a third-party object with attributes, and neither a container nor an optimizer."""
     return (
         (hasattr(value, "__dict__") or hasattr(value, "__slots__"))
         and not isinstance(value, (*OPAQUE, Tensor, nn.Module, Optimizer, dict, list, deque, set, tuple))
@@ -92,7 +92,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _random_numbers(optimizer: Optimizer) -> Iterable[Restore]:
-    """What puts the generators of an optimizer's devices back: a skipped step draws nothing."""
+    """Functions that restore the generators of an optimizer's devices: a skipped step draws nothing."""
     yield partial(torch.set_rng_state, torch.get_rng_state())
     for device in {param.device for param in params_of(optimizer) if param.is_cuda}:
         yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)

@@ -112,5 +112,5 @@ class StepSkipper:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its step is torch's own, inherited or not: one that passes over parameters without a gradient."""
+    """True if its step is torch's own, inherited or not: one that passes over parameters without a gradient."""
     return type(optimizer).step.__module__.startswith(("torch.optim", "torch.distributed.optim"))

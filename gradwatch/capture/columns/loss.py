@@ -27,7 +27,7 @@ _EXACT = frozenset({torch.float32, torch.float64})
 
 
 class Root:
-    """What one backward started from; `value` is None where that is no loss. Compared by identity."""
+    """The root of one backward; `value` is None where it is not a loss. Compared by identity."""
 
     __slots__ = ("value",)
 
@@ -151,7 +151,7 @@ def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | Non
 
 
 def _plain(root: Any, weight: Any) -> bool:
-    """Whether both are one number on the host."""
+    """True if both are one number on the host."""
     return (
         type(root) is Tensor
         and type(weight) is Tensor
@@ -192,4 +192,4 @@ def _sum(total: Value, value: Value) -> Value:
 
 
 def _nothing(_: str) -> None:
-    """Where no reasons are asked for."""
+    """Default receiver of reasons: ignores them."""

@@ -96,7 +96,7 @@ class ModuleTaps:
                 self._ignore.append(module_calls.listen(module, around.before, around.after))
 
     def collect(self, step: int, scale: Number) -> Sampled:
-        """What the taps measured since the last step boundary; the loss scale is divided out of gradients."""
+        """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients."""
         self._step = step + 1
         sampled = Sampled(len(self.names))
         for column, collected in self._collected.items():
@@ -248,7 +248,7 @@ class _FullBackward:
 
 
 def _call_number() -> int:
-    """Which call of torch's a listener is called from: listener, tap, torch."""
+    """Number of torch's call that a listener is called from: listener, tap, torch."""
     return id(sys._getframe(3))
 
 

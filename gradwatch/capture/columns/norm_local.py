@@ -87,7 +87,7 @@ class LocalNorms:
         self._norms.clear()
 
     def discard(self) -> None:
-        """What was measured belongs to no step, as when a GradScaler rejects one."""
+        """Discard what was measured, as when a GradScaler rejects the step."""
         self._norms.clear()
         self._running.norms.clear()
         self._running.pending.clear()

@@ -39,7 +39,7 @@ class Ratio:
         self._size = size
 
     def ready(self) -> bool:
-        """Whether `values()` would return at once."""
+        """True if `values()` would return at once."""
         return self._change.ready() and self._size.ready()
 
     def size(self) -> Floats:
@@ -53,7 +53,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class Moved:
-    """Which parameters the optimizer moved at one step: known once that step has been judged."""
+    """Parameters that the optimizer moved at one step: known once that step has been judged."""
 
     step: int
     present: BoolArray | None = None
@@ -68,7 +68,7 @@ class Sampled:
     present: dict[str, BoolArray | Moved] = field(default_factory=dict)
 
     def ready(self) -> bool:
-        """Whether `columns()` would return at once."""
+        """True if `columns()` would return at once."""
         return all(part.ready() for part in self.parts.values())
 
     def columns(self) -> dict[str, Column]:
@@ -94,11 +94,11 @@ class Sampler:
         self.idle = range(0)  # steps at which nothing is due
 
     def due(self, column: str, step: int) -> bool:
-        """Whether a column is read at this step."""
+        """True if a column is read at this step."""
         return column in self.wanted and self._needs.due(column, step)
 
     def _keeps(self, suffix: str, step: int) -> bool:
-        """Whether the weights of this step are compared with those of the next."""
+        """True if the weights of this step are compared with those of the next."""
         return self.due("update_ratio" + suffix, step + 1)
 
     def _next(self, step: int) -> int:
@@ -145,7 +145,7 @@ class Sampler:
         return sampled
 
     def moved(self, present: BoolArray, step: int | None = None) -> None:
-        """Which parameters the optimizer was given a non-zero gradient for at `step` (None = the oldest kept).
+        """Note the parameters for which the optimizer got a non-zero gradient at `step` (None = the oldest kept).
 
         None of them on a skipped step. Steps are judged in order, but on a device some steps after they were
         sampled.

@@ -41,7 +41,7 @@ class Background:
         return True
 
     def wait(self, timeout: float) -> bool:
-        """Whether everything taken over is done, at most `timeout` seconds from now."""
+        """Wait for everything taken over, at most `timeout` seconds from now."""
         if os.getpid() != self._pid:
             return True
         deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""What `incident.json` says: the incident, and how the tensors beside it made up the step.
+"""The contents of `incident.json`: the incident, and how the tensors beside it made up the step.
 
 Plain data without torch. Version 1: keys may be added, and are ignored by a reader that does not know them; a change
 of meaning is a new version, which this reader refuses.

@@ -1,4 +1,4 @@
-"""Where the bundles of a run are, and what they are called."""
+"""Folders of the bundles of a run, and their names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bundles_of(run: Path, incident: str) -> list[Path]:
 
 
 def count(run: Path, rank: int, world_size: int) -> int:
-    """How many bundles of this rank the folder of a run holds."""
+    """Number of bundles of this rank in the folder of a run."""
     if world_size == 1:
         return len(_bundles(run))
     own = re.compile(rf".*-rank{rank}(?:-attempt\d+)?(?:\.\d+)?")

@@ -27,7 +27,7 @@ class BundleError(GradwatchError):
 
 
 def read_document(folder: Path) -> Document:
-    """What a bundle says of itself, every type checked.
+    """Read the document of a bundle, every type checked.
 
     Raises:
         BundleError: `incident.json` is not there, no regular file, too large, no JSON, of another version or not of

@@ -1,4 +1,4 @@
-"""Which rules keep a bundle of their incidents, and whether that can be done here."""
+"""Rules that keep a bundle of their incidents, and the check that this can be done here."""
 
 from __future__ import annotations
 

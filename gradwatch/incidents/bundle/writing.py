@@ -55,7 +55,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """What a library has written: readable by its owner only, and on the disk."""
+    """Make a file that a library wrote readable by its owner only, and sync it to disk."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fchmod(descriptor, 0o600)

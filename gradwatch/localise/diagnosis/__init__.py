@@ -1,1 +1,1 @@
-"""What made the first NaN or Inf: the operation, its module, its line and its values."""
+"""The cause of the first NaN or Inf: the operation, its module, its line and its values."""

@@ -1,4 +1,4 @@
-"""Which function of torch the user called: `einsum`, where the operation that overflowed is the `bmm` inside it."""
+"""The function of torch that the user called: `einsum`, where the operation that overflowed is the `bmm` inside it."""
 
 from __future__ import annotations
 

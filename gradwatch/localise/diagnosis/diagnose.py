@@ -63,7 +63,7 @@ def _cause(traces: Sequence[Trace], by: By) -> Finding:
 
 
 def _same_line(trace: Trace) -> bool:
-    """Whether an infinite output comes from the line whose backward is at fault, and not from a harmless one."""
+    """True if an infinite output comes from the line whose backward is at fault, and not from a harmless one."""
     origin, culprit = trace.origin, trace.culprits[0] if trace.culprits else None
     return origin is not None and culprit is not None and origin.frames[:1] == culprit.frames[:1]
 

@@ -98,7 +98,7 @@ def _is_forward(frame: FrameType) -> bool:
 
 
 def is_of_user(frame: FrameType) -> bool:
-    """Whether it is neither torch's nor gradwatch's."""
+    """True if it is neither torch's nor gradwatch's."""
     return not frame.f_code.co_filename.startswith((TORCH, OURS))
 
 
@@ -108,7 +108,7 @@ KEEPS_LOCALS = frozenset({"locals", "vars", "f_locals"})
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """What the names in a frame stand for now.
+    """Values of the local names of a frame.
 
     Before Python 3.13 a function's frame keeps the dict that `f_locals` gives, and with it every value for as long as
     the function runs: a model that the script deletes would live on. So that dict, a copy (PEP 667), is emptied. It is

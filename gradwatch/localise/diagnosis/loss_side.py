@@ -1,4 +1,4 @@
-"""What can be said of a loss function that stands in the loop itself, and that no replay reaches.
+"""Diagnosis of a loss function written in the loop itself, which no replay reaches.
 
 Its backward is over, but the tensors that the loop still holds know the nodes of the graph they came from. Those made
 after the model's outputs are the loss side; where one operation among them is the only one whose result or slope can
@@ -111,7 +111,7 @@ def _nodes(root: Node, since: int) -> tuple[Node, ...]:
 
 
 def singular(node: Node) -> bool:
-    """Whether it can make something that is not finite of finite numbers, forward or backward."""
+    """True if it can make something that is not finite of finite numbers, forward or backward."""
     op = of_node(node.name())
     if op == "div" and node.next_functions[-1][0] is None:
         return False  # by a constant: as far as the graph tells, a multiplication
@@ -138,7 +138,7 @@ def nonfinite_constant() -> str:
 
 
 def takes_constant(node: Node) -> bool:
-    """Whether it has an operand that no gradient flows to: a label, a mask, a factor; its value is not known here."""
+    """True if it has an operand that no gradient flows to: a label, a mask, a factor; its value is not known here."""
     return any(following is None for following, _ in node.next_functions)
 
 

@@ -27,7 +27,7 @@ MOST = 32  # nodes of a loss
 
 
 def amended_by_loss(finding: Finding, calls: Sequence[Call]) -> Finding:
-    """What the loop's own tensors tell of a loss computed after all of these calls, else what is known of others."""
+    """Amend a Finding by the loop's own tensors of a loss computed after all of these calls, else by other losses."""
     since = max(call.ended for call in calls)
     found = loss_side.amended(finding, since)
     return calls[-1].losses.amended(finding, since - calls[-1].ended) if found is finding else found

@@ -1,4 +1,4 @@
-"""Which module a line of the forward belongs to: now, or when an autograd node was made.
+"""Attribution of a line of the forward to a module: now, or when an autograd node was made.
 
 Every node carries a number that grows in the order of the forward (`Node._sequence_nr`), so it is enough to
 write down at which number which module began and ended. Global module hooks, in place only while something is

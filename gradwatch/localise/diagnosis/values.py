@@ -1,4 +1,4 @@
-"""What a tensor holds: finite or not by one reduction, and counted for a report.
+"""Values of a tensor: finite or not by one reduction, and counted for a report.
 
 Everything here waits for the device. It runs while a step is replayed or recorded, never in a step that is
 only watched.
@@ -20,7 +20,7 @@ from gradwatch.taps.muted_forwards import batched
 
 
 class State(NamedTuple):
-    """Whether a tensor has NaN, and whether it has Inf elements (Inf is not looked for beside NaN)."""
+    """Flags of a tensor: it has NaN, it has Inf elements (Inf is not looked for beside NaN)."""
 
     nan: bool = False
     inf: bool = False
@@ -46,7 +46,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether it holds numbers that may be NaN or Inf and that can be read here."""
+    """True if it holds numbers that may be NaN or Inf and that can be read here."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return False
     return tensor.device.type != "meta" and not batched(tensor)
@@ -72,7 +72,7 @@ def states(tree: Any) -> State:
 
 
 def finite(grads: Iterable[Tensor | None]) -> bool:
-    """Whether every element of every gradient is finite; None is no gradient."""
+    """True if every element of every gradient is finite; None is no gradient."""
     return all(grad is None or state(grad).finite for grad in grads)
 
 

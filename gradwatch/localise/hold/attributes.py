@@ -1,4 +1,4 @@
-"""What modules hold in plain attributes, and a forward may write in place: tensors, generators, containers.
+"""Plain attributes of modules that a forward may write in place: tensors, generators, containers.
 
 An EMA beside the buffers, a cache, a `torch.Generator` of the module's own. Found directly and in lists, dicts, tuples,
 sets and deques within each other; not in objects of the user's own classes.
@@ -80,7 +80,7 @@ def attributes(model: nn.Module, max_bytes: int) -> list[Restore]:
 
 
 def _names(module: nn.Module) -> Restore:
-    """Which attributes it has, and what they are."""
+    """Backup of the attributes of a module."""
     held = dict(module.__dict__)
 
     def restore() -> None:
@@ -93,7 +93,7 @@ def _names(module: nn.Module) -> Restore:
 
 
 def _numbers(tensor: Tensor) -> Restore:
-    """What it holds; written back only where it was written, and not as one more write of the user's."""
+    """Backup of a tensor; restored only where it was written, and without bumping its version."""
     if tensor.is_inference():  # it cannot be written here
         return _nothing
     kept, version = tensor.detach().clone(), tensor._version
@@ -111,7 +111,7 @@ def _nothing() -> None:
 
 
 def _state(one: Any) -> Iterator[Restore]:
-    """How a container or a generator is put back."""
+    """Functions that restore a container or a generator."""
     if isinstance(one, torch.Generator):
         drawn = one.get_state()
 

@@ -15,7 +15,7 @@ SMALL = 1 << 16  # elements
 
 
 class Buffers:
-    """Which buffers of a model its forwards change, learned by looking at identity and version.
+    """Buffers of a model that its forwards change, found by identity and version.
 
     A buffer that changes for the first time after the first calls, or a large one in its first call, is not
     held as it was: `held` then gives it as it is, which is what it has been at every step but that one.

@@ -1,4 +1,4 @@
-"""What is held of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
+"""Recorded calls of a step: the calls of the models, or of their parts where a loop calls those, and of the criteria.
 
 A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
 parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
@@ -114,7 +114,7 @@ def _within(model: nn.Module) -> list[nn.Module]:
 
 
 class Inherited(NamedTuple):
-    """What was held before a watch began: whole models that go on, the criteria beside them, and calls of others."""
+    """Calls recorded before a watch began: whole models that go on, the criteria beside them, and calls of others."""
 
     families: list[Family]
     criteria: Sequence[RecordedCalls]

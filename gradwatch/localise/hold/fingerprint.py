@@ -1,4 +1,4 @@
-"""Which batch it was: a hash of the tensors a model was called with, the same in every process and on every device.
+"""Identity of a batch: a hash of the tensors a model was called with, the same in every process and on every device.
 
 The hash tells two batches apart, and finds one again: run over the loader, `gradwatch.batch_hash(*args)` of each
 batch, as the model gets it, until the hash is that of the incident. Where the script knows which samples it drew it
@@ -39,7 +39,7 @@ def batch_hash(*args: Any, **kwargs: Any) -> str:
 
 
 def fingerprint(args: Any, kwargs: Any, indices: Any = None) -> Batch:
-    """What is known of the batch of one call; `indices` as `Watch.batch` was told (None = it was not)."""
+    """Fingerprint of the batch of one call; `indices` as given to `Watch.batch` (None = not given)."""
     found = tensors((args, kwargs))
     digest, nbytes, complete = _hashed(found)
     positions = None if indices is None else _positions(indices)

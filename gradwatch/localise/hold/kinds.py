@@ -27,7 +27,7 @@ class Kind:
     callers: set[tuple[CodeType, int]] = field(default_factory=set)
 
     def looked_beside(self, caller: tuple[CodeType, int]) -> None:
-        """What stands beside this line is known."""
+        """Note that the scope of this line was searched."""
         if len(self.callers) >= MOST_CALLERS:
             self.callers.clear()
         self.callers.add(caller)
@@ -38,7 +38,7 @@ Kinds: TypeAlias = dict[tuple[str, ...], Kind]
 
 
 def kind_of(model: nn.Module, kinds: Kinds) -> Kind:
-    """What is known of models like this one; a kind that was not met before is remembered."""
+    """Knowledge of models like this one; a kind that was not met before is remembered."""
     names = tuple([type(module).__qualname__ for module in module_tree.modules(model)])
     if names not in kinds and len(kinds) >= MOST:
         kinds.clear()

@@ -69,7 +69,7 @@ class PreAttachRecorder(CallRecorder):
         self._families.append(Family(model, self._model, self.kinds))
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether this very module has been added."""
+        """True if this very module has been added."""
         return any(family.recordings[0].model() is model for family in self._families)
 
     def wraps(self, outer: nn.Module, module: nn.Module) -> None:
@@ -107,7 +107,7 @@ class PreAttachRecorder(CallRecorder):
         self._close([one for one in self._families if one.recordings[0].moves(optimizer)])
 
     def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
-        """What is held of `models`, which goes on, and what has recorded calls of their parts, wrappers and criteria.
+        """Recordings of `models`, which go on, and recorded calls of their parts, wrappers and criteria.
 
         The rest is let go, and its hooks removed.
         """

@@ -73,7 +73,7 @@ NONE = Generators(())
 
 
 class Draws:
-    """What the forwards of one kind of model have been seen to draw from: learned from some, presumed of the next.
+    """Generators that the forwards of one kind of model draw from: learned from some, presumed of the next.
 
     `calls` counts those of all models of the kind; `has_own` whether one had generators of its own (None = not known).
     """
@@ -102,7 +102,7 @@ class Held:
 
     @property
     def looking(self) -> bool:
-        """Whether the present call is one in which more is looked at than what is known to matter."""
+        """True if this call checks more generators than those known to matter."""
         return self._before is not None
 
     def before(self) -> Generators:
@@ -178,7 +178,7 @@ def _of(generator: Any) -> Source:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, arrays and tensors in them by their numbers."""
+    """True if two states are equal, arrays and tensors in them by their numbers."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):

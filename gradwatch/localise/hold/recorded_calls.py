@@ -1,4 +1,4 @@
-"""What a step was made of, held by reference until the step is taken, so that it can be run again.
+"""Forward calls of a step, held by reference until the step is taken, so that it can be run again.
 
 Per forward call of a watched model: its arguments, the generators and buffers before it, autocast, and the
 gradient that reached its outputs. Nothing is copied but buffers that forwards change (running statistics);
@@ -99,7 +99,7 @@ class Call:
 
 
 class Outermost:
-    """Which of several recorders records a call under way: what it calls in turn is a part of it."""
+    """The outermost of several recorders of a call: what it calls in turn is a part of it."""
 
     def __init__(self) -> None:
         self.now: RecordedCalls | None = None
@@ -226,16 +226,16 @@ class RecordedCalls:
 
     @property
     def was_called(self) -> bool:
-        """Whether the model has ever been called, wanting gradients."""
+        """True if the model has ever been called, wanting gradients."""
         return self._seen > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether it records no further call, and holds none."""
+        """True if it records no further call, and holds none."""
         return not (self._ignore or self.calls or self.refused)
 
     def moves(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
+        """True if the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         known = self._movers.get(optimizer)
         if known is None or known[0] != count:

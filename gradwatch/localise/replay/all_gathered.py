@@ -24,7 +24,7 @@ _Hook = Callable[..., Any]
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a parameter of it is a DTensor."""
+    """True if a parameter of it is a DTensor."""
     return any(map(_is_dtensor, module_tree.parameters(model)))
 
 

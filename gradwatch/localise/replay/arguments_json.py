@@ -94,7 +94,7 @@ def _items(
 
 
 def missing(tree: Any, at: str = "") -> Iterator[str]:
-    """What of a tree was not kept, with its place."""
+    """The parts of a tree that were not kept, with their places."""
     ((kind, said),) = tree.items()
     if kind == "missing":
         yield f"{at}: {said}"

@@ -122,7 +122,7 @@ def nodes(roots: Iterable[Node | None]) -> Iterator[Node]:
 
 
 def saved(node: Node) -> Iterator[Operand]:
-    """What the forward kept for this node: its operands, as far as it needs them."""
+    """Tensors that the forward saved for this node: its operands, as far as it needs them."""
     for attribute in dir(node):
         if attribute.startswith("_saved_"):
             try:

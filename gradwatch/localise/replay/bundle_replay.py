@@ -101,7 +101,7 @@ class Rerun:
             self._compare(module, saved)
 
     def _module(self, n: int) -> nn.Module | None:
-        """What was called, in the models that the function built; None for a criterion that it did not build."""
+        """The module that was called, in the models of the function; None for a criterion that it did not build."""
         saved = self.document.models[n]
         if saved.of < 0:
             loss = self.loss_fn
@@ -114,7 +114,7 @@ class Rerun:
 
     @property
     def _has_criterion(self) -> bool:
-        """Whether the loss is one of the criteria that were called, with arguments that are known."""
+        """True if the loss is one of the criteria that were called, with arguments that are known."""
         saved = self.document.models
         return any(self._module(n) is not None for n, one in enumerate(saved) if one.of < 0)
 
@@ -372,7 +372,7 @@ def _differs(tensor: Tensor) -> bool:
 
 
 def _device(*models: nn.Module) -> torch.device:
-    """Where the first parameter of the first of them that has any lies."""
+    """Device of the first parameter of the first model that has any."""
     params = (param for model in models for param in model.parameters())
     return next((param.device for param in params), torch.device("cpu"))
 

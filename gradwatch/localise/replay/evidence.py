@@ -1,4 +1,4 @@
-"""What a step was made of, copied so that it outlives the step: for a bundle (`gradwatch.incidents.bundle`).
+"""Inputs, gradients and state of a step, copied so that they outlive it: for a bundle (`gradwatch.incidents.bundle`).
 
 Copied on the training thread, at the boundary, for everything here may be written into as soon as the step is taken:
 one pass over at most `max_bytes`, at an incident only. Nothing of the training is touched.
@@ -225,7 +225,7 @@ def _call(
 
 
 def _intact(call: Call) -> bool:
-    """Whether the inputs are still what the model was given."""
+    """True if the inputs are still what the model was given."""
     given = tensors((call.args, call.kwargs))
     return not call.reason and [tensor._version for tensor in given] == call.versions
 
@@ -256,7 +256,7 @@ def _model(
 
 
 def _place(base: nn.Module, watched: Sequence[nn.Module]) -> tuple[int, str]:
-    """Which watched model it is a part of, and its name there; (-1, "") for a criterion."""
+    """Index of the watched model that it is a part of, and its name there; (-1, "") for a criterion."""
     for of, model in enumerate(watched):
         for name, module in inner(model).named_modules():
             if module is base:
@@ -296,7 +296,7 @@ def _obstacle(evidence: Evidence, held: list[tuple[nn.Module, Call]]) -> str:
 
 
 def _gap(model: nn.Module, call: Call, saved: CallDocument) -> str:
-    """What one call lacks; "" where it lacks nothing."""
+    """The reason why one call cannot be run again; "" where it can."""
     try:
         refuse(inner(model), call)
     except Refused as refusal:

@@ -30,7 +30,7 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where a non-finite number came into being; `external` = it was there already when it was first read.
+    """Origin of a non-finite number; `external` = it was there already when it was first read.
 
     `intended`: an infinity that the operation was given as a number, or found in a tensor that no operation computed.
     `order` counts origins; `source` is the key (see `key_of`) of an external tensor.
@@ -118,7 +118,7 @@ class ForwardTracer(DispatchMode):
             return None
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> dict[int, State]:
-        """What an operation that writes into its input would make us forget; {} for all others."""
+        """States of the inputs that an operation is about to overwrite; {} for all others."""
         if not func._schema.is_mutable:
             return {}
         return {id(tensor): state(tensor) for tensor in tensors((args, kwargs))}
@@ -135,7 +135,7 @@ class ForwardTracer(DispatchMode):
                 self.stray = f"{func.overloadpacket.__name__}{at}"
 
     def _makes(self, func: Any, result: Any) -> None:
-        """What an operation returns that is not one of its arguments, or a view of one, was made here."""
+        """Note the origin of outputs that are neither arguments of the operation nor views of one."""
         returns = func._schema.returns
         results = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
         for said, value in zip(returns, results, strict=False):
@@ -231,7 +231,7 @@ class ForwardTracer(DispatchMode):
 
 
 def key_of(tensor: Tensor) -> int:
-    """What identifies the memory of a tensor, shared by its views."""
+    """Key of the memory of a tensor, shared by its views."""
     if tensor.is_sparse:
         return id(tensor)
     try:

@@ -56,7 +56,7 @@ class Live:
 
     @property
     def under_way(self) -> bool:
-        """Whether a step is being recorded."""
+        """True if a step is being recorded."""
         return self._stack is not None
 
     def end(self) -> Trace | None:

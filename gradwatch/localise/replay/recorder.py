@@ -52,7 +52,7 @@ class Recorder:
 
     @property
     def innermost(self) -> bool:
-        """Whether no dispatch mode was entered since `forward()` was entered, and not left it."""
+        """True if no dispatch mode was entered since `forward()` was entered, and not left it."""
         return innermost_dispatch() is self._forward
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
@@ -69,7 +69,7 @@ class Recorder:
         self._forward.asleep = True
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Where what is not finite in an output of the forward came from."""
+        """Origin of the non-finite values in an output of the forward."""
         return self._forward.of(tensor)
 
     @property

@@ -34,7 +34,7 @@ from gradwatch.taps.process_totals import uncounted
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """What came of one forward call and its backward.
+    """Result of one forward call and its backward.
 
     `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `culprits`: nodes of the
     backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
@@ -56,7 +56,7 @@ class Trace:
 
     @property
     def blamed(self) -> bool:
-        """Whether some operation is at fault."""
+        """True if some operation is at fault."""
         return self.origin is not None or bool(self.culprits)
 
 
@@ -93,7 +93,7 @@ def replay(
 
 
 def within(base: nn.Module, models: Sequence[nn.Module]) -> bool:
-    """Whether it is one of the watched modules, rather than a criterion beside them."""
+    """True if it is one of the watched modules, rather than a criterion beside them."""
     return any(base is module for model in models for module in model.modules())
 
 
@@ -219,7 +219,7 @@ def _backward(trace: Trace, roots: list[Tensor], seeds: list[Tensor], recorder: 
 
 
 def blame_nodes(trace: Trace, recorder: Recorder) -> None:
-    """What the backward that has just run did."""
+    """Attribute the backward that has just run."""
     trace.culprits = list(recorder.culprits)
     if trace.culprits:
         trace.inside = recorder.inside(trace.culprits[0])

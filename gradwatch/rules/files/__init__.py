@@ -149,7 +149,7 @@ def _mark_of(place: str, document: Map) -> Mark:
 
 
 def _origins_of_groups(section: Node | None) -> dict[str, str]:
-    """Where each group stands, by "group:" and its name, which is no rule's id."""
+    """Position of each group, by "group:" and its name, which is no rule's id."""
     entries = section.entries if isinstance(section, Map) else {}
     return {f"group:{name}": str(entry.key) for name, entry in entries.items()}
 

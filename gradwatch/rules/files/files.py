@@ -1,4 +1,4 @@
-"""Where rule files come from: shipped packs by name, paths, and what they extend. Reading is bounded and
+"""Sources of rule files: shipped packs by name, paths, and what they extend. Reading is bounded and
 never hangs.
 """
 

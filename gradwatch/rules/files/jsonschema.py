@@ -149,7 +149,7 @@ def _of(model: type[BaseModel]) -> Schema:
 
 
 def _draft7(schema: Any) -> None:
-    """What draft 7 says otherwise than pydantic's draft: tuples, and keys that must fit a pattern."""
+    """Convert pydantic's draft to draft 7: tuples, and keys that must fit a pattern."""
     if isinstance(schema, dict):
         if "prefixItems" in schema:
             schema["items"], schema["additionalItems"] = schema.pop("prefixItems"), False

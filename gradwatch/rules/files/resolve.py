@@ -203,7 +203,7 @@ class Resolver:
         return entry.scope
 
     def _in_bursts(self, node: Map, detector: Detector) -> bool:
-        """Whether a rule that only tells has left it open how often a dear column is read for it."""
+        """True if a rule without `do` and `every` reads a costly column: it gets samples in bursts."""
         said = "every" in node.entries or "every" in self.defaults_node.entries
         return not said and not SAMPLED.isdisjoint(detector.columns)
 

@@ -66,7 +66,7 @@ class Override(Model):
 
 
 class Match(Model):
-    """Which runs an override is for."""
+    """Selection of the runs that an override is for."""
 
     run: Glob = Field(description="Shell glob on the run id.")
 
@@ -102,7 +102,7 @@ class GroupEntry(Model):
 
 
 class RuleEntry(Timing):
-    """What to look for, where, how long, and what to do then."""
+    """A rule: its detector, its series, its timing and its actions."""
 
     detect: dict[str, Any] = unset("The detector: its kind and its thresholds.")
     scope: Scope | Literal["module"] = unset(
@@ -180,7 +180,7 @@ def _detector_model(cls: type[Detector]) -> type[BaseModel]:
 
 
 def _keys(cls: type) -> dict[str, Any]:
-    """What `create_model` makes of the fields of a dataclass, less those that the rule sets."""
+    """Fields of a dataclass for `create_model`, less those that the rule sets."""
     hints = get_type_hints(cls, include_extras=True)
     keys: dict[str, Any] = {}
     for each in fields(cls):  # every registered kind is a dataclass

@@ -1,4 +1,4 @@
-"""What a rule file is made of before it means anything: nodes with places, and the problems found at them."""
+"""The syntax tree of a rule file: nodes with positions, and the problems found at them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Map:
         return None if entry is None else entry.node
 
     def key_mark(self, key: str) -> Mark:
-        """Where `key` stands; where the map starts when it is not there."""
+        """Position of `key`, or of the map where there is no such key."""
         entry = self.entries.get(key)
         return self.mark if entry is None else entry.key
 
@@ -132,7 +132,7 @@ def quoted(text: str) -> str:
 
 
 def shown(node: Node) -> str:
-    """What stands there, for "found …"."""
+    """Text of a node, for "found …"."""
     if isinstance(node, Map):
         return "a map"
     if isinstance(node, Seq):
@@ -165,7 +165,7 @@ class Problems:
 
     @property
     def full(self) -> bool:
-        """Whether further problems are only counted."""
+        """True if further problems are only counted."""
         return len(self._found) >= MAX_PROBLEMS
 
     def file(self, path: str) -> None:

@@ -43,7 +43,7 @@ def resolve(text: str) -> Any:
 
 
 def advice(text: str, wanted: str) -> str:
-    """What a person probably meant by plain `text` where `wanted` ("number", "truth") was needed, or ""."""
+    """Advice on plain `text` where `wanted` ("number", "truth") was needed, or ""."""
     if wanted == "truth":
         return _truth(text)
     if re.fullmatch(r"[-+]?0[0-9_]+", text):

@@ -1,4 +1,4 @@
-"""What a rule file asks of hooks inside the backward: where it is refused, and how it is attached to a capture."""
+"""Actions of a rule file inside the backward: where it is refused, and how it is attached to a capture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DROP = frozenset({"drop_micro"})
 
 
 def refused_in_backward(ruleset: RuleSet, models: Iterable[nn.Module], world_size: int) -> list[Refusal]:
-    """What acts inside the backward where that would mean something else than the rule file says.
+    """Refusals of actions inside the backward that would not do there what the rule file says.
 
     Allowed all the same by `local: true`, but for `drop_micro`. What shows only later (accumulation, a GradScaler, a
     process group) switches the hooks off when it shows.
@@ -73,7 +73,7 @@ def micro_drop_of(
     report: Callable[[str, BaseException], None],
     cleared: Callable[[OptimizerCapture], None],
 ) -> MicroDrop | None:
-    """What tells the micro-batches of a capture apart; None where no rule asks for it."""
+    """The hooks that separate the micro-batches of a capture; None where no rule asks for it."""
     if not drops_micro(ruleset):
         return None
     return MicroDrop(captured, failed, lambda why: report("action", AttachError(why)), cleared)
@@ -111,7 +111,7 @@ def module_bounds_of(
     failed: Callable[[str, BaseException], None],
     report: Callable[[str, BaseException], None],
 ) -> ModuleBounds | None:
-    """What bounds the gradient between modules; None where no rule asks for it."""
+    """The hooks that bound the gradient between modules; None where no rule asks for it."""
     if not asks_of_modules(ruleset):
         return None
     local = all(insists for _, insists in asks_backward(ruleset))

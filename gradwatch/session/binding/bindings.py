@@ -88,7 +88,7 @@ class RuleBindings:
             self.module_bounds.scaled(scale)
 
     def backward_ended(self) -> None:
-        """What tensor hooks measured in a backward, or did in it, counts."""
+        """Keep what tensor hooks measured or did in the backward that ended."""
         for bound_rules in self:
             if bound_rules.clipper is not None:
                 bound_rules.clipper.backward_ended()
@@ -106,7 +106,7 @@ class RuleBindings:
             bound_rules.clipper.discard()
 
     def cleared(self, captured: OptimizerCapture) -> None:
-        """What tensor hooks measured in backwards whose gradients were cleared belongs to no step."""
+        """Discard what tensor hooks measured in backwards whose gradients were cleared."""
         bound_rules = self._of(captured)
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.cleared()
@@ -210,7 +210,7 @@ class RuleBindings:
         captured.use_hook_norms(None if bound_rules.clipper is None else bound_rules.clipper.reusable_norms)
 
     def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
-        """What tells the micro-batches of a capture apart, kept while it is of this capture."""
+        """The hooks that separate the micro-batches of a capture, kept while they are of this capture."""
         micro, activity = None if before is None else before.micro, self._activity
         if micro is not None and micro.is_of(captured):
             return micro
@@ -221,7 +221,7 @@ class RuleBindings:
         )
 
     def publish_bounds(self, bound_rules: OptimizerRules) -> None:
-        """What the next backward has to keep to, as far as hooks can see to it."""
+        """Set the bounds of the next backward, as far as hooks can hold them."""
         if bound_rules.clipper is not None and bound_rules.own is not None:
             own = bound_rules.own
             bound_rules.clipper.publish(
@@ -231,7 +231,7 @@ class RuleBindings:
             self.module_bounds.publish(bound_rules.bound.module_bounds(bound_rules.state))
 
     def _clip_section(self, captured: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
-        """What `clip:` asks of this capture's gradients; not what rows sharded since the attach cannot bear."""
+        """The `clip:` section for this capture, without policies on rows that were sharded since the attach."""
         clipping, names = bound.clipping, captured.sites.names
         place = {name: site for site, name in enumerate(bound.sites.names)}
         sharded = [k for k, param in enumerate(captured.params) if clipping.elementwise and is_shard(param)]
@@ -246,7 +246,7 @@ class RuleBindings:
         return Engine(at_step(self._engine.ruleset), self._engine.rank)
 
     def move_to_step(self, ctx: OptimizerContext) -> None:
-        """What hooks in the backward do no more is done at the step from this one on."""
+        """Move to the step, from this one on, what hooks in the backward no longer do."""
         bound_rules = ctx.rules
         bound = self._at_step.bind(bound_rules.bound.sites)
         bound_rules.state = bound.adopt(bound_rules.state, bound_rules.bound)
@@ -335,7 +335,7 @@ class RuleBindings:
 
 
 def reads_of(bound: BoundEngine) -> dict[str, Reads]:
-    """What each rule bound to a capture reads, and at which steps, by rule."""
+    """Columns that each rule bound to a capture reads, and at which steps, by rule."""
     return {
         one.rule.id: Reads(
             one.series.source, one.rule.every, one.series.source in ALWAYS, one.detector.finiteness

@@ -66,7 +66,7 @@ class Fitting:
             return None
 
     def news(self) -> str:
-        """What is off and what to do about it, once; "" where there is nothing new."""
+        """Notice of what is switched off and what to do about it, once; "" where there is nothing new."""
         sentence, self._unsaid = self._unsaid, []
         return OFF + " · ".join(sentence) if sentence else ""
 
@@ -78,7 +78,7 @@ def refused_here(
     wanted: Sequence[nn.Parameter],
     world_size: int,
 ) -> list[Refusal]:
-    """What of the rules cannot be carried out on these models, or with these ranks.
+    """Refusals of what cannot be carried out on these models, or with these ranks.
 
     `sites` are those of all models; `wanted` the parameters that want a gradient, in the order of the sites.
     """

@@ -1,4 +1,4 @@
-"""What a Watch keeps for one optimizer, and how a step's numbers become those its Record holds."""
+"""Rules of one optimizer with their state, and how a step's numbers become those of its Record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORDINARY_AGAIN = 8  # after something unusual in a loop that was calm: no rule i
 
 
 class Clock(NamedTuple):
-    """When a step was: our own cost since the last Record, the time since the last step, seconds since the epoch."""
+    """Timing of a step: own cost since the last Record, time since the last step, seconds since the epoch."""
 
     overhead_seconds: float
     step_seconds: float | None
@@ -35,7 +35,7 @@ class Clock(NamedTuple):
 
 @dataclass(slots=True)
 class OptimizerRules:
-    """What a Watch keeps per capture: its bound rules and their state, its samplers, its clock."""
+    """Rules of one capture: its bound rules and their state, its samplers, its clock."""
 
     bound: BoundEngine
     state: EngineState
@@ -57,7 +57,7 @@ class OptimizerRules:
 def clip_section_of(
     clipping: Clipping, own: Sequence[int], names: Sequence[str], sharded: Sequence[int]
 ) -> ClipSection | None:
-    """What `clip:` asks of a capture beside the total; None without any, or where it acts inside the backward.
+    """The `clip:` section for a capture beside the total; None without any, or where it acts inside the backward.
 
     `own[K]` are the sites of its parameters, which have these `names[K]`; those at the positions `sharded` are
     sharded, and left alone by policies on whole rows.

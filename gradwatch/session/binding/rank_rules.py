@@ -1,4 +1,4 @@
-"""What a rule file asks of the ranks of a distributed training, and what it may not ask there."""
+"""Requirements of a rule file on the ranks of a distributed training, and refusals there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REDUCED_COLUMNS = RANK_COLUMNS | {"loss"}
 
 
 def rank_requirements(engine: Engine) -> RankRequirements:
-    """What a watch with these rules needs the other ranks for."""
+    """Collectives that a watch with these rules needs."""
     rules = engine.ruleset.rules
     clip = engine.ruleset.clip
     return RankRequirements(
@@ -97,6 +97,6 @@ def _on_local(engine: Engine) -> list[Refusal]:
 
 
 def _armed(engine: Engine) -> str:
-    """What acts: ranks of which some have switched it off must not act together."""
+    """Digest of the active actions: ranks of which some have switched one off must not act together."""
     acting = sorted(f"{rule.id}:{action.name}" for rule in engine.ruleset.rules for action in rule.do)
     return repr([acting, sorted(clip_places(engine.ruleset.clip))])

@@ -111,7 +111,7 @@ class InBackward:
         return self._captured
 
     def _window(self, captured: OptimizerCapture) -> Window:
-        """What the steps of this backward were given; K positions of the capture."""
+        """Gradients that the steps of this backward got; K positions of the capture."""
         found = [self._norms.get(key, 0.0) for key in captured.param_ids]
         details = {k: self._details[key] for k, key in enumerate(captured.param_ids) if key in self._details}
         norms: Reading

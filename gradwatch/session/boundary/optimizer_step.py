@@ -94,7 +94,7 @@ class Boundary:
             ctx.acting.close()
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer is watched now."""
+        """True if this optimizer is watched now."""
         return not self._activity.idle() and self._ownership.includes(optimizer, self._capture)
 
     def flush(self) -> None:
@@ -171,7 +171,7 @@ class Boundary:
             self._count(optimizer)
 
     def _is_nested(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
-        """Whether this is the `super().step()` of a step that has begun: the hooks fire twice for it.
+        """True if this is the `super().step()` of a step that has begun: the hooks fire twice for it.
 
         Told by the stack, and asked only where a step seems to be open: one that raised leaves that behind too.
         """
@@ -343,7 +343,7 @@ class Boundary:
         return known
 
     def _changed(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
-        """Whether the optimizer has other parameters than when the capture was built."""
+        """True if the optimizer has other parameters than when the capture was built."""
         if sum(map(len, map(_params_of, optimizer.param_groups))) != len(captured.watched_ids):
             return True
         if captured.frozen and any(param.requires_grad for param in captured.frozen):

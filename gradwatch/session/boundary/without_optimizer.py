@@ -209,7 +209,7 @@ class _Loop:
 
     @property
     def claimed(self) -> bool:
-        """Whether the weights were seen to move without an optimizer."""
+        """True if the weights were seen to move without an optimizer."""
         return any(captured is self.captured for captured in self._captures)
 
     def arrived(self, touched: list[int], root: Root | None) -> bool:
@@ -227,7 +227,7 @@ class _Loop:
         return bool(self._weights)
 
     def moved(self) -> bool:
-        """Whether the weights are others than at the end of the backward."""
+        """True if the weights are others than at the end of the backward."""
         # NaN is other than itself: where nothing was seen to move so far, that is not enough.
         return any(other_than(each, self.claimed) for each in self._weights)
 
@@ -236,7 +236,7 @@ class _Loop:
         self.clip_seen, self._weights = False, []
 
     def cleared(self) -> bool:
-        """Whether every gradient was taken away."""
+        """True if every gradient was taken away."""
         return all(grad is None for grad in self.captured.grads())
 
 
@@ -263,7 +263,7 @@ def probe(params: Sequence[Tensor]) -> list[Probed]:
 
 
 def other_than(then: Probed, nan_differs: bool) -> bool:
-    """Whether these elements have other values now."""
+    """True if these elements have other values now."""
     flat = _flat(then.param)
     now = flat[:: then.every] if then.at is None else flat.index_select(0, then.at)
     if now.shape != then.values.shape or now.dtype != then.values.dtype:

@@ -26,7 +26,7 @@ Value = tuple[tuple[str, ...], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What stays the same from scrape to scrape, worked out once per choice of parameters.
+    """Labels and names that stay the same from scrape to scrape, computed once per choice of parameters.
 
     `lines` are the encoded series of `gradwatch_param_grad_norm`; `group_of[S]` is each site's index into
     `groups` (printable names), −1 for modules and parameters without a group; `params` counts parameters.
@@ -96,7 +96,7 @@ Outcome = Literal["finished", "stopped", "died"]
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a process of a run ended, and when (Unix seconds)."""
+    """The ending of a process of a run, and its time (Unix seconds)."""
 
     outcome: Outcome
     time: float

@@ -30,7 +30,7 @@ class PeriodicExport:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has begun to ship and has not ended it."""
+        """True if this process has begun to ship and has not ended it."""
         return self._job is not None and not self._job.inherited
 
     def open(self, run: RunInfo, health: Health) -> None:
@@ -48,7 +48,7 @@ class PeriodicExport:
         self._metrics.write(record)
 
     def families(self) -> Iterator[Family]:
-        """What there is to ship at this moment."""
+        """Metric families to export now."""
         return labelled(families(self._metrics.view()), self._labels)
 
     def wait_for(self, timeout: float) -> bool:

@@ -59,7 +59,7 @@ class PushgatewaySink:
         self._metrics.write(record)
 
     def conclude(self, account: Account) -> None:
-        """Whether Ctrl-C ended the run."""
+        """Note from the account that Ctrl-C ended the run."""
         self._stopped |= account.ended == "stopped"
 
     def flush(self, timeout: float) -> bool:

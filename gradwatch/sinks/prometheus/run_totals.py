@@ -1,4 +1,4 @@
-"""What the Records of one optimizer add up to: the counters, histograms and averages behind the metrics.
+"""Totals of the Records of one optimizer: the counters, histograms and averages behind the metrics.
 
 `observe` is all the work done on the training thread: a few additions per step, nothing per parameter unless
 a gradient is not finite. A counter only ever takes finite amounts; NaN would stay in it for ever.

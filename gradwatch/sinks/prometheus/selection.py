@@ -1,4 +1,4 @@
-"""Which parameters get a series of their own.
+"""Selection of the parameters that get a series of their own.
 
 A top-K that follows the norms makes new series for ever, and every series costs the Prometheus server memory
 for hours. So the choice is sticky: who is in stays in, and `max_series` bounds how many there can ever be.
@@ -34,7 +34,7 @@ class Chosen(NamedTuple):
 
 
 class SeriesBudget:
-    """How many per-parameter series one sink may still create, over all optimizers and for its whole life."""
+    """Budget of per-parameter series that one sink may still create, over all optimizers and for its whole life."""
 
     def __init__(self, max_series: int) -> None:
         self.left = max_series
@@ -69,7 +69,7 @@ class Selection:
 
     @property
     def admitted(self) -> int:
-        """How many series this choice has taken from the budget so far."""
+        """Number of series that this choice has taken from the budget so far."""
         return len(self._admitted)
 
     def update(self, record: Record) -> None:

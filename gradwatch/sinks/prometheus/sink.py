@@ -39,7 +39,7 @@ _STALE_SECONDS = 0.5
 
 
 class _Optimizer:
-    """What the sink keeps of one optimizer; `layout` belongs to the thread that renders."""
+    """State of one optimizer in the sink; `layout` belongs to the thread that renders."""
 
     def __init__(self, run_totals: RunTotals, selection: Selection) -> None:
         self.run_totals, self.selection = run_totals, selection

@@ -28,7 +28,7 @@ _NOT_AN_ENTRY = (OSError, ValueError, LookupError, TypeError, AttributeError, Re
 
 
 def target_labels(run: RunInfo) -> dict[str, str]:
-    """What every series of a process gets: a changed port must not start new series, so `instance` has none."""
+    """Labels of every series of a process: a changed port must not start new series, so `instance` has none."""
     return {"run_id": run.run_id, "rank": str(run.rank), "instance": f"{run.run_id}/{run.rank}"}
 
 

@@ -140,5 +140,5 @@ def _without_telemetry() -> Iterator[None]:
 
 
 def _key(name: str) -> str:
-    """What MLflow takes for a name: letters, digits and `_-. /`, and no more than 250 of them."""
+    """Name that MLflow accepts: letters, digits and `_-. /`, and no more than 250 of them."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)[:_LONGEST_KEY]

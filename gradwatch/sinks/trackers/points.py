@@ -1,4 +1,4 @@
-"""What an experiment tracker is told of a run: a few numbers every N steps, and every step of which something is to
+"""Points for an experiment tracker: a few numbers every N steps, and every step of which something is to
 be said.
 
 W&B, TensorBoard and MLflow plot one number over the step. So there are no labels: what is a label to Prometheus

@@ -95,7 +95,7 @@ class WandbSink(Tracker):
         self._logged.finish(exit_code=int(stopped))
 
     def _place(self, own: Any) -> dict[str, Any]:
-        """Where the run goes: as asked, else where the script's own run is."""
+        """Entity, project and group of the run: as asked, else where the script's own run is."""
         place = {key: asked or getattr(own, key, None) or None for key, asked in self._where.items()}
         if not place["project"] and not os.environ.get("WANDB_PROJECT"):
             place["project"] = "gradwatch"
