@@ -13,7 +13,7 @@ BEGAN = {
     "input": "the batch, not finite when {op} read it",
     "parameter": "a weight, not finite when {op} read it",
     "buffer": "a buffer, not finite when {op} read it",
-    "loss": "the loss computation: finite outputs, non-finite gradients",
+    "loss": "the loss side: finite outputs, non-finite gradients",
     "exploding": "gradients that explode",
     "vanishing": "gradients that vanish",
     "unknown": "not known",

@@ -17,7 +17,7 @@ from gradwatch.engine.unsupported import refuse
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules
-from gradwatch.session.binding.rank_rules import refused_on_ranks, refused_on_shards, wants
+from gradwatch.session.binding.rank_rules import rank_requirements, refused_on_ranks, refused_on_shards
 from tests.engine.cases import make_sites, make_snapshot
 
 SIZE, WORLD = 6, 4
@@ -123,8 +123,8 @@ def test_actions_on_what_one_rank_knows_are_refused() -> None:
     assert refused_on_ranks(acting, 1) == refused_on_ranks(shadow, 2) == []
     with pytest.raises(AttachError, match="'r': acts on norm_local"):
         refuse(refused_on_ranks(acting, 2), acting.ruleset)
-    assert wants(acting).refused
-    assert not wants(shadow).refused
+    assert rank_requirements(acting).refused
+    assert not rank_requirements(shadow).refused
 
 
 def test_an_action_on_what_shards_do_not_add_up_to_is_refused() -> None:
@@ -139,10 +139,10 @@ def test_an_action_on_what_shards_do_not_add_up_to_is_refused() -> None:
 def test_wants_follow_the_rules() -> None:
     """A collective only for rules on ranks and for actions on the loss; a meeting for any action."""
     rule = "version: 1\nrules: {r: {detect: {kind: %s}%s}}"
-    plain = wants(Engine(parse_rules(rule % ("nonfinite", ""))))
-    acting = wants(Engine(parse_rules(rule % ("nonfinite", ", do: [skip_step]"))))
-    lossy = wants(Engine(parse_rules(rule % ("loss_nonfinite", ", do: [skip_step]"))))
-    ranked = wants(Engine(parse_rules(rule % ("rank_mismatch", ""))))
+    plain = rank_requirements(Engine(parse_rules(rule % ("nonfinite", ""))))
+    acting = rank_requirements(Engine(parse_rules(rule % ("nonfinite", ", do: [skip_step]"))))
+    lossy = rank_requirements(Engine(parse_rules(rule % ("loss_nonfinite", ", do: [skip_step]"))))
+    ranked = rank_requirements(Engine(parse_rules(rule % ("rank_mismatch", ""))))
     assert (plain.acts, plain.facts, plain.ranked) == (False, False, False)
     assert (acting.acts, acting.facts, acting.ranked) == (True, False, False)
     assert (lossy.acts, lossy.facts, lossy.ranked) == (True, True, False)
