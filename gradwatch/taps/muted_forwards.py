@@ -30,7 +30,7 @@ batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def transforming() -> bool:
-    """Whether this thread is inside a transform of `torch.func`: no gradient there is one of `.grad`."""
+    """True if this thread is inside a transform of `torch.func`: no gradient there is one of `.grad`."""
     return _transform() is not None
 
 

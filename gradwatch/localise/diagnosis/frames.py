@@ -90,7 +90,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_forward(frame: FrameType) -> bool:
-    """Whether torch called it for a call of a module."""
+    """True if torch called it for a call of a module."""
     outer = next(
         (one for one in _outwards(frame.f_back) if not one.f_code.co_filename.startswith(OURS)), None
     )

@@ -95,7 +95,7 @@ class ForwardTracer(DispatchMode):
         return result
 
     def _looked_before(self, func: Any, args: Any, kwargs: Any) -> dict[int, State] | None:
-        """What `_before` gives; None where the operation is not looked at."""
+        """The result of `_before`; None where the operation is not looked at."""
         watched = not (self.asleep or func.namespace in COLLECTIVES or capturing())
         # A worker forked meanwhile is not looked at.
         if not watched or os.getpid() != self._process:
