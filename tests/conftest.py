@@ -33,6 +33,25 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
+# Files whose tests start processes, servers and ranks, or compile: minutes that begin first, and so end in time.
+LONG = (
+    *("matrix", "ranks", "launch", "deploy", "account", "benchmarks", "integrations", "docs", "demo"),
+    *("promises/test_compile", "promises/test_bounded", "promises/test_reported_scripts", "sinks/test_real"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`--dist loadfile` hands files out in the order of collection, not the one with the most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files before short ones; the order within a file, and among the files of a kind, stays."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+
+
 def pytest_collection_finish() -> None:
     """Collections of garbage begin with the tests, and look only at what tests make."""
     gc.freeze()

@@ -6,12 +6,14 @@ import ast
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import gradwatch
+from tests.support import warm
 
 ROOT = Path(importlib.util.find_spec("gradwatch").submodule_search_locations[0])  # type: ignore[union-attr,index]
 # Lower never imports higher; what shares a line may import each other's. A room is a folder with all that is below it,
@@ -73,6 +75,17 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path) for path in SOURCES}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A module's syntax tree: every test looks at all of them."""
+    return ast.parse(path.read_text())
+
+
+def offenders(found: Callable[[Path], object]) -> dict[str, object]:
+    """The modules in which something was found, and what."""
+    return {place_of(path): what for path in MODULES if (what := found(path))}
+
+
 def module_of(name: str) -> str | None:
     """The module that `gradwatch.a.b.Name` is in; a name of `gradwatch` itself is in the module it is loaded from."""
     head, _, attribute = name.partition(".")
@@ -125,14 +138,9 @@ def test_no_folder_is_too_large(folder: Path) -> None:
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=place_of)
-def test_layers_never_import_upwards(path: Path) -> None:
+def test_layers_never_import_upwards() -> None:
     """No module imports from a higher layer, not even inside a function."""
-    part = part_of(path)
-    if part == "__init__":
-        return
-    above = upward(part, ast.parse(path.read_text()))
-    assert not above
+    assert offenders(lambda path: part_of(path) != "__init__" and upward(part_of(path), parsed(path))) == {}
 
 
 @pytest.mark.parametrize(
@@ -183,11 +191,12 @@ def private_names(tree: ast.AST) -> set[str]:
     return {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=place_of)
-def test_private_names_of_torch_are_confined(path: Path) -> None:
+def test_private_names_of_torch_are_confined() -> None:
     """What torch may change in any release is used where torch is hooked and read, and nowhere else."""
-    if not place_of(path).startswith(PRIVATE_ROOMS):
-        assert private_names(ast.parse(path.read_text())) == set()
+    assert (
+        offenders(lambda path: not place_of(path).startswith(PRIVATE_ROOMS) and private_names(parsed(path)))
+        == {}
+    )
 
 
 def test_a_private_name_of_torch_is_found() -> None:
@@ -241,11 +250,10 @@ def test_host_syncs_are_marked(room: str) -> None:
 FORBIDDEN = {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=place_of)
-def test_nothing_can_run_foreign_data(path: Path) -> None:
-    """P34: no pickle, torch.load, eval, exec, yaml.load, shell=True or extractall in the package."""
+def runs_foreign_data(path: Path) -> list[str]:
+    """Imports and calls by which data become code."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
             # `testing` checks that detectors pickle: it loads only what it has just dumped itself.
@@ -261,14 +269,18 @@ def test_nothing_can_run_foreign_data(path: Path) -> None:
                 for keyword in node.keywords
                 if keyword.arg == "shell" and getattr(keyword.value, "value", None) is True
             ]
-    assert found == []
+    return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=place_of)
-def test_nothing_runs_when_an_object_is_gone(path: Path) -> None:
-    """No `__del__`, no `weakref.finalize` and no callback of a weak reference: they run in the midst of any code."""
+def test_nothing_can_run_foreign_data() -> None:
+    """P34: no pickle, torch.load, eval, exec, yaml.load, shell=True or extractall in the package."""
+    assert offenders(runs_foreign_data) == {}
+
+
+def runs_when_an_object_is_gone(path: Path) -> list[str]:
+    """Finalizers, and callbacks of weak references."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             found.append(node.name)
         if isinstance(node, ast.ImportFrom) and node.module == "weakref":
@@ -277,7 +289,12 @@ def test_nothing_runs_when_an_object_is_gone(path: Path) -> None:
             found.append(ast.unparse(node))
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("weakref.", "Weak")):
             found += [ast.unparse(node)] * (len(node.args) + len(node.keywords) > 1)
-    assert found == []
+    return found
+
+
+def test_nothing_runs_when_an_object_is_gone() -> None:
+    """No `__del__`, no `weakref.finalize` and no callback of a weak reference: they run in the midst of any code."""
+    assert offenders(runs_when_an_object_is_gone) == {}
 
 
 def test_no_network_and_no_default_pollution() -> None:
@@ -299,8 +316,7 @@ with gradwatch.watch(model, optimizer, run_dir=tempfile.mkdtemp(), listen="127.0
     model(torch.ones(1, 2)).sum().backward(); optimizer.step()
 assert before == during == state(), (before, during, state())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    warm.run([sys.executable, "-c", code], check=True)
 
 
 def set_on_captures(tree: ast.AST) -> set[str]:
@@ -312,10 +328,9 @@ def set_on_captures(tree: ast.AST) -> set[str]:
     return {ast.unparse(node) for node in stored if ast.unparse(node.value).rpartition(".")[2] in owners}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=place_of)
-def test_a_capture_sets_its_own_attributes(path: Path) -> None:
+def test_a_capture_sets_its_own_attributes() -> None:
     """What is known of one optimizer's gradients changes in one file: others call a method that says why."""
-    assert set_on_captures(ast.parse(path.read_text())) == set()
+    assert offenders(lambda path: set_on_captures(parsed(path))) == {}
 
 
 def test_an_attribute_set_from_elsewhere_is_found() -> None:
@@ -349,15 +364,15 @@ def keyed_by_optimizer(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=place_of)
-def test_what_is_known_of_one_optimizer_lies_in_its_context(path: Path) -> None:
+def test_what_is_known_of_one_optimizer_lies_in_its_context() -> None:
     """Below the sinks one container is keyed by optimizer: that of the contexts."""
-    place = place_of(path)
-    found = keyed_by_optimizer(ast.parse(path.read_text())) if place.startswith(OF_ONE_OPTIMIZER) else set()
-    if place == "session/context.py":
-        assert found == {"self._by_index: captured.index"}
-    elif place not in KEYED_BY_INDEX:
-        assert found == set()
+
+    def look_ups(path: Path) -> set[str]:
+        place = place_of(path)
+        judged = place.startswith(OF_ONE_OPTIMIZER) and place not in KEYED_BY_INDEX
+        return keyed_by_optimizer(parsed(path)) if judged else set()
+
+    assert offenders(look_ups) == {"session/context.py": {"self._by_index: captured.index"}}
 
 
 def test_a_container_keyed_by_optimizer_is_found() -> None:

@@ -29,13 +29,13 @@ KINDS = (SAME, COPIED)
 STEPS, TASKS, FIRST, STEADY = 8, 200, 100, 3
 
 
-def work(copied: bool) -> float:
+def work(copied: bool, tasks: int = TASKS, first: int = FIRST) -> float:
     """µs that a task takes beyond its steady steps, in this process: the median over tasks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     batch = torch.randn(16, 8)
-    taken = np.array([_task(model, batch, copied) for _ in range(FIRST + TASKS)])[FIRST:]
+    taken = np.array([_task(model, batch, copied) for _ in range(first + tasks)])[first:]
     making, steps = np.median(taken, 0)[0], np.median(taken, 0)[1:]
     return float(making + steps.sum() - STEPS * np.median(steps[STEADY:])) * 1e6
 
@@ -55,14 +55,14 @@ def _task(model: nn.Module, batch: torch.Tensor, copied: bool) -> list[float]:
     return np.diff(times).tolist()
 
 
-def measured(kind: str, watched: bool) -> float:
+def measured(kind: str, watched: bool, tasks: int = TASKS, first: int = FIRST) -> float:
     """`work` in a process of its own."""
     run = (
         [sys.executable, "-m", "gradwatch", "run", "--quiet", "--listen", "127.0.0.1:0", "--"]
         if watched
         else []
     )
-    script = f"from tests.benchmarks.adoption import work; print(work({kind == COPIED}))"
+    script = f"from tests.benchmarks.adoption import work; print(work({kind == COPIED}, {tasks}, {first}))"
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(

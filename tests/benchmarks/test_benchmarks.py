@@ -432,4 +432,4 @@ def test_what_a_fast_path_saves_is_measured() -> None:
 
 def test_what_a_new_optimizer_costs_is_measured() -> None:
     """A watched process of its own answers with a number of microseconds."""
-    assert adoption.measured(adoption.COPIED, watched=True) > 0
+    assert adoption.measured(adoption.COPIED, watched=True, tasks=6, first=2) > 0

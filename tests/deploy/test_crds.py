@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cloudcoil.models.prometheus_operator import v1 as operator
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
@@ -32,6 +30,9 @@ def objects(path: Path) -> list[Object]:
 
 def come_back(each: Object) -> Object:
     """The object as its type understands it; ValidationError where it is not one of that type."""
+    from cloudcoil.models.prometheus_operator import v1 as operator  # seconds: not for all who collect this
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
     if each["kind"] == "TrainJob":
         job = TrainerV1alpha1TrainJob.from_dict(each)
         assert job is not None

@@ -6,13 +6,13 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import gradwatch
+from tests.support import warm
 
 PACKAGE = Path(gradwatch.__file__).parent
 PAGE = (PACKAGE / "docs" / "extending.md").read_text()
@@ -83,16 +83,8 @@ def test_what_the_page_adds_works(noun: str, copy: Path) -> None:
     ((_, rules),) = blocks(noun, "yaml")
     (copy / "rules.yaml").write_text(rules)
     script = TRAINING.format(check=CHECKS[noun], own=noun != "sink")
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(copy)],
-        cwd=copy,
-        env={"PYTHONPATH": str(copy), "PATH": "", "GRADWATCH_DIR": str(copy / "runs")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    surroundings = {"PYTHONPATH": str(copy), "PATH": "", "GRADWATCH_DIR": str(copy / "runs")}
+    ran = warm.run([sys.executable, "-c", script, str(copy)], copy, surroundings, check=True)
     said = json.loads(ran.stdout.splitlines()[-1])
     if noun == "detector":
         assert said["fired"] == ["ever-larger"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,19 @@ import pytest
 import torch
 from torch import nn
 
+import gradwatch
 from tests.integrations.test_frameworks import WINDOWS
 from tests.support import framework_jobs
 from tests.support.framework_checks import STEPS, but_weights, nothing_left, steps
 from tests.support.framework_jobs import loader, network, squared_error
 from tests.support.kept import Kept
 
-with warnings.catch_warnings():  # of the frameworks, about their own imports
-    warnings.simplefilter("ignore")
-    from accelerate import Accelerator
-    from ignite.engine import Engine, Events
-    from ignite.handlers import Checkpoint, DiskSaver
-    from transformers import TrainerCallback
-
-    import gradwatch.integrations.accelerate
-    import gradwatch.integrations.ignite
-    from gradwatch.integrations.lightning import GradwatchCallback as LightningCallback
-    from gradwatch.integrations.transformers import GradwatchCallback as TransformersCallback
-
 pytestmark = pytest.mark.usefixtures("framework_folder")
+
+
+def integration(framework: str) -> Any:
+    """The module of a framework; importing it takes seconds, so not whoever collects this file pays for it."""
+    return import_module(f"gradwatch.integrations.{framework}")
 
 
 # -- transformers ----------------------------------------------------------------------------------------
@@ -38,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("framework_folder")
 
 def test_transformers_resumes_from_its_checkpoint() -> None:
     """Interrupted after epoch one and resumed from the checkpoint folder: the state of an uninterrupted run."""
-    whole, first, second = (TransformersCallback(sinks=[], strict=True) for _ in range(3))
+    from transformers import TrainerCallback
+
+    whole, first, second = (
+        integration("transformers").GradwatchCallback(sinks=[], strict=True) for _ in range(3)
+    )
     saving: dict[str, Any] = {"save_strategy": "epoch"}
     framework_jobs.transformers([whole], "whole", **saving)
 
@@ -59,7 +57,7 @@ def test_transformers_resumes_from_its_checkpoint() -> None:
 def test_transformers_resumes_a_checkpoint_that_has_no_state_of_ours() -> None:
     """A checkpoint made before the callback was added to the job: everything starts afresh, nothing fails."""
     framework_jobs.transformers([], save_strategy="epoch", num_train_epochs=1)
-    callback = TransformersCallback(sinks=[], strict=True)
+    callback = integration("transformers").GradwatchCallback(sinks=[], strict=True)
     framework_jobs.transformers([callback], resume=True)
     assert callback.gw is not None
     assert callback.gw.state_dict()["lanes"]["0"]["step"] == len(WINDOWS)
@@ -68,13 +66,14 @@ def test_transformers_resumes_a_checkpoint_that_has_no_state_of_ours() -> None:
 
 def test_transformers_training_that_raises_is_ended_by_the_next() -> None:
     """The Trainer tells nobody of an exception; the next `train()` closes the watch it left open."""
+    from transformers import TrainerCallback
 
     class Raise(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 raise ValueError("of the script")
 
-    callback = TransformersCallback(sinks=[], strict=True)
+    callback = integration("transformers").GradwatchCallback(sinks=[], strict=True)
     with pytest.raises(ValueError, match="of the script"):
         framework_jobs.transformers([callback, Raise()])
     broken = callback.gw
@@ -89,6 +88,8 @@ def test_transformers_training_that_raises_is_ended_by_the_next() -> None:
 
 
 def prepared() -> tuple[Any, nn.Module, Any, nn.Module]:
+    from accelerate import Accelerator
+
     accelerator = Accelerator(cpu=True)
     net = network()
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
@@ -106,13 +107,13 @@ def train_prepared(accelerator: Any, model: nn.Module, optimizer: Any, skip: int
 def test_accelerate_keeps_the_state_in_its_checkpoints() -> None:
     """Saved after five steps, loaded into a new process's objects, nine steps: as nine without a break."""
     accelerator, model, optimizer, _ = prepared()
-    with gradwatch.integrations.accelerate.watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
+    with integration("accelerate").watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
         train_prepared(accelerator, model, optimizer, count=5)
         accelerator.save_state("checkpoint")
         train_prepared(accelerator, model, optimizer, skip=5)
     whole = gw.state_dict()
     accelerator, model, optimizer, _ = prepared()
-    with gradwatch.integrations.accelerate.watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
+    with integration("accelerate").watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
         accelerator.load_state("checkpoint")
         train_prepared(accelerator, model, optimizer, skip=5)
     assert but_weights(gw.state_dict()) == but_weights(whole)
@@ -122,7 +123,7 @@ def test_accelerate_loads_a_checkpoint_that_has_no_state_of_ours() -> None:
     """A job that gains gradwatch resumes from the checkpoints it already has, and may drop it again."""
     accelerator, model, optimizer, _ = prepared()
     accelerator.save_state("before")
-    with gradwatch.integrations.accelerate.watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
+    with integration("accelerate").watch(accelerator, model, optimizer, sinks=[], strict=True) as gw:
         accelerator.load_state("before")
         train_prepared(accelerator, model, optimizer)
         accelerator.save_state("with")
@@ -138,7 +139,7 @@ def test_a_checkpoint_file_that_is_no_state_is_counted_and_training_goes_on() ->
     for text in ("{", '{"version": 7}', "[]", '{"version": 1}'):
         Path("checkpoint/gradwatch.json").write_text(text)
         sink = Kept()
-        gw = gradwatch.integrations.accelerate.watch(accelerator, model, optimizer, sinks=[sink])
+        gw = integration("accelerate").watch(accelerator, model, optimizer, sinks=[sink])
         with gw:
             accelerator.load_state("checkpoint")
             train_prepared(accelerator, model, optimizer)
@@ -161,6 +162,8 @@ def test_plain_watch_takes_a_prepared_optimizer() -> None:
 
 
 def ignite_engine(fail_at: int = 0) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    from ignite.engine import Engine
+
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -178,8 +181,10 @@ def ignite_engine(fail_at: int = 0) -> tuple[Any, nn.Module, torch.optim.Optimiz
 
 def test_ignite_exceptions_are_raised_as_without_us() -> None:
     """Ignite swallows an exception as soon as a handler listens for it: none of ours does."""
+    from ignite.engine import Events
+
     engine, model, optimizer = ignite_engine(fail_at=3)
-    gw = gradwatch.integrations.ignite.watch(engine, model, optimizer, sinks=[])
+    gw = integration("ignite").watch(engine, model, optimizer, sinks=[])
     with pytest.raises(ValueError, match="of the script"), gw:
         engine.run(loader(), max_epochs=1)
     assert nothing_left()
@@ -191,7 +196,7 @@ def test_ignite_takes_the_loss_out_of_any_output() -> None:
     for pick, errors in ((lambda output: output["loss"], {}), (lambda output: output["no"], {"observe": 9})):
         engine, model, optimizer = ignite_engine()
         sink = Kept()
-        gw = gradwatch.integrations.ignite.watch(engine, model, optimizer, loss=pick, sinks=[sink])
+        gw = integration("ignite").watch(engine, model, optimizer, loss=pick, sinks=[sink])
         with gw:
             engine.run(loader(), max_epochs=1)
         assert steps(sink) == list(range(framework_jobs.BATCHES))
@@ -201,14 +206,17 @@ def test_ignite_takes_the_loss_out_of_any_output() -> None:
 
 def test_ignite_checkpoints_hold_the_watch_like_any_other_object() -> None:
     """`Checkpoint({"gradwatch": gw})` saves and loads it, with `weights_only`."""
+    from ignite.engine import Events
+    from ignite.handlers import Checkpoint, DiskSaver
+
     engine, model, optimizer = ignite_engine()
-    with gradwatch.integrations.ignite.watch(engine, model, optimizer, sinks=[], strict=True) as gw:
+    with integration("ignite").watch(engine, model, optimizer, sinks=[], strict=True) as gw:
         saver = DiskSaver("saved", create_dir=True)
         engine.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": model, "gradwatch": gw}, saver))
         engine.run(loader(), max_epochs=1)
     (saved,) = Path("saved").iterdir()
     engine, model, optimizer = ignite_engine()
-    with gradwatch.integrations.ignite.watch(engine, model, optimizer, sinks=[], strict=True) as later:
+    with integration("ignite").watch(engine, model, optimizer, sinks=[], strict=True) as later:
         Checkpoint.load_objects({"model": model, "gradwatch": later}, saved)
         assert later.state_dict() == gw.state_dict()
         engine.run(loader(), max_epochs=1)
@@ -264,8 +272,8 @@ def test_a_framework_that_is_broken_in_itself_says_so_itself() -> None:
     assert "yaml" in said
 
 
-@pytest.mark.parametrize("callback", [LightningCallback, TransformersCallback])
-def test_an_unknown_option_is_refused_at_once(callback: Any) -> None:
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_an_unknown_option_is_refused_at_once(framework: str) -> None:
     """A typo in an option is an error where it is written, naming those there are."""
     with pytest.raises(TypeError, match=r"'rule'; there are: rules, sinks, run_dir, listen, run_id, strict"):
-        callback(rule="default")
+        integration(framework).GradwatchCallback(rule="default")

@@ -15,11 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autoclip.torch import QuantileClip
 from numpy.typing import NDArray
-from pytorch_optimizer import AdaGC as ReferenceAdaGC
-from pytorch_optimizer import agc as reference_agc
-from pytorch_optimizer import centralize_gradient
 from torch import Tensor, nn
 
 from gradwatch.actions.elementwise import shaped
@@ -105,6 +101,10 @@ def test_autoclip_is_the_original_script(seed: int, percentile: float) -> None:
 
 def test_autoclips_threshold_is_that_of_the_package() -> None:
     """The package `autoclip` clips to the quantile of the norms before this one: what we have learned by then."""
+    from autoclip.torch import (
+        QuantileClip,
+    )  # references are imported where they are used: each takes a second
+
     param = nn.Parameter(torch.zeros(1))
     package = QuantileClip(iter([param]), quantile=0.3, history_length=50, global_threshold=True)
     policy = AutoClip(percentile=30.0, history=50)
@@ -170,6 +170,8 @@ def test_zclip_is_the_package_of_that_name(cap: float | None) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_adagc_is_the_optimizer_of_that_name(seed: int, warmup: int) -> None:
     """Its momentum with beta1 = 0 is the gradient it clipped: equal to ours, parameter by parameter, step by step."""
+    from pytorch_optimizer import AdaGC as ReferenceAdaGC
+
     rng = np.random.default_rng(seed)
     params = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 3), (5,), (2, 2))]
     optimizer = ReferenceAdaGC(params, betas=(0.0, 0.999), weight_decay=0.0, warmup_steps=warmup)
@@ -266,6 +268,8 @@ def test_block_rms_is_optaxs(by_optax: tuple[list[Tensor], list[Tensor], Any]) -
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 def test_agc_is_that_of_pytorch_optimizer(scale: float) -> None:
     """`pytorch_optimizer.agc`, which is timm's, where both take the same for a row."""
+    from pytorch_optimizer import agc as reference_agc
+
     for grad, weight in zip(*gradients(5, scale), strict=True):
         expected = reference_agc(weight.clone(), grad.clone())
         found = shaped(grad, weight, [AdaptiveGradientClip()])
@@ -274,6 +278,8 @@ def test_agc_is_that_of_pytorch_optimizer(scale: float) -> None:
 
 def test_centralize_is_that_of_pytorch_optimizer() -> None:
     """`centralize_gradient`: every shape."""
+    from pytorch_optimizer import centralize_gradient
+
     for grad in gradients(6)[0]:
         expected = grad.clone()
         centralize_gradient(expected)

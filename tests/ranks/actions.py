@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.errors import TrainingStopped
-from tests.ranks.launch import fingerprint
+from tests.ranks.launch import TRIALS, fingerprint
 from tests.ranks.situations import batch, fsdp2, loss_of
 from tests.ranks.trials import Poison, made, take_step, watched, weights
 
-TRIALS = 100
 WARM = 25
 ACTING = """
 version: 1
@@ -30,7 +29,7 @@ STOPPING = "version: 1\nrules: {r: {detect: {kind: nonfinite}, severity: critica
 
 
 def trials(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
-    """A hundred faults, each NaN, Inf or a spike, in one parameter (the loss, where gradients are sharded)."""
+    """`TRIALS` faults, each NaN, Inf or a spike, in one parameter (the loss, where gradients are sharded)."""
     generator = random.Random(11)
     plain, model, optimizer = made(wrap)
     names = [name for name, _ in plain.named_parameters()]

@@ -28,11 +28,10 @@ from gradwatch.errors import AttachError
 from gradwatch.session import activity, session
 from gradwatch.session import pipeline as judging
 from gradwatch.session.watch import session_of
-from tests.ranks.launch import fingerprint
+from tests.ranks.launch import TRIALS, fingerprint
 from tests.ranks.situations import Net, batch, fsdp2, loss_of
 from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
 
-TRIALS = 100
 TRIALS_PER_WATCH = 10
 ACTING = """
 version: 1
@@ -55,7 +54,7 @@ ON_LOCAL = (
 
 
 def nan_on_one_rank(rank: int) -> list[dict[str, Any]]:
-    """A NaN in one parameter of rank 1 at a random step, ten times under each of ten watches."""
+    """A NaN in one parameter of rank 1 at a random step, ten times under each of some watches."""
     generator = random.Random(5)
     found = []
     for _ in range(TRIALS // TRIALS_PER_WATCH):

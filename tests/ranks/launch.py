@@ -23,16 +23,19 @@ from tests.support import warm
 
 WORLD = 2
 SECONDS = 240
+FEW, ALL = 30, 100
+"""Faults of one kind that a rank is given: few in every run of the tests, all of them in a soak."""
+TRIALS = int(os.environ.get("TRIALS", FEW))
 
 
-def launch(module: str, chosen: str = "", world: int = WORLD) -> dict[str, list[Any]]:
+def launch(module: str, chosen: str = "", world: int = WORLD, trials: int = FEW) -> dict[str, list[Any]]:
     """Run every situation of a module on `world` ranks: its results by name, one per rank.
 
     Fails with the ranks' output when one of them did not come home.
     """
     with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
         command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen, str(world)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRIALS": str(trials)}
         ranks = [warm.Process([*command, str(rank)], warm.ROOT, environ) for rank in range(world)]
         try:
             ended = [rank.communicate(SECONDS) for rank in ranks]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.ranks.actions import SITUATIONS, TRIALS
-from tests.ranks.launch import launch
+from tests.ranks.actions import SITUATIONS
+from tests.ranks.launch import ALL, FEW, launch
 
 
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
+@cache
+def homes(trials: int = FEW) -> dict[str, list[Any]]:
     """Every situation, from both ranks, out of one launch."""
-    found = launch("tests.ranks.actions")
+    found = launch("tests.ranks.actions", trials=trials)
     assert set(found) == set(SITUATIONS)
     for name, ranks in found.items():
         for rank, home in enumerate(ranks):
@@ -21,11 +22,12 @@ def homes() -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.parametrize("trials", [FEW, pytest.param(ALL, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["trials under ddp", "trials under fsdp2"])
-def test_a_hundred_faults_on_one_rank_are_acted_on_alike(homes: dict[str, list[Any]], name: str) -> None:
+def test_faults_on_one_rank_are_acted_on_alike(name: str, trials: int) -> None:
     """Weights and optimizer state bit-identical after every one of them; the same orders with the same numbers."""
-    first, second = homes[name]
-    assert len(first["hashes"]) == TRIALS
+    first, second = homes(trials)[name]
+    assert len(first["hashes"]) == trials
     assert first["hashes"] == second["hashes"]
     for key in ("coef", "told", "skipped", "health", "did"):
         assert first[key] == second[key], key
@@ -37,12 +39,12 @@ def test_a_hundred_faults_on_one_rank_are_acted_on_alike(homes: dict[str, list[A
         "slow rescale",
         "spike skip_step",
     }
-    assert len({tuple(pair) for pair in first["hashes"]}) > TRIALS / 2  # training went on in between
+    assert len({tuple(pair) for pair in first["hashes"]}) > trials / 2  # training went on in between
 
 
-def test_a_stop_is_a_stop_on_all_ranks(homes: dict[str, list[Any]]) -> None:
+def test_a_stop_is_a_stop_on_all_ranks() -> None:
     """The same step, the same message, weights as they were, the Record written first."""
-    first, second = homes["stopping"]
+    first, second = homes()["stopping"]
     assert first == second
     assert (first["step"], first["moved"], first["recorded"], first["errors"]) == (6, False, True, {})
     assert "rule r says stop" in first["said"]

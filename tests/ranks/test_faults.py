@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.faults import SITES, SITUATIONS, TRIALS, TRIALS_PER_WATCH
-from tests.ranks.launch import launch
+from tests.ranks.faults import SITES, SITUATIONS, TRIALS_PER_WATCH
+from tests.ranks.launch import ALL, FEW, launch
 
 PATIENCE = (
     25.0  # seconds; a rank left waiting for another would need WAIT_SECONDS, which is more than twice that
@@ -35,9 +35,13 @@ def test_every_situation_came_home(homes: dict[str, list[Any]]) -> None:
     assert set(homes) == set(SITUATIONS)
 
 
-def test_both_ranks_name_the_poisoned_rank_its_parameter_and_the_step(homes: dict[str, list[Any]]) -> None:
-    """100 NaN or Inf on rank 1 alone: named alike on both ranks, skipped on both, the weights bit-identical."""
-    ranks = came_home(homes, "nan on one rank")
+@pytest.mark.parametrize("trials", [FEW, pytest.param(ALL, marks=pytest.mark.soak)])
+def test_both_ranks_name_the_poisoned_rank_its_parameter_and_the_step(
+    homes: dict[str, list[Any]], trials: int
+) -> None:
+    """NaN or Inf on rank 1 alone: named alike on both ranks, skipped on both, the weights bit-identical."""
+    name = "nan on one rank"
+    ranks = came_home(homes if trials == FEW else launch("tests.ranks.faults", name, trials=trials), name)
     seen = 0
     for home in ranks:
         for watch in home:
@@ -54,8 +58,8 @@ def test_both_ranks_name_the_poisoned_rank_its_parameter_and_the_step(homes: dic
                 assert watch["hashes"][step] == watch["hashes"][step - 1]
                 assert watch["hashes"][step + 1] != watch["hashes"][step]
             seen += len(watch["chosen"])
-    assert seen == 2 * TRIALS
-    assert len(ranks[0]) == TRIALS // TRIALS_PER_WATCH
+    assert seen == 2 * trials
+    assert len(ranks[0]) == trials // TRIALS_PER_WATCH
     assert [watch["hashes"] for watch in ranks[0]] == [watch["hashes"] for watch in ranks[1]]
 
 

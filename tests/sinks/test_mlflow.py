@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
-from mlflow import MlflowClient
-from mlflow.utils.name_utils import _generate_unique_integer_id
 
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime.health import Health
@@ -29,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:mlflow")
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URI of an empty store of files, which is also what `mlflow` itself is set to."""
+    import mlflow  # here and below: a second, which not all who collect the tests are to pay
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -38,20 +37,29 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     mlflow.set_tracking_uri(before)
 
 
+def client_of(uri: str) -> Any:
+    """MLflow's own client of a store."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
 def runs(uri: str) -> list[Any]:
-    client = MlflowClient(uri)
+    client = client_of(uri)
     everywhere = [found.experiment_id for found in client.search_experiments()]
     return list(client.search_runs(everywhere))
 
 
 def history(uri: str, run: Any, key: str) -> dict[int, float]:
-    return {each.step: each.value for each in MlflowClient(uri).get_metric_history(run.info.run_id, key)}
+    return {each.step: each.value for each in client_of(uri).get_metric_history(run.info.run_id, key)}
 
 
 def test_a_new_experiment_leaves_the_generator_alone(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow draws digits for the id of an experiment in files where it would begin with zeros: one in ten does."""
+    from mlflow.utils.name_utils import _generate_unique_integer_id
+
     drawn = uuid.UUID(int=10**30 + 7)
     monkeypatch.setattr("mlflow.utils.name_utils.uuid.uuid4", lambda: drawn)
     before, health = random.getstate(), Health()
@@ -112,7 +120,7 @@ def test_a_run_of_our_own_is_read_back(store: str, tmp_path: Path) -> None:
     sink.close()
     assert health.errors() == {}
     (run,) = runs(store)
-    assert MlflowClient(store).get_experiment(run.info.experiment_id).name == "vision"
+    assert client_of(store).get_experiment(run.info.experiment_id).name == "vision"
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "gradwatch-run-1"
     norms = history(store, run, "gradwatch/grad_norm")
@@ -142,6 +150,8 @@ def test_what_is_not_finite_is_logged_and_flagged(store: str, tmp_path: Path) ->
 
 def test_the_scripts_own_run_is_used_and_left_running(store: str, tmp_path: Path) -> None:
     """Where the script has begun a run, ours are metrics beside its own, and ending it is its business."""
+    import mlflow
+
     with mlflow.start_run() as own:
         mlflow.log_metric("loss", 0.5, step=3)
         sink = MLflowSink(every=1)

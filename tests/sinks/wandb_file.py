@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
-
 _BLOCK, _IDENT, _HEADER = 32768, 7, 7
 _FULL, _LAST = 1, 4
 
@@ -35,6 +33,8 @@ def offline_runs(directory: Path) -> list[OfflineRun]:
 
 
 def _read(path: Path) -> OfflineRun:
+    from wandb.proto.wandb_internal_pb2 import Record  # half a second: not for all who collect the tests
+
     run = OfflineRun()
     for data in _records(path.read_bytes()):
         record = Record.FromString(data)
