@@ -169,15 +169,8 @@ class Replaced(BaseException):
 
 def serve(number: int) -> NoReturn:
     """Fork a process for every request."""
-    # torch itself, what the first optimizer would import, and what gradwatch would: each takes as long as its tests.
-    for name in (
-        "torch._dynamo",
-        "pydantic.main",
-        "pydantic.type_adapter",
-        "ruamel.yaml",
-        "prometheus_client",
-    ):
-        importlib.import_module(name)
+    # torch itself, and what the first optimizer would import: it takes as long.
+    importlib.import_module("torch._dynamo")
 
     path = sys.path[2:]  # less what SERVER and `-c` put there
     asked = socket.socket(fileno=number)
