@@ -88,7 +88,7 @@ class RulesWithoutData:
             )
 
     def reasons(self) -> dict[str, str]:
-        """Why a rule was never evaluated, by rule."""
+        """The reason why a rule was never evaluated, by rule."""
         waiting = self._waiting
         return {
             rule: _why(reads, self._came)

@@ -57,7 +57,7 @@ def nothing_seen(account: Account) -> str:
 
 
 def never_evaluated(account: Account) -> dict[str, str]:
-    """Why a rule judged nothing, by rule: it matches nothing, or what it reads never came."""
+    """The reason why a rule judged nothing, by rule: it matches nothing, or what it reads never came."""
     unmatched = {rule: why for rule, why in account.inactive.items() if not why.startswith(NOT_ARMED)}
     return {**account.no_data, **unmatched}
 
@@ -73,7 +73,7 @@ def _without_data(without_data: Mapping[str, str], rules: int) -> str:
 
 
 def not_armed(account: Account) -> dict[str, str]:
-    """Why actions are off, by rule or `clip:` and a place of it."""
+    """The reason why actions are off, by rule or `clip:` and a place of it."""
     return {
         rule: why.removeprefix(NOT_ARMED)
         for rule, why in account.inactive.items()

@@ -27,7 +27,7 @@ class UnoptimizedWeights:
         """Whether the last look found anything."""
 
     def look(self) -> tuple[str, ...]:
-        """Why a checkpoint should not hold these, empty where it may; waits for a device."""
+        """The reason why a checkpoint should not hold these, empty where it may; waits for a device."""
         fit, broken = {}, []
         with torch.no_grad():
             for name, param in self._named():

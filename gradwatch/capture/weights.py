@@ -128,7 +128,7 @@ class Weights:
     # -- looking -----------------------------------------------------------------------------------------
 
     def look(self) -> tuple[str, ...]:
-        """Why these weights are no healthy ones, empty where they are; waits for a device."""
+        """The reason why these weights are no healthy ones, empty where they are; waits for a device."""
         named = self._trained()
         if not readable(named):
             return (UNREADABLE,)

@@ -105,7 +105,7 @@ class Engine:
         return list(refusals(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites))))
 
     def unmatched(self, sites: Sites) -> dict[str, str]:
-        """Why a rule (by id) or a group (`group:NAME`) matches nothing of these sites; not those that are optional."""
+        """Reasons, by rule id or group (`group:NAME`), for matching no site here; `optional` ones are left out."""
         return unmatched(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites)))
 
     def bind(self, sites: Sites) -> BoundEngine:
@@ -144,7 +144,7 @@ class BoundEngine:
 
     @property
     def inactive(self) -> Mapping[str, str]:
-        """Why a rule of the file judges nothing here, by rule id."""
+        """The reason why a rule of the file judges nothing here, by rule id."""
         return self.plan.inactive
 
     def warming_up(self, state: EngineState) -> dict[str, str]:

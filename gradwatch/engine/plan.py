@@ -143,7 +143,7 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
 
 
 def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:
-    """Why a rule cannot judge anything among these sites; "" when it can."""
+    """The reason why a rule cannot judge anything among these sites; "" when it can."""
     if series.column in MODULE_COLUMNS and ruleset.modules is None:
         return f"{series.column} needs module taps: add `modules: {{tap: output}}` to the rule file"
     if series.column in RANK_COLUMNS and len(series) == 0:

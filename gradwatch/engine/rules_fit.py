@@ -50,7 +50,7 @@ def may_miss(ruleset: RuleSet) -> bool:
 
 
 def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
-    """Why a rule (by id) or a group (`GROUP` + name) matches nothing of these sites; `optional` ones are left out.
+    """Reasons, by rule id or group (`GROUP` + name), for matching none of these sites; `optional` ones are left out.
 
     `sites` must carry their labels. Rules about ranks are left out too: how many ranks there are shows at the first
     step, when the rules are bound.

@@ -20,7 +20,7 @@ CLIP = "clip:"
 
 
 class Refusal(NamedTuple):
-    """Why actions of rule `rule` are not carried out, or, where `clip` is not "", the clip there.
+    """The reason why actions of rule `rule` are not carried out, or, where `clip` is not "", the clip there.
 
     `clip` is "total" or "groups.NAME". `actions` are the actions refused (empty = all of the rule). `reason` says what
     stands in the way, without the name of the rule, and `advice` what to do about it.
@@ -63,7 +63,7 @@ def disarmed(refusals: Iterable[Refusal], ruleset: RuleSet) -> RuleSet:
 
 
 def not_armed(refusals: Iterable[Refusal]) -> dict[str, str]:
-    """Why actions are off, by `Refusal.key`; every reason begins with `NOT_ARMED`."""
+    """The reason why actions are off, by `Refusal.key`; every reason begins with `NOT_ARMED`."""
     reasons: dict[str, dict[str, None]] = {}
     for one in refusals:
         reasons.setdefault(one.key, {})[one.reason] = None

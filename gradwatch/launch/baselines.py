@@ -145,7 +145,7 @@ class Baselines:
 
 
 def _refusal(saved: Mapping[str, Any], captured: OptimizerCapture, optimizer: Optimizer) -> str:
-    """Why what was saved is not of this training; "" where it is."""
+    """The reason why what was saved is not of this training; "" where it is."""
     if list(saved["names"]) != list(captured.sites.names):
         return "the parameters have other names"
     if saved["shapes"] != _shapes(captured):

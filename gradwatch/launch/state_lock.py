@@ -74,7 +74,7 @@ def of_another_command(saved: object) -> bool:
 
 
 def _worker() -> str:
-    """Why this process is one of the script's own workers; "" where it is none."""
+    """The reason why this process is one of the script's own workers; "" where it is none."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
         return WORKER

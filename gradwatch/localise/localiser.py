@@ -162,7 +162,7 @@ class Localiser:
         return self._recordings.dropped
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
-        """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
+        """Reason why the step cannot be run again, as far as its recorded calls show it; "" where there is none."""
         return self._recordings.refused or ("" if held else NOT_SEEN)
 
     def due(self, incident: str) -> bool:

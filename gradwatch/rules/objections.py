@@ -18,7 +18,7 @@ TOTAL = "total"
 
 
 class Objection(NamedTuple):
-    """Why the actions of `rule`, or the clip at the place `clip` (see `clip_places`), cannot be carried out."""
+    """Reason why the actions of `rule`, or the clip at the place `clip` (see `clip_places`), cannot be carried out."""
 
     reason: str
     rule: str = ""
@@ -61,7 +61,7 @@ def _not_built(rule: Rule) -> Iterator[str]:
 
 
 def _meaningless(rule: Rule) -> Iterator[str]:
-    """Why actions of a rule mean nothing, one sentence each."""
+    """The reason why actions of a rule mean nothing, one sentence each."""
     column, names = rule.detect.columns[0], {action.name for action in rule.do}
     clips = [action for action in rule.do if action.name == "clip"]
     escalates = any(action.name == "escalate" and action.params["to"] == "clip" for action in rule.do)

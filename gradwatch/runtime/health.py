@@ -89,11 +89,11 @@ class Health:
         return self._process()
 
     def without_data(self) -> Mapping[str, str]:
-        """Why a rule, by id, has had no data so far; empty before the first step."""
+        """The reason why a rule, by id, has had no data so far; empty before the first step."""
         return self._without_data()
 
     def inactive(self) -> dict[str, str]:
-        """Why a rule (by id) or a group (`group:NAME`) judges nothing at present; a copy.
+        """The reason why a rule (by id) or a group (`group:NAME`) judges nothing at present; a copy.
 
         Rules and groups with `optional: true` are not listed.
         """

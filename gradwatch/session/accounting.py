@@ -78,7 +78,7 @@ class Accounting:
         )
 
     def without_data(self) -> dict[str, str]:
-        """Why a rule has had no data so far; also asked by the endpoint's thread."""
+        """The reason why a rule has had no data so far; also asked by the endpoint's thread."""
         return self._totals.without_data.reasons() if self._totals.judged else {}
 
     def conclude(self, account: Account) -> None:

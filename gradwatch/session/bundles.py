@@ -264,7 +264,7 @@ def norms_of(record: Record) -> StepNorms:
 
 
 def _gone(captured: OptimizerCapture, snapshot: Snapshot) -> str:
-    """Why nothing is left of a step when it is judged; "" where it is about to be taken."""
+    """The reason why nothing is left of a step when it is judged; "" where it is about to be taken."""
     if captured.inside_backward or captured.without_optimizer:
         return INSIDE
     if captured.step != snapshot.step:

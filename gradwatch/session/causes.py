@@ -81,7 +81,7 @@ class Causes:
         return self._localiser.dropped
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
-        """Why the step cannot be run again, as far as that shows from what is held of it; "" where nothing does."""
+        """Reason why the step cannot be run again, as far as its recorded calls show it; "" where there is none."""
         return self._localiser.refusal(held)
 
     def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:

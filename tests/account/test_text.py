@@ -98,7 +98,7 @@ def test_a_step_ended_by_its_closure_is_told_as_that(tmp_path: Path) -> None:
 
 
 def test_a_watched_step_that_an_exception_ended_is_told(tmp_path: Path) -> None:
-    """Its gradients were there and judged; whether the weights moved is unknown. Where it ended the run that is said."""
+    """Its gradients were there and judged; whether the weights moved is unknown. If it ended the run, that is said."""
     torch.manual_seed(0)
     model, fails = torch.nn.Linear(2, 1), [False, True, False]
 

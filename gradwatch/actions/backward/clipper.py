@@ -76,7 +76,7 @@ class BackwardClipper:
 
     @property
     def disabled_reason(self) -> str:
-        """Why it does nothing any more; "" while it acts."""
+        """The reason why it does nothing any more; "" while it acts."""
         return self._state.disabled_reason
 
     def publish(self, bounds: tuple[Bound, ...]) -> None:

@@ -22,7 +22,7 @@ def snapshots(ruleset: RuleSet) -> dict[str, Action]:
 
 
 def refused_snapshots(ruleset: RuleSet) -> list[Refusal]:
-    """Why bundles cannot be kept here, for each of `snapshots`; torch is not needed to tell."""
+    """The reason why bundles cannot be kept here, for each of `snapshots`; torch is not needed to tell."""
     asked = snapshots(ruleset)
     try:
         if asked:

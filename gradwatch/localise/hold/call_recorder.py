@@ -219,7 +219,7 @@ class CallRecorder:
 
     @property
     def refused(self) -> str:
-        """Why a watched model cannot be run again at all; "" where it can."""
+        """The reason why a watched model cannot be run again at all; "" where it can."""
         return next((recording.refused for recording in self._of_models() if recording.refused), "")
 
     @property

@@ -367,7 +367,7 @@ def _gradient(recording: RecordedCalls, call: Call, position: int, grad: Tensor)
 
 
 def shared(model: nn.Module) -> str:
-    """Why the forward of a model cannot be run by one rank alone; "" where it can."""
+    """The reason why the forward of a model cannot be run by one rank alone; "" where it can."""
     for kind in dict.fromkeys(map(type, module_tree.modules(model))):
         if not TALKING.isdisjoint([each.__name__ for each in kind.__mro__]):
             return f"the forward of {kind.__name__} communicates with other ranks"

@@ -29,7 +29,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def ungatherable(model: nn.Module) -> str:
-    """Why the whole parameters of a spread model cannot stand in for what its forward uses; "" where they can."""
+    """Reason why gathered parameters cannot stand in for what its forward uses; "" where they can."""
     states = [state for module in model.modules() if (state := _state(module)) is not None]
     if not states:
         return "its parameters are DTensors, and FSDP2 did not make them"

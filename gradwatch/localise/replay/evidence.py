@@ -285,7 +285,7 @@ def _without_idle_criteria(
 
 
 def _obstacle(evidence: Evidence, held: list[tuple[nn.Module, Call]]) -> str:
-    """Why the calls cannot be run again from what was kept; "" where they can."""
+    """The reason why the calls cannot be run again from what was kept; "" where they can."""
     held = _without_idle_criteria(evidence, held)
     gaps = (_gap(model, call, saved) for (model, call), saved in zip(held, evidence.calls, strict=True))
     if gap := next(filter(None, gaps), ""):

@@ -57,7 +57,7 @@ def chosen(findings: Sequence[Finding]) -> Finding:
 
 
 def _each(findings: Sequence[Finding]) -> str:
-    """Why the cause is not known; rank by rank where they say different things."""
+    """The reason why the cause is not known; rank by rank where they say different things."""
     said: dict[str, list[int]] = {}
     for rank, finding in enumerate(findings):
         said.setdefault(finding.note, []).append(rank)

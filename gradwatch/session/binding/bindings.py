@@ -254,7 +254,7 @@ class RuleBindings:
         bound_rules.clip_section = self._clip_section(ctx.captured, bound) if bound.clipping else None
 
     def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
-        """Why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.
+        """The reason why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.
 
         `everything` gives the sites of the whole model. Rules about ranks are known once a capture is bound.
         """

@@ -71,7 +71,7 @@ def refused_on_shards(engine: Engine, sites: Sites, sharded: Sequence[int]) -> l
 
 
 def sharded_rows(clipping: Clipping, sites: Sites, sharded: Sequence[int]) -> str:
-    """Why a policy on whole rows cannot be carried out on these parameters; "" when it can."""
+    """The reason why a policy on whole rows cannot be carried out on these parameters; "" when it can."""
     for policy, mask in clipping.elementwise:
         names = [sites.names[k] for k in sharded if mask[k]]
         if policy.rowwise and names:
