@@ -9,7 +9,8 @@ import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.distributed.group import Group
-from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual
+from gradwatch.distributed.rank_facts import Usual
+from gradwatch.distributed.reduced_facts import Layout, ReducedFacts
 from gradwatch.records.snapshot import Sites
 
 

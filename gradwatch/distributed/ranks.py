@@ -21,10 +21,17 @@ from gradwatch.capture.columns.sampled import Ratio, Sampled
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import ShardPlacement, local_taps, placements, whole
 from gradwatch.capture.window import Window
-from gradwatch.distributed import divergence, parameter_manifest, rank_facts
+from gradwatch.distributed import (
+    parameter_manifest,
+    pooled_norms,
+    rank_facts,
+    reduced_facts,
+    replica_divergence,
+)
 from gradwatch.distributed.group import AloneError, Group, Meeting, announce, meet, place
 from gradwatch.distributed.membership import RankMembership
-from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual, plain
+from gradwatch.distributed.rank_facts import Usual
+from gradwatch.distributed.reduced_facts import Layout, ReducedFacts, plain
 from gradwatch.reading.layouts import dense
 from gradwatch.records.snapshot import Column, Sites
 
@@ -210,7 +217,7 @@ class Ranks:
         leader = next(rank for rank, hello in enumerate(met.hellos) if hello["table"] == digest)
         here = [dense(param.detach()).numel() for param in captured.params]
         sampled = tuple(
-            name for name in self._requirements.sampled if plain(name) in rank_facts.REDUCED_SAMPLES
+            name for name in self._requirements.sampled if plain(name) in pooled_norms.REDUCED_SAMPLES
         )
         return Layout(
             sites=parameter_manifest.joined([found[table] for table in order]),
@@ -285,7 +292,7 @@ class Ranks:
         return self._send(membership, layout, group, vector)
 
     def _send(
-        self, membership: RankMembership, layout: Layout, group: Group, vector: rank_facts.Vector
+        self, membership: RankMembership, layout: Layout, group: Group, vector: reduced_facts.Vector
     ) -> ReducedFacts | None:
         membership.owes, membership.reduced = False, None
         layout.part(vector, "parted")[layout.rank], membership.diverged = float(membership.diverged), False
@@ -301,7 +308,7 @@ class Ranks:
                 "ranks", AloneError(f"rank {ranks} reported no measurements of this step; no rank acts on it")
             )
         if reduced.diverged.any():
-            self._report("ranks", divergence.by(reduced))
+            self._report("ranks", replica_divergence.by(reduced))
         return reduced
 
     def did_otherwise(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
@@ -309,7 +316,7 @@ class Ranks:
         if membership is not None and membership.layout is not None and membership.group is not None:
             membership.diverged = True
         elif self.several:
-            self._report("ranks", divergence.unsent(place()[0], captured.step))
+            self._report("ranks", replica_divergence.unsent(place()[0], captured.step))
 
     def norms_alone(
         self, membership: RankMembership | None, window: Window, values: Mapping[str, float]
@@ -346,7 +353,7 @@ class Ranks:
         membership.owes = False
         if membership.layout is not None and membership.group is not None:
             # A device's numbers are sent one step late: on its first step there are none, by no failure.
-            vector = rank_facts.blind(membership.layout) if captured.on_cpu else membership.layout.empty()
+            vector = reduced_facts.blind(membership.layout) if captured.on_cpu else membership.layout.empty()
             self._send(membership, membership.layout, membership.group, vector)
 
 
@@ -363,10 +370,12 @@ def _seen_by_all(
     extras: Extras,
     values: Mapping[str, float],
 ) -> Shared:
-    membership.replicas = membership.replicas or rank_facts.agreeing(reduced)
-    ranked = (Known(rank_facts.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
+    membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
+    ranked = (
+        (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
+    )
     if reduced.layout.pooled:
-        extras = replace(extras, params=(Known(rank_facts.pooled_columns(reduced)),))
+        extras = replace(extras, params=(Known(pooled_norms.pooled_columns(reduced)),))
     return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
 
 
@@ -381,14 +390,14 @@ def _norms_seen_by_all(reduced: ReducedFacts, window: Window, values: Mapping[st
         return Shared(whole_window, Extras(), values, slice(0, len(window.sites)), may_act=True)
     total = float(np.sqrt(reduced.column("applied").sum()))
     return Shared(
-        rank_facts.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
+        pooled_norms.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
     )
 
 
 def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
     """‖w‖ behind a sampled ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
     return {
-        rank_facts.size_of(name): Column(ratio.size(), columns[name].present)
+        reduced_facts.size_of(name): Column(ratio.size(), columns[name].present)
         for one in extras.params
         if isinstance(one, Sampled)
         for name, ratio in one.parts.items()

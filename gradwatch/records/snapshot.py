@@ -36,7 +36,7 @@ MODULE_COLUMNS = frozenset(
 """Columns measured on tapped modules; every other per-site column is measured on parameters."""
 
 RANK_COLUMNS = frozenset({"rank_norm", "rank_mismatch"})
-"""Columns with one value per rank, on sites of kind "rank" (see `gradwatch.distributed.rank_facts`)."""
+"""Columns with one value per rank, on sites of kind "rank" (see `gradwatch.distributed.replica_divergence`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from gradwatch.account import NOTHING_TAKEN, Account, Ending
 from gradwatch.account.exit_reason import printed_at_exit
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import joined
-from gradwatch.distributed.placement import placed
+from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError
 from gradwatch.localise.hold.pre_attach import PreAttachRecorder

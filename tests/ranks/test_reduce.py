@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from gradwatch.capture.shards import ShardPlacement
 from gradwatch.capture.window import Window
-from gradwatch.distributed import rank_facts
-from gradwatch.distributed.rank_facts import Layout, ReducedFacts, Usual
+from gradwatch.distributed import pooled_norms, rank_facts, reduced_facts, replica_divergence
+from gradwatch.distributed.rank_facts import Usual
+from gradwatch.distributed.reduced_facts import Layout, ReducedFacts
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column
@@ -33,7 +34,7 @@ def layout(
         rank=rank,
         world=world,
         pooled=pooled,
-        sampled=tuple(name + suffix for name in rank_facts.REDUCED_SAMPLES) if pooled else (),
+        sampled=tuple(name + suffix for name in pooled_norms.REDUCED_SAMPLES) if pooled else (),
     )
 
 
@@ -63,7 +64,7 @@ def test_shards_add_up_to_the_whole(world: int, seed: int) -> None:
     windows = [window(np.linalg.norm(piece, axis=1)) for piece in pieces]
     told = spoken(layouts, windows)
     assert told.complete
-    found = rank_facts.pooled_window(told, windows[0])
+    found = pooled_norms.pooled_window(told, windows[0])
     whole = np.linalg.norm(np.concatenate(pieces, axis=1), axis=1)
     np.testing.assert_allclose(found.raw.norms(), whole, rtol=1e-12)
     assert found.after is found.raw
@@ -74,7 +75,7 @@ def test_a_replica_is_not_counted_twice() -> None:
     """Parts that stand for another rank's are left out."""
     layouts = [layout(0, 2, True, [1, 1, 1, 1]), layout(1, 2, True, [0, 1, 0, 1])]
     norms = np.array([3.0, 3.0, 4.0, 4.0])
-    found = rank_facts.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
+    found = pooled_norms.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
     np.testing.assert_allclose(found.raw.norms(), [3, 3 * math.sqrt(2), 4, 4 * math.sqrt(2)])
 
 
@@ -85,7 +86,7 @@ def test_counts_of_nan_and_inf_are_those_of_all_shards() -> None:
     details = [{0: Detail(math.nan, 3, 1), 2: Detail(math.inf, 0, 2)}, {1: Detail(math.inf, 0, 5)}]
     layouts = [layout(rank, 2, True) for rank in range(2)]
     windows = [window(norms, details=known) for norms, known in zip((first, second), details, strict=True)]
-    found = rank_facts.pooled_window(spoken(layouts, windows), windows[0]).details
+    found = pooled_norms.pooled_window(spoken(layouts, windows), windows[0]).details
     assert [(found[k].nan, found[k].inf) for k in range(4)] == [(3, 1), (0, 5), (0, 3), (0, 0)]
     assert found[3].overflow
 
@@ -105,7 +106,7 @@ def test_sampled_columns_add_up(suffix: str) -> None:
         }
         w = window(np.ones(K))
         vectors.append(rank_facts.encode(one, w, w.resolve(), {}, columns, None, Usual(np.full(K, np.nan))))
-    found = rank_facts.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
+    found = pooled_norms.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
     np.testing.assert_allclose(found["zero_fraction" + suffix].values, 0.4, rtol=1e-6)
     np.testing.assert_allclose(found["weight_norm" + suffix].values, 5.0, rtol=1e-6)
     np.testing.assert_allclose(found["update_ratio" + suffix].values, 0.5 / 5.0, rtol=1e-6)
@@ -120,15 +121,15 @@ def test_one_bit_on_one_rank_is_found(world: int, seed: int) -> None:
     norms[0] = rng.choice([norms[0], math.nan])
     layouts = [layout(rank, world, pooled=False) for rank in range(world)]
     same = spoken(layouts, [window(norms)] * world)
-    assert not rank_facts.deviating(same).any()
-    assert len(rank_facts.differing_sites(same)) == 0
+    assert not replica_divergence.deviating(same).any()
+    assert len(replica_divergence.differing_sites(same)) == 0
     odd, site = int(rng.integers(world)), int(rng.integers(1, K))
     other = norms.copy()
     other[site] = np.nextafter(other[site], 9.0)
     told = spoken(layouts, [window(other if rank == odd else norms) for rank in range(world)])
-    assert rank_facts.differing_sites(told).tolist() == [site]
+    assert replica_divergence.differing_sites(told).tolist() == [site]
     expected = [rank == odd for rank in range(world)] if world > 2 else [True, True]
-    assert rank_facts.deviating(told).tolist() == expected
+    assert replica_divergence.deviating(told).tolist() == expected
 
 
 def test_a_blind_rank_makes_the_facts_incomplete() -> None:
@@ -139,7 +140,7 @@ def test_a_blind_rank_makes_the_facts_incomplete() -> None:
     late = rank_facts.encode(
         layouts[2], window(np.ones(K), step=4), w.resolve(), {}, {}, None, Usual(np.zeros(K))
     )
-    told = ReducedFacts(layouts[0], vector + rank_facts.blind(layouts[1]) + late)
+    told = ReducedFacts(layouts[0], vector + reduced_facts.blind(layouts[1]) + late)
     assert not told.complete
     assert told.blind == [1]
     third = rank_facts.encode(layouts[1], w, w.resolve(), {}, {}, None, Usual(np.zeros(K)))

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from gradwatch.distributed import placement
-from gradwatch.distributed.placement import placed
+from gradwatch.distributed import run_identity
+from gradwatch.distributed.run_identity import placed
 from gradwatch.records.snapshot import RunInfo
 
 RUN = RunInfo("mine", os.path.join(os.sep, "runs", "mine"), rank=0, world_size=1)
@@ -26,8 +26,8 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     def become(rank: int) -> None:
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
 
-    monkeypatch.setattr(placement, "_named", iter(range(9)))
-    monkeypatch.setattr(placement, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(run_identity, "_named", iter(range(9)))
+    monkeypatch.setattr(run_identity, "WAIT_SECONDS", 0.05)
     yield become
     if dist.is_initialized():
         dist.destroy_process_group()
