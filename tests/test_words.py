@@ -69,6 +69,20 @@ RETIRED = {
     "holding": "RecordedCalls, recording",
     "holdings": "recordings",
     "lasting": "final_families",
+    "unfed": "RulesWithoutData, without_data",
+    "unmarked": "HooklessGradients, backwards_without_hook",
+    "unmoved": "UnoptimizedWeights",
+    "unannounced": "ModelsWithoutOptimizer",
+    "shipment": "PeriodicExport, export",
+    "resting": "idle",
+    "solitary": "needs_no_ranks",
+    "born": "attached_mid_window, opened_at",
+    "card": "hello",
+    "wants": "RankRequirements, rank_requirements",
+    "forget": "discard, reset, remove, release",
+    "become": "run_script, exec_command",
+    "keeper": "StateLock",
+    "arriving": "AsyncCopy, pending",
     "nobody": "the subject: torch, the loop, gradwatch, another rank",
     "somebody": "the subject: torch, the loop, gradwatch, another rank",
 }
@@ -86,7 +100,18 @@ PROSE = {
     "sentinels",
     "somebody",
 }
-PROSE |= {"tainted", "vitals", "whereabouts"}
+PROSE |= {
+    "tainted",
+    "vitals",
+    "whereabouts",
+    "calm",
+    "mends",
+    "remedies",
+    "spoilt",
+    "stranger",
+    "unfed",
+    "unmoved",
+}
 KEYS = {"told_by"}  # on disk
 # Labels compete for seats; a parameter of a rule; a policy, or a factor, that holds on every step; a frame whose end
 # is missing; steps of which a journal keeps fewer.

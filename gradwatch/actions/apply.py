@@ -83,7 +83,7 @@ class StepActions:
         what the file clips beside the total. Where an action fails, the gradient passes unchanged, or what the
         rule's `on_error` says is done instead.
 
-        What fails is tried once more, if nothing was changed or all of it could be put back: a passing error on one
+        What fails is tried once more, if nothing was changed or all of it could be restored: a passing error on one
         rank must not make it diverge from the others, who have none and act.
         """
         if decision.stop:
@@ -233,7 +233,7 @@ class StepActions:
         self._set(optimizer, captured, "found_inf", bad)
 
     def _divide(self, optimizer: Optimizer, captured: OptimizerCapture, divisor: Tensor) -> None:
-        """Have a fused optimizer divide its gradients by a 0-dim factor on its way: no pass over them of our own."""
+        """Have a fused optimizer divide its gradients by a 0-dim factor without a further pass over them."""
         before = getattr(optimizer, "grad_scale", None)
         if isinstance(before, Tensor):
             divisor = before * divisor.to(before.device, non_blocking=True)
@@ -262,7 +262,7 @@ class StepActions:
     def restore(self, finished: bool = True) -> None:
         """Put back what a skip set aside, but no gradient where a newer backward has already made one.
 
-        `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are let go.
+        `finished` False: the step raised, and perhaps a newer backward has begun; its gradients are released.
         """
         skipper, self._skipper = self._skipper, None
         if skipper is not None:
@@ -279,7 +279,7 @@ class AmpOverride(NamedTuple):
     before: Any
 
     def restore(self) -> None:
-        """Put it back, not deleted where a GradScaler will do that; not if it is no longer ours."""
+        """Put it back, not deleted where a GradScaler will do that; not if the script has replaced it."""
         if getattr(self.optimizer, self.name, None) is not self.value:
             return
         if self.before is None:

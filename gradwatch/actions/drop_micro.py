@@ -38,8 +38,8 @@ SCALED = (
 class MicroDrop:
     """Tensor hooks on all parameters of one capture that tell its micro-batches apart.
 
-    `failed` counts an internal error; `refused(reason)` is told once, when it switches itself off; `cleared(captured)`
-    where the gradients of earlier backwards are found to be gone.
+    `failed` counts an internal error; `refused(reason)` is called once, when it switches itself off;
+    `cleared(captured)` where the gradients of earlier backwards are found to be gone.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MicroDrop:
     # -- one backward ------------------------------------------------------------------------------------
 
     def begins(self, k: int, task: int) -> None:
-        """The first hook of a graph task speaks, that of parameter k."""
+        """The first hook of a graph task has run, that of parameter k."""
         captured = self._captured()
         if (
             captured is None

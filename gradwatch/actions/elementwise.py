@@ -95,7 +95,7 @@ def shaped(
     scale: Scale = 1.0,
     finite: bool = False,
 ) -> Tensor:
-    """Apply these policies and a factor to one dense gradient, as told at the head of this file.
+    """Apply these policies and a factor to one dense gradient, as described at the head of this file.
 
     `finite`: every element is known to be.
     """

@@ -81,7 +81,7 @@ class Places:
                         self._of[slot] = weakref.ref(module), name
 
     def remove(self, slot: int) -> None:
-        """The slot's parameter was let go."""
+        """The slot's parameter was released."""
         self._of.pop(slot, None)
 
     def lost(self, slot: int, param: nn.Parameter) -> bool:
@@ -123,7 +123,7 @@ class Coverage:
         self._registrations.watch(models)
 
     def remove(self, slot: int) -> None:
-        """The slot's parameter was let go."""
+        """The slot's parameter was released."""
         self._at_attach.discard(slot)
         self._places.remove(slot)
 

@@ -103,7 +103,7 @@ class OptimizerCapture:
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self.recent_total_norm: float | None = (
-            None  # total norm of a loop so calm that a closer look may wait
+            None  # total norm of a loop so regular that the exact read may wait
         )
         self._read_at = 0
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
@@ -493,7 +493,7 @@ class OptimizerCapture:
         self._schedule.block(self.step, self.ambiguous)
 
     def release(self) -> None:
-        """The optimizer is gone: keep index and step for a successor, and let go of the parameters."""
+        """The optimizer is gone: keep index and step for a successor, and release the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
         self.frozen, self._held, self._arrivals = [], [], ArrivalCounts([])

@@ -79,7 +79,7 @@ class Capture:
         self.unowned: Callable[[list[int], Root | None], None] = (
             _nothing  # reached parameters of no optimizer
         )
-        self.before_drop: Callable[[], None] = _nothing  # parameters are about to be let go
+        self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
         self._unowned_slots: frozenset[int] | None = None  # as of now; None = to be found anew
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
@@ -147,7 +147,7 @@ class Capture:
         return slot
 
     def _take_slot(self, param: nn.Parameter, name: str) -> int:
-        """A slot of a parameter that was let go, so that what comes and goes takes no more room; else a new one."""
+        """A slot of a parameter that was released, so that what comes and goes takes no more room; else a new one."""
         if not self._free:
             self.params.append(param)
             self.names.append(name)
@@ -212,7 +212,7 @@ class Capture:
         return self.coverage.count(self.models(), self.captures)
 
     def maintain_hooks(self, captured: OptimizerCapture, window: Window) -> bool:
-        """At a step boundary: let go of what is gone, count coverage where it may have changed, reinstall lost hooks.
+        """At a step boundary: release what is gone, count coverage where it may have changed, reinstall lost hooks.
 
         True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.
         """
@@ -246,7 +246,7 @@ class Capture:
         return len(self._grad_ready) > 0 or bool(self._grad_ready.spared)
 
     def close(self) -> None:
-        """Remove every hook and let go of every parameter."""
+        """Remove every hook and release every parameter."""
         self._grad_ready.close()
         self.losses.close()
         self._slot_of.clear()
@@ -342,7 +342,7 @@ class Capture:
         return captured
 
     def claim(self, captured: OptimizerCapture) -> None:
-        """A capture that `adopt_unowned` made is trained by hand; it takes the place of one whose model is gone."""
+        """A capture that `adopt_unowned` made has no optimizer; it takes the place of one whose model is gone."""
         self.drop_dead()
         gone = (k for k, one in enumerate(self.captures) if one.without_optimizer and not one.params)
         index = next(gone, len(self.captures))

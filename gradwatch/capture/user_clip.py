@@ -40,7 +40,7 @@ class BeforeClip:
         self.close = listen(self.read)
 
     def read(self, clip: Multiplication | None = None) -> None:
-        """Read what is unread, and tell every capture of the clip; raises only if `failed` does."""
+        """Read what is unread, and notify every capture of the clip; raises only if `failed` does."""
         try:
             if not self._idle() and not capturing():
                 self._read()

@@ -68,7 +68,7 @@ class Weights:
         self._latest: Looked | None = None
         self._met: list[Callable[[], Looked]] = []  # taken, and maybe still on their way from a device
         self._known: set[str] = set()
-        self._arriving: tuple[Steps, Callable[[], bool], Callable[[], Looked]] | None = None
+        self._copies: tuple[Steps, Callable[[], bool], Callable[[], Looked]] | None = None
         self._next = 0.0
 
     # -- the reference -----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Weights:
         if not readable(named):
             return (UNREADABLE,)
         with self._lock:
-            self._arriving = None
+            self._copies = None
             return self._judged(self._begin(named)[1]()) + self._unoptimized.look()
 
     def check_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
@@ -143,18 +143,18 @@ class Weights:
         some steps later, and nothing waits for it.
         """
         now = time.perf_counter()
-        if self._arriving is None and not urgent and now < self._next:
+        if self._copies is None and not urgent and now < self._next:
             return None
         with self._lock:
-            if self._arriving is None:
+            if self._copies is None:
                 named = self._trained()
                 if not readable(named):
                     return None
-                self._arriving = steps(), *self._begin(named)
-            begun, ready, result = self._arriving
+                self._copies = steps(), *self._begin(named)
+            begun, ready, result = self._copies
             if not ready():
                 return None
-            self._arriving = None
+            self._copies = None
             reasons = self._judged(result())
             if self._unoptimized.broken:  # a healthy answer would be about these as well
                 reasons += self._unoptimized.look()

@@ -77,7 +77,7 @@ class Window:
     def resolve(self) -> tuple[Norms, Norms]:
         """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
 
-        Only then `provisional` and `trusted` are final, where the window was calm.
+        Only then `provisional` and `trusted` are final, where the window was ordinary.
         """
         raw = self.raw.norms()
         if self.repeats is not None and repeated(self.repeats, raw):

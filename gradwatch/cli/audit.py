@@ -58,7 +58,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def follow(journal: JournalReader, audit: Audit) -> None:
-    """Read a journal; a terminal is told how far it is."""
+    """Read a journal, with progress on a terminal."""
     from gradwatch.journal.audit import read
 
     with closing(Counter("{:,} steps read")) as count:

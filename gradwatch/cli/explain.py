@@ -29,7 +29,7 @@ LONGEST_LINE = 2000
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """An incident as its page tells it; `bundle` is None where none was kept, `obstacle` why it cannot be run again."""
+    """An incident as on its page; `bundle` is None where none was kept, `obstacle` why it cannot be run again."""
 
     incident: Incident
     bundle: Path | None = None
@@ -132,7 +132,7 @@ def chosen(where: Path, name: str | None) -> list[Incident]:
 
 
 def explained(where: Path, incident: Incident) -> Explained:
-    """The incident with its bundle, if there is one: that of the rank that tells of it, else any."""
+    """The incident with its bundle, if there is one: that of the rank with the cause, else any."""
     from gradwatch.incidents.bundle.folders import bundles_of
     from gradwatch.incidents.bundle.reading import BundleError, read_document
 
@@ -148,7 +148,7 @@ def explained(where: Path, incident: Incident) -> Explained:
 
 
 def document(one: Explained) -> dict[str, Any]:
-    """The cause with its remedy, and everything else that is known, JSON-safe."""
+    """The cause with its suggested fix, and everything else that is known, JSON-safe."""
     from gradwatch.incidents.page import reproduce
 
     shown = one.incident.to_dict()

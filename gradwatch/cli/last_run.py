@@ -1,4 +1,4 @@
-"""The newest run as `gradwatch doctor` tells of it: its account if it has ended, its counters while it runs."""
+"""The newest run as `gradwatch doctor` shows it: its account if it has ended, its counters while it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 2.0
 
 
 def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
-    """(the run's name, what it tells of itself, whether all was seen); None where there is no run.
+    """(the run's name, its summary, whether all was seen); None where there is no run.
 
     A run that has not ended is asked at its endpoint, if that is on this machine.
     """
@@ -63,7 +63,7 @@ def account_of_endpoint(where: Path) -> Account | None:
 
 
 def account_of_metrics(text: str) -> Account:
-    """The account that a scrape amounts to, as far as metrics tell it: not how many optimizers there were.
+    """The account that a scrape amounts to, as far as metrics hold it: not how many optimizers there were.
 
     An `optimizer` label is taken over by the next optimizer once one is gone.
     """

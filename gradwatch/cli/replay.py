@@ -30,7 +30,7 @@ the outputs was not kept or not finite). Nothing is ever run that the bundle nam
 Exit 1 where no cause is known, 2 where the bundle cannot be read or not be run again."""
 
 MAX_BYTES = 1 << 30
-"""Of tensors in module attributes that are copied and put back."""
+"""Of tensors in module attributes that are copied and restored."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -76,7 +76,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; exit 2 where that cannot begin."""
+    """Serve until SIGTERM or Ctrl-C; exit 2 where that cannot begin."""
     from gradwatch.endpoint.listen import parse_listen
     from gradwatch.serve.allowed_targets import AllowedTargets
     from gradwatch.serve.fleet import Scanner

@@ -99,7 +99,7 @@ class Run:
         return self.seen.done or not self.alive
 
     def wait_for_journal(self, timeout: float = 10.0) -> None:
-        """Wait until the journal has told of the last step (at once if the process is gone)."""
+        """Wait until the journal holds the last step (at once if the process is gone)."""
         deadline = time.monotonic() + timeout
         while self.alive and self.seen.judged < self.seen.step and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -139,7 +139,7 @@ class Detector:
         raise NotImplementedError
 
     def shown(self, state: State, sample: Sample) -> FloatArray:
-        """[K]: the values that `score` is about, for an Event to tell."""
+        """[K]: the values that `score` is about, for an Event."""
         return sample.values
 
     def learn(self, state: State, sample: Sample) -> State:

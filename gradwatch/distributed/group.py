@@ -1,4 +1,4 @@
-"""A process group of our own: how the ranks of a run find each other, and the one collective of a step.
+"""gradwatch's own process group: the meeting of the ranks of a run, and the one collective of a step.
 
 Never torch's default group: a collective of gradwatch's among the user's could be matched with one of theirs. The
 meeting goes through the store that `init_process_group` made. Every rank leaves a card there; rank 0 reads

@@ -323,7 +323,7 @@ class Ranks:
     ) -> Shared | None:
         """The step as every rank sees it but for extra columns: after an internal error on it.
 
-        None where the others cannot know it, or have not been told yet.
+        None where the others cannot know it, or do not know it yet.
         """
         mine = slice(0, len(window.sites))
         if not self.several:

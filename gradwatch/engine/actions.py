@@ -226,7 +226,7 @@ def _owned(one: RulePlan, coef_K: Array32, here: BoolArray, snapshot: Snapshot) 
 
 
 def _multiplying(one: RulePlan, name: str, coef_S: Array32, snapshot: Snapshot) -> Decision:
-    """A Decision to multiply, told by the site that changes most; none where nothing changes."""
+    """A Decision to multiply, reported by the site that changes most; none where nothing changes."""
     ordered = np.flatnonzero(np.isfinite(coef_S) & (coef_S != 1))
     if not len(ordered):
         return Decision()

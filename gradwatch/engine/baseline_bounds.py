@@ -22,7 +22,7 @@ BASELINE_SIGMAS = 2.0
 """`clip: {to: baseline}` brings a spike down to exp(m + 2σ̂): what the parameter reached now and then."""
 
 GRADIENT_NORMS = frozenset({"norm", "norm_local", "rms"})
-"""Columns that tell one parameter's gradient norm, as a hook on it computes it."""
+"""Columns that hold one parameter's gradient norm, as a hook on it computes it."""
 
 
 def bounds_of_rules(plan: Plan, state: EngineState) -> list[Bound]:

@@ -259,7 +259,7 @@ class BoundEngine:
         """The decision with the factors of the standing policies, and the state that has learned this step.
 
         A step that is skipped, that the GradScaler rejected or that is provisional is learned by none of them.
-        `failed` is told of a policy at fault, which then does nothing on this step; without it the fault is raised.
+        `failed` is called for a policy at fault, which then does nothing on this step; without it the fault is raised.
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state

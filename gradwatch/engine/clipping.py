@@ -103,7 +103,7 @@ class Clipping:
     ) -> NDArray[np.float32] | None:
         """float32[S], of all policies the smallest; None where every factor is 1.
 
-        A policy that fails, or whose factors no gradient can bear, is told to `failed`: its factors are 1 there.
+        A policy that fails, or whose factors no gradient can bear, is reported to `failed`: its factors are 1 there.
         """
         # Infinite where no policy says anything, so that a factor above 1 is not lowered by those that are silent.
         factors = np.full(len(snapshot.norm), np.inf, np.float32)
@@ -146,7 +146,7 @@ class Clipping:
         }
 
     def restored(self, saved: Mapping[str, Any]) -> tuple[State, ...]:
-        """The states that `to_dict` told, as far as policies and series are still there; all else is empty."""
+        """The states from `to_dict`, as far as policies and series are still there; all else is empty."""
         return tuple(_filled(one, saved.get(one.key)) for one in self.policies)
 
 

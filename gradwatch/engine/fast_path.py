@@ -1,9 +1,9 @@
-"""The healthy step, known at a glance: a few bounds, then every baseline learns. All else goes to `judge`.
+"""The healthy step, proven by a few bounds, after which every baseline learns. All else goes to `judge`.
 
 Between two sweeps over all gradients the caches are cold, and a step costs as many microseconds as it touches
 functions and arrays. So what a healthy step needs is laid out when the rules are bound: the values each column
 may take without any rule asking more, and which baselines learn from one shared logarithm. `FastPath` answers
-"nothing happened, this was learned" or None, and never tells anything itself: whatever it is not certain of is
+"nothing happened, this was learned" or None, and never reports anything itself: whatever it is not certain of is
 judged by `Step` from the start, so both always agree.
 
 Axes: S sites, K series of one bank.

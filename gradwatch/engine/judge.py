@@ -149,9 +149,9 @@ class Step:
         return Scored(values, score, breaches(detector, score))
 
     def _without_reported(self, one: RulePlan, scored: Scored) -> Scored:
-        """The scores without those of NaN and Inf that a rule on finiteness has told of already on this step.
+        """The scores without those of NaN and Inf that a rule on finiteness has reported already on this step.
 
-        One NaN is one incident: the gradients' own rules tell it, before the loss and before any bound. A rule that
+        One NaN is one incident: the gradients' own rules report it, before the loss and before any bound. A rule that
         acts is asked all the same, for it may be the one that keeps a NaN out.
         """
         if one.detector.finiteness and (one.series.column != "loss" or not self.nonfinite_reported):
@@ -169,7 +169,7 @@ class Step:
         return bounds is not None and one.detector.cannot_breach(*bounds)
 
     def _transit(self, number: int, scored: Scored) -> None:
-        """Count, and tell what changed."""
+        """Count, and report what changed."""
         one, track = self.plan.rules[number], self.tracks[number]
         rule, step = one.rule, self.snapshot.step
         judged, clear = ~np.isnan(scored.score), clears(one.detector, scored.score)

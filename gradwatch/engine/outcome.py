@@ -39,7 +39,7 @@ def reshaped(
     left: Mapping[int, float],
     zeroed: Mapping[int, float] | None = None,
 ) -> Snapshot:
-    """The Snapshot with our own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
+    """The Snapshot with gradwatch's own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
 
     `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
     no backward renewed, which is no gradient of this step and so not in `total_norm`. `left` are the norms that

@@ -34,7 +34,7 @@ def permitted(
     scaled: bool,
     report: Callable[[str, BaseException], None],
 ) -> Decision:
-    """The part of a decision that is carried out; what is refused is reported, and told as `mode: shadow` is.
+    """The part of a decision that is carried out; what is refused is reported as in `mode: shadow`.
 
     `agreed`: every rank decides the same; `empty`: the step has no gradient left to take, and is skipped;
     `inside_backward`: the optimizer steps there; `without_optimizer`: there is none;

@@ -266,7 +266,7 @@ class Reader:
         return None if derived is None else (derived.values, derived.present, self.everywhere)
 
     def _norms(self) -> FloatArray:
-        """[S]: beyond float32 too, where an overflow was told."""
+        """[S]: beyond float32 too, where an overflow was reported."""
         snapshot = self.snapshot
         return snapshot.wide_norm() if "norm_overflow" in snapshot.columns else snapshot.norm
 

@@ -17,7 +17,7 @@ from gradwatch.records.snapshot import Decision, Event, Order
 from gradwatch.runtime.numbers import json_ready
 
 AROUND = 8
-"""Steps before an incident whose norms are told with it."""
+"""Steps before an incident whose norms are shown with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Incident:
         return "" if self.event is None else self.event.summary
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe, with the cause and its remedy in words beside the fields."""
+        """JSON-safe, with the cause and the suggested fix in words beside the fields."""
         document: dict[str, Any] = json_ready(asdict(self))
         finding = self.finding
         suggestion = None if finding is None else suggestion_for(finding)

@@ -1,6 +1,6 @@
-"""Likely remedies: what usually lies behind a NaN of one operation, and the line that mends it.
+"""Suggested fixes: the usual cause of a NaN of one operation, and the line that fixes it.
 
-A table, not code: the first entry whose conditions a Finding meets is the one that is told. Every entry is
+A table, not code: the first entry whose conditions a Finding meets is the one reported. Every entry is
 tried on the real operation in `tests/localise/test_suggestions.py`.
 """
 
@@ -349,7 +349,7 @@ GENERAL = Suggestion(
 
 
 def suggestion_for(finding: Finding) -> Suggestion | None:
-    """The likely remedy; None where nothing was found."""
+    """The suggested fix; None where nothing was found."""
     if not finding.found:
         return None
     return next((suggestion for suggestion in SUGGESTIONS if suggestion.fits(finding)), GENERAL)

@@ -35,7 +35,7 @@ def watch(
     loss: Callable[[Any], Any] = the_output,
     **options: Unpack[Options],
 ) -> Watch:
-    """Watch the model that an engine trains, and tell the rules its loss after every iteration.
+    """Watch the model that an engine trains, and observe its loss after every iteration.
 
         with gradwatch.integrations.ignite.watch(trainer, model, optimizer) as gw:
             trainer.run(loader, max_epochs=3)

@@ -12,7 +12,7 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Event, RunInfo
 
 AFTER = 3
-"""Steps after an incident whose norms are told with it."""
+"""Steps after an incident whose norms are shown with it."""
 
 
 def incidents(journal: JournalReader, name: str | None = None) -> Iterator[Incident]:

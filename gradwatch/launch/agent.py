@@ -76,7 +76,7 @@ class Agent:
         guard.listen(_strictly)
         os.register_at_fork(after_in_child=self._forked)
 
-    # -- told by taps ------------------------------------------------------------------------------------
+    # -- called by taps ----------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attach to an optimizer that nothing announced; raises only with `--strict`."""

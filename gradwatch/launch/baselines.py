@@ -1,7 +1,7 @@
 """The baselines of a run kept in its folder, for the job that is started again under the same run id.
 
 `state-rank0.json` holds `Session.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
-many steps it had counted itself. They are taken up where these fit the optimizer at hand. An optimizer that counts no
+many steps it had counted itself. They are loaded where these fit the optimizer. An optimizer that counts no
 steps cannot tell a training that goes on from one that begins, and one that has taken none begins. Of several processes
 that call themselves the same rank, one does all this (`state_lock`).
 """
@@ -57,7 +57,7 @@ class Baselines:
         self._said = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Before the first step of an optimizer, take up what was saved of it; never raises."""
+        """Before the first step of an optimizer, load what was saved of it; never raises."""
         ref = self._met.get(id(optimizer))
         if ref is not None and ref() is optimizer:
             return

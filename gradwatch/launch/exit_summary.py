@@ -37,7 +37,7 @@ def arm() -> None:
 
 
 def not_watched(reason: str) -> None:
-    """Something kept steps from being watched; told at the end, in one line, where steps are missing."""
+    """Something kept steps from being watched; reported at the end, in one line, where steps are missing."""
     reason = " ".join(reason.split())
     if reason not in _reasons:
         _reasons.append(reason)

@@ -65,7 +65,7 @@ class FirstForwards:
                 self._pre_attach.add(model)
 
     def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
-        """Give a session what was held of its models and of those `joining` it next; let go of the rest."""
+        """Give a session what was held of its models and of those `joining` it next; release the rest."""
         pre_attach, self._pre_attach = self._pre_attach, None
         self._stop()
         faults, self._faults = self._faults, []

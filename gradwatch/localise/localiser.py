@@ -119,7 +119,7 @@ class Localiser:
             self._live = None
 
     def discard(self) -> None:
-        """Let go of the calls that were held: they belong to no step."""
+        """Release the calls that were held: they belong to no step."""
         self._recordings.drop()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
@@ -158,7 +158,7 @@ class Localiser:
 
     @property
     def dropped(self) -> int:
-        """Calls of this step that were let go of to stay within `max_bytes`."""
+        """Calls of this step that were released to stay within `max_bytes`."""
         return self._recordings.dropped
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
@@ -172,7 +172,8 @@ class Localiser:
     def localise(self, ask: Ask, step_taken: bool = False, agreement: RankAgreement | None = None) -> Finding:
         """The cause of the step that is about to be taken; `step_taken`: it has been taken already. Never raises.
 
-        `agreement`: the ranks, where all of them localise this step. Then they tell the cause on the rank that has it.
+        `agreement`: the ranks, where all of them localise this step. Then they report the cause of the rank that has
+        it.
         """
         self._agreement = agreement
         newest = self._newest()

@@ -96,7 +96,7 @@ def recording_groups(rules: Iterable[Recording]) -> dict[str, Any]:
 
 
 def server_config(pace: Pace, places: Places) -> dict[str, Any]:
-    """prometheus.yml: who is scraped, and who is told.
+    """prometheus.yml: the scrape targets, and the Alertmanager.
 
     `honor_labels`: the rank's own `run_id` and `rank` (`gradwatch_run_info`) and those that `gradwatch serve`
     gives to the last counters of an ended run are the ones to keep; both mean the same as the target's.

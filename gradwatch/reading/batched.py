@@ -89,7 +89,7 @@ class RowNorms:
         return missed
 
     def total(self) -> float:
-        """Root sum of squares over all gradients, good to 1e-4: at a glance, in one operation."""
+        """Root sum of squares over all gradients, good to 1e-4, in one operation."""
         if self._missed:
             return math.sqrt(float(self.squares().sum()))
         singles = self._single

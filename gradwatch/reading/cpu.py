@@ -16,7 +16,7 @@ NEAR = 4.0
 """A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
 
 CLOSE = 1.001
-"""Ten times what a glance at the total may be off: beyond that the exact total tells what the glance does."""
+"""Ten times the error of the quick total: beyond that the exact total gives the same answer."""
 
 
 class CpuNorms:

@@ -64,7 +64,7 @@ class RowBuffer(ABC):
 
     @abstractmethod
     def read(self, parts: Sequence[int], matrices: Sequence[Any]) -> float:
-        """Take every row of each `matrix` into its part. The root sum of squares of all rows, good to 1e-4: a glance.
+        """Take every row of each `matrix` into its part. The root sum of squares of all rows, good to 1e-4.
 
         All are made before any is read: a large gradient drives everything else out of the caches, and what comes
         between it and the next then costs several times what it should. To be called `silently`.

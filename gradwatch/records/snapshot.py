@@ -280,7 +280,7 @@ class Decision:
         return replace(self, coef=coef, zero=None if self.zero is None else self.zero[own])
 
     def without_zero(self) -> Decision:
-        """The same orders but for the zeroing, which is told as what would have been done."""
+        """The same orders but for the zeroing, which is reported as in shadow mode."""
         orders = frozenset(
             replace(order, shadow=True) if order.action == "zero_nonfinite" else order
             for order in self.orders

@@ -1,6 +1,6 @@
 """`gradwatch serve`: one address for many runs. Needs no torch.
 
-It reads run folders (`discover`: endpoint files, journals), tells Prometheus whom to scrape (`/sd`), keeps the last
+It reads run folders (`discover`: endpoint files, journals), gives Prometheus its scrape targets (`/sd`), keeps the last
 counters of runs that have ended (`/metrics`, from `summary`), and shows people a page of all runs (`page`). Everything
 it knows is in the folders: it can be killed and started at any time, and never writes into them.
 """

@@ -59,7 +59,7 @@ class Fleet:
     scan_seconds: float
     errors: int = 0
     refused: tuple[Member, ...] = ()
-    """Those running whose address Prometheus is not told: not of this machine, and not allowed."""
+    """Those running whose address is not among the targets: not of this machine, and not allowed."""
 
     def ended_since(self, moment: float, most: int) -> list[Member]:
         """Those with a summary that ended after `moment` (Unix time), the latest first."""

@@ -27,10 +27,10 @@ _LATE_SECONDS = 60.0
 class Server:
     """Scans every `every_seconds` and serves `/`, `/metrics`, `/sd`, `/runs.json`, `/healthz`, `/runbooks/NAME`.
 
-    Raises GradwatchError where the port is taken: Prometheus is told one address, another would not be found.
-    A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503 when
-    nothing could be read for a minute and three intervals. `lists` are folders of file_sd, from which processes of
-    this machine that were killed are to be taken after a quarter of an hour.
+    Raises GradwatchError where the port is taken: Prometheus is configured with one address, another would not be
+    found. A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503
+    when nothing could be read for a minute and three intervals. `lists` are folders of file_sd, from which processes
+    of this machine that were killed are to be taken after a quarter of an hour.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Summary of a process that has ended: who it was, its final counters, how and when it ended.
 
-Worked out from its journal, once, and kept in a folder of our own: thousands of journals cannot be read again at every
-start.
+Worked out from its journal, once, and kept in gradwatch's own folder: thousands of journals cannot be read again at
+every start.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Attached:
             try:
                 if part is not None:
                     part.close()
-            except Exception as error:  # the others must be given back all the same
+            except Exception as error:  # the others must be restored all the same
                 self._activity.health.report("close", error)
         self._containers.clear()
 

@@ -192,7 +192,7 @@ class Bundles:
         return self._background.wait(timeout)
 
     def close(self) -> None:
-        """Wait for what is being written, at most 0.5 s; what is not done by then is lost, and told."""
+        """Wait for what is being written, at most 0.5 s; what is not done by then is lost, and reported."""
         if not self._background.wait(CLOSE_SECONDS):
             self._health.report(
                 self.name, TimeoutError("the disk did not respond in time: a bundle is incomplete")

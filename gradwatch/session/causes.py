@@ -77,7 +77,7 @@ class Causes:
 
     @property
     def dropped(self) -> int:
-        """Forward calls of the present step that were let go of to stay within `max_bytes`."""
+        """Forward calls of the present step that were released to stay within `max_bytes`."""
         return self._localiser.dropped
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:

@@ -18,7 +18,7 @@ DEPTH = 4
 MOST = 8
 """Calm steps that may wait to be judged together."""
 LONGEST = 0.5
-"""Seconds that a calm step may wait while steps are taken."""
+"""Seconds that an ordinary step may wait while steps are taken."""
 
 
 class Deferred(NamedTuple):

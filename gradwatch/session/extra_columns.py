@@ -53,7 +53,7 @@ class ExtraColumns:
     """Reads the extra columns of every step of one session.
 
     `taps` are those on modules, whose sites belong to the first optimizer; `spent` gives the seconds that watching has
-    cost since it was last asked; `defers`: no rule needs the verdict of a calm step before the step is taken.
+    cost since it was last asked; `defers`: no rule needs the verdict of an ordinary step before the step is taken.
     """
 
     def __init__(self, taps: ModuleTaps | None, spent: Callable[[], float], defers: bool) -> None:

@@ -83,7 +83,7 @@ class LiveSessions(Generic[W]):
                 self._live.remove(watch)  # first: closing asks for those that live
                 watch.close()
 
-    # -- told by taps ------------------------------------------------------------------------------------
+    # -- called by taps ----------------------------------------------------------------------------------
 
     def _about_to_run(self, call: BackwardCall) -> None:
         self.close_orphans()

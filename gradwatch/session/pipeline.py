@@ -106,7 +106,7 @@ class StepPipeline:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """True if some rule skips non-finite steps (a fused optimizer is then told so on the device)."""
+        """True if some rule skips non-finite steps (a fused optimizer then gets `found_inf` on the device)."""
         return self._engine.skips_nonfinite
 
     # -- a step ------------------------------------------------------------------------------------------
@@ -373,12 +373,12 @@ class StepPipeline:
     def _escalated(self, verdict: Verdict, decision: Decision) -> Decision:
         """The decision after the user's callback was given the rungs reached on this step: it may want a stop."""
         for event in verdict.events:
-            if event.kind == "escalated" and event.actions and self._wants_stop(event):
+            if event.kind == "escalated" and event.actions and self._user_stops(event):
                 stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
                 decision = without_overridden(decision | stop)
         return decision
 
-    def _wants_stop(self, event: Event) -> bool:
+    def _user_stops(self, event: Event) -> bool:
         """Call the user's `on_escalate`; its errors are counted, but for `TrainingStopped`, which stops training."""
         call = self._sources.on_escalate
         if call is None:

@@ -392,7 +392,7 @@ class Session:
         try:
             state = self.state_dict()
             self.checkpoint()
-        except Exception as error:  # a session that cannot tell its state must still let go
+        except Exception as error:  # a session that cannot tell its state must still release its parts
             self.health.report("close", error)
             state = dict(NOTHING_SAVED)
         self.conclude()

@@ -150,7 +150,7 @@ class Watch:
         return self._session.checkpoint().last_healthy_step
 
     def status(self) -> dict[str, Any]:
-        """The present state, JSON-safe: run, steps, what is firing, our own errors, the account so far.
+        """The present state, JSON-safe: run, steps, what is firing, internal errors, the account so far.
 
         `inactive` says why a rule (by id) or a group (`group:NAME`) judges nothing of the model as it is now, but for
         those with `optional: true`. A reason that begins with "not armed: " is of a rule that judges, but whose actions

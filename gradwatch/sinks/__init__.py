@@ -26,7 +26,7 @@ __all__ = ["Sink", "find_sink", "make_sink", "register_sink", "sink_names"]
 
 @runtime_checkable
 class Sink(Protocol):
-    """Something that is told of every step; wrapped in a `Breaker`, its faults stay out of training.
+    """A receiver of the Record of every step; wrapped in a `Breaker`, its faults stay out of training.
 
     `open` and `write` run on the training thread and must not wait for anything: `write` has microseconds,
     may keep the Record (it is immutable) and must leave slow work to a thread of its own. `close` may be

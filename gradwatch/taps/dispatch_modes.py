@@ -2,7 +2,7 @@
 
 A mode sees every operation of its thread: a FLOP counter, a profiler or a recorder would count gradwatch's reads as the
 training's. Switching dispatch off altogether would also switch off that of tensor subclasses (DTensor), so the modes
-are taken off torch's stacks and put back. torch's own default device is a function mode too; it shows nothing to the
+are taken off torch's stacks and restored. torch's own default device is a function mode too; it shows nothing to the
 script, code that is run again needs it, and it stays.
 """
 

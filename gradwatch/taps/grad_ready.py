@@ -56,7 +56,7 @@ class GradReadyHooks:
             handle.remove()
 
     def free(self, slot: int) -> None:
-        """The slot's parameter was let go: another may take the slot."""
+        """The slot's parameter was released: another may take the slot."""
         self.remove(slot)
         self._marked_as.pop(slot, None)
 

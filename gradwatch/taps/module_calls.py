@@ -168,7 +168,7 @@ def _install(kind: type[nn.Module], listened: _Listened) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """No class was changed that could be put back."""
+    """No-op: no class was changed."""
 
 
 def _torchs() -> Any:

@@ -179,7 +179,7 @@ class ModuleRegistry:
         self._fresh = [ref for ref in self._fresh if ref() is not None]
         self._prune_at = max(_SMALL, 2 * len(self._modules))
 
-    # -- told by torch -----------------------------------------------------------------------------------
+    # -- called by torch ---------------------------------------------------------------------------------
 
     @untraced
     def _parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:

@@ -120,7 +120,7 @@ class BackwardClipState:
     # -- one backward ------------------------------------------------------------------------------------
 
     def begin(self, k: int) -> None:
-        """The first hook of a graph task speaks, that of parameter k."""
+        """The first hook of a graph task has run, that of parameter k."""
         self.task[0] = backward.current()
         if backward.nested():  # reentrant checkpointing: a part of the backward around it
             self._within = True
@@ -184,7 +184,7 @@ class BackwardClipState:
         return acted
 
     def on_host(self, k: int, grad: Tensor) -> Tensor | None:
-        """A gradient whose norm is out of bounds at a glance: what is to be made of it, None = leave it alone."""
+        """Clip a gradient whose quick norm is out of bounds; None = leave it alone."""
         norm = exact_norm(grad)[0]
         if not math.isfinite(norm):
             return None  # one bad element must not spread; the verdict at the boundary deals with it

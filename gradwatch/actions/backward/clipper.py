@@ -5,12 +5,12 @@ costs a third of a small model's step. On a device it multiplies by a 0-dim fact
 waiting; there the bounds are those of the latest step whose numbers have arrived.
 
 A hook sees one backward of this process, before any reduction, times the loss scale. So where gradients are
-accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the Limiter then
-switches itself off and says so, unless it was told to act all the same (`local`). Whoever made it sees that it is
+accumulated, reduced over ranks or scaled, a bound would mean something else than in the rule file: the clipper then
+switches itself off and says so, unless `local` forces it to act. Whoever made it sees that it is
 `disabled_reason`, and has the same clip carried out at the step.
 
 One writer (`publish`, between a step and the next backward), one reader (the hooks). The hooks hold no parameter and
-no Limiter: parameter -> hook -> object -> parameter would never be collected.
+no clipper: parameter -> hook -> object -> parameter would never be collected.
 
 Axes: K parameters of a capture.
 """
@@ -47,7 +47,7 @@ class BackwardClipper:
     """Tensor hooks on the parameters of one capture; `covered[K]` says which of them may ever be multiplied.
 
     `taps[K]` are the tensors that autograd accumulates into (None: no hook sees that gradient). `local`: act
-    whatever the gradients go through afterwards. `refused(reason)` is told once, when the Limiter switches itself
+    whatever the gradients go through afterwards. `refused(reason)` is called once, when the clipper switches itself
     off; `failed` counts an internal error, at which the gradient passes unchanged.
     """
 

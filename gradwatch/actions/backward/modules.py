@@ -30,7 +30,7 @@ class ModuleBounds:
     """The bounds on M modules; `publish` writes them between a step and the next backward, the hooks read them.
 
     As the `BackwardClipper` of parameters it switches itself off, and reports it, under a GradScaler and where ranks
-    would not learn of it, unless it is `local`. `refused(reason)` is told once; `failed` counts an internal error.
+    would not learn of it, unless it is `local`. `refused(reason)` is called once; `failed` counts an internal error.
     """
 
     def __init__(

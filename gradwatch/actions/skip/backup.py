@@ -1,7 +1,7 @@
-"""Everything that a step of an optimizer may change, as it was, to be put back in place.
+"""Everything that a step of an optimizer may change, as it was, to be restored in place.
 
 The optimizer's attributes are followed through containers, modules, optimizers and plain objects, and every tensor,
-list, dict and generator found there is noted. It is put back into the very same objects: whatever else refers to
+list, dict and generator found there is noted. It is restored into the very same objects: whatever else refers to
 them (a flat buffer, a scheduler, a dict keyed by `id(param)`) finds them unchanged.
 """
 

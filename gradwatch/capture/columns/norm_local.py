@@ -120,7 +120,7 @@ class Running:
         self.norms: dict[int, float | Tensor] = {}
 
     def arrives(self, k: int, found: float | Tensor) -> None:
-        """A gradient is on its way to k; those of another backward that never got there are let go."""
+        """A gradient is on its way to k; those of another backward that never got there are released."""
         task = backward.current()
         if task != self._pending_in:
             if not backward.nested():

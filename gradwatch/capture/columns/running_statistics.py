@@ -1,4 +1,4 @@
-"""Running statistics of normalisation layers that a bad batch has spoilt: no skipped step brings them back.
+"""Running statistics of normalisation layers that a non-finite batch has entered: skipping the step does not undo that.
 
 BatchNorm writes its running mean and variance in the forward. Training never reads them again, so gradients are
 finite from the next batch on, while every evaluation and every checkpoint is lost: a NaN in a moving average stays.
@@ -20,11 +20,11 @@ AGAIN = 50
 
 
 class NonfiniteStatisticsError(GradwatchError):
-    """Running statistics are not finite; the message names them and says how to mend them."""
+    """Running statistics are not finite; the message names them and says how to fix them."""
 
 
 class RunningStatistics:
-    """Looks at the running statistics of `models()` when gradients were not finite; `say` tells of a find, once."""
+    """Looks at the running statistics of `models()` when gradients were not finite; `say` reports a find, once."""
 
     def __init__(
         self, models: Callable[[], list[nn.Module]], say: Callable[[str, BaseException], None]

@@ -17,7 +17,7 @@ MOST = 2
 
 
 class Background:
-    """Runs what `submit` takes; `failed` is told what a job raises. In a forked child it does nothing."""
+    """Runs what `submit` takes; `failed` gets what a job raises. In a forked child it does nothing."""
 
     def __init__(self, failed: Callable[[BaseException], None], most: int = MOST) -> None:
         self._failed = failed

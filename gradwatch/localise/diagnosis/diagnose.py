@@ -32,7 +32,7 @@ def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
 
 
 def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
-    """The Finding, and whether looking for it wrote where what was there is not put back."""
+    """The Finding, and whether looking for it wrote where the old values are not restored."""
     stray = next((trace.stray for trace in traces if trace.stray), "")
     if not stray:
         return finding

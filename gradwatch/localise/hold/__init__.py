@@ -1,1 +1,1 @@
-"""The recorded calls of a model: what is held of them until they are replayed or let go."""
+"""The recorded calls of a model: what is held of them until they are replayed or released."""

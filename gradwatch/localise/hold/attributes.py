@@ -20,11 +20,11 @@ from gradwatch.taps import module_tree
 from gradwatch.taps.graph.nodes import set_version
 
 DEPTH = 6  # containers within containers
-CONTAINERS = (list, dict, set)  # whose contents are put back
+CONTAINERS = (list, dict, set)  # whose contents are restored
 IMMUTABLE = frozenset({bool, int, float, str, bytes, type(None)})
 OPENED = (list, tuple, dict, set, frozenset, deque)
 REGISTRIES = frozenset(nn.Module().__dict__)
-"""torch's own (`_parameters`, `_forward_hooks`, …) are put back by those who change them."""
+"""torch's own (`_parameters`, `_forward_hooks`, …) are restored by those who change them."""
 
 Restore = Callable[[], None]
 

@@ -171,7 +171,7 @@ class CallRecorder:
             self._families.remove(family)
 
     def close(self) -> None:
-        """Remove every hook and let go of everything."""
+        """Remove every hook and release everything."""
         for recording in self:
             recording.close()
         self._families.clear()
@@ -224,7 +224,7 @@ class CallRecorder:
 
     @property
     def dropped(self) -> int:
-        """Calls of this step that were let go for their size."""
+        """Calls of this step that were released for their size."""
         return sum(recording.dropped for recording in self)
 
     def __iter__(self) -> Iterator[RecordedCalls]:

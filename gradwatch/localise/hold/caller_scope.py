@@ -1,4 +1,4 @@
-"""The criterion beside the model: modules that the lines which call a model have at hand.
+"""The criterion beside the model: modules in scope of the lines which call a model.
 
 A loss that is a module of its own (`nn.CrossEntropyLoss()`, a focal loss of the user's) is called like a model, so its
 call can be held and run again like one. It has no parameters, so it is looked for where the model is

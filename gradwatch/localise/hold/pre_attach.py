@@ -96,7 +96,7 @@ class PreAttachRecorder(CallRecorder):
         self._wrappers.append(ignore)
 
     def close(self) -> None:
-        """Notice no further call and let go of everything."""
+        """Record no further call and release everything."""
         super().close()
         for ignore in self._wrappers:
             ignore()
@@ -109,7 +109,7 @@ class PreAttachRecorder(CallRecorder):
     def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
         """Recordings of `models`, which go on, and recorded calls of their parts, wrappers and criteria.
 
-        The rest is let go, and its hooks removed.
+        The rest is released, and its hooks removed.
         """
         roots = list(models)
         watched = {id(module) for model in roots for module in module_tree.modules(inner(model))}

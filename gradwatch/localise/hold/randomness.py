@@ -24,7 +24,7 @@ OWN = (torch.Generator, np.random.Generator, np.random.RandomState, random.Rando
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """One generator: how its state is read, and put back; the `generator` itself where it is the user's own."""
+    """One generator: how its state is read, and restored; the `generator` itself where it is the user's own."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]

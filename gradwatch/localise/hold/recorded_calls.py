@@ -158,7 +158,7 @@ class RecordedCalls:
         self._guarded(self._begins)(module, args, kwargs)
 
     def close(self) -> None:
-        """Notice no further call and let go of everything."""
+        """Record no further call and release everything."""
         self.unhook()
         self.drop()
 
@@ -176,7 +176,7 @@ class RecordedCalls:
         steps: list[int],
         met: Callable[[FrameType | None], None],
     ) -> None:
-        """From now on this is who counts its faults, caps what is held, counts the steps and is told of callers."""
+        """Set the owner that counts its faults and steps, caps what is held, and is notified of callers."""
         self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
         if self._met is not None:
             self._met = met

@@ -30,7 +30,7 @@ class Raising:
             self._began = time.perf_counter()
 
     def end(self) -> Trace | None:
-        """The next step is about to be taken: nothing raised, so there is nothing to tell."""
+        """The next step is about to be taken: nothing raised, so there is nothing to report."""
         if self._before is not None:
             self.left -= 1
             self.seconds += time.perf_counter() - self._began

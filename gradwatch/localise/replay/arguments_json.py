@@ -1,7 +1,7 @@
 """The arguments of a call as JSON, and back: containers of tensors and plain values, and nothing that could run.
 
 What a tree may hold is written down in `gradwatch.incidents.bundle.document`. A value of any other type becomes a
-`missing` that names its class: to make one again code of a stranger's choice would have to be imported.
+`missing` that names its class: to make one again, code chosen by whoever wrote the file would have to be imported.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ForwardTracer(DispatchMode):
         self._own: set[int] = set()
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that may be written into; any other that was not made here is told in `stray`."""
+        """Tensors that may be written into; any other that was not made here is listed in `stray`."""
         self._own.update(map(key_of, tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Several ranks and one cause: what all of them must agree on, and whose step it was.
 
 A NaN of one rank is in everybody's gradients once they are reduced, so all ranks judge alike and localise alike, each
-its own step. What they found is laid on one table, and all tell the same cause, with the rank that it is of. Nothing
+its own step. They exchange what they found, and all report the same cause, with its rank. Nothing
 here is a collective of torch's: ranks meet in the store that `init_process_group` made, all of them or none, and wait
 for one another for a bounded time (`distributed.group`).
 """

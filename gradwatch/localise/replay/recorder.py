@@ -56,7 +56,7 @@ class Recorder:
         return innermost_dispatch() is self._forward
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
-        """A write into one of these is put back: it is nothing to speak of."""
+        """A write into one of these is restored, so it is not reported."""
         self._forward.expect(tensors)
 
     @property

@@ -39,7 +39,7 @@ class Trace:
     `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `culprits`: nodes of the
     backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
     was finite, else `gradient` describes it. `sources`: what an external origin is called, by its key. `caller`:
-    the line that called the model. `stray`: an operation that wrote where what was there is not put back.
+    the line that called the model. `stray`: an operation that wrote where the old values are not restored.
     `skipped`: why this call was not run again; "" where it was.
     """
 

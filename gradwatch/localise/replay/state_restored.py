@@ -1,4 +1,4 @@
-"""A model run once more without a trace: what the run changes is put back, also when it raises.
+"""A model run once more without a trace: what the run changes is restored, also when it raises.
 
 The run works on stand-ins: parameters that share the memory of the real ones but have no hooks and no `.grad`
 of their own, and copies of the buffers. So DDP's reducer, the user's tensor hooks and gradwatch's hooks see
@@ -25,7 +25,7 @@ from gradwatch.taps.muted_forwards import muted
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
-    """Run what is inside, then put back generators, anomaly flags, grad mode and module attributes.
+    """Run what is inside, then restore generators, anomaly flags, grad mode and module attributes.
 
     Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.
     """

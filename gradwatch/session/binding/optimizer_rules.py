@@ -22,7 +22,7 @@ from gradwatch.engine.clipping import Clipping
 from gradwatch.records.snapshot import Record, Sites
 
 ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
-ORDINARY_AGAIN = 8  # after something unusual in a loop that was calm: no rule is warming up any more
+ORDINARY_AGAIN = 8  # after something unusual in an ordinary loop: no rule is warming up any more
 
 
 class Clock(NamedTuple):

@@ -338,7 +338,7 @@ class Boundary:
                 known.deferral.flush(self._judging_failed)  # before rules are bound anew
             former = self._capture.capture_of(optimizer) if known is None else known.captured
             captured = self._capture.adopt(optimizer, former)
-            self._without_optimizer.flush()  # what it has taken over is trained by hand no more
+            self._without_optimizer.flush()  # its parameters now have an optimizer
             return self._binder.bind(captured)
         return known
 
@@ -451,7 +451,7 @@ class Boundary:
             ctx.nested -= 1
             if not ctx.nested:
                 self._leave(ctx)
-        # What a skip took from copies made in the midst of the step is put back before what was at its beginning.
+        # What a skip took from copies made in the midst of the step is restored before what was at its beginning.
         if evaluations is not None and evaluations.skipped and evaluations.backup is not None:
             evaluations.backup.restore()
 

@@ -126,7 +126,7 @@ class LoopsWithoutOptimizer:
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if call.accumulates and not (call.nested or _tracing()):
-            self._capture.release_dead()  # what they had trained may be trained by hand from now on
+            self._capture.release_dead()  # their parameters may be updated by the script's own code from now on
             if self._loops:
                 self._guarded(self._next_backward)
 
@@ -171,7 +171,7 @@ class LoopsWithoutOptimizer:
             loop.still = 0
             self._claim(captured)
         loop.ends()
-        if captured.unread:  # trained by hand after all: from the next backward on
+        if captured.unread:  # updated by the script's own code after all: from the next backward on
             self._capture.cleared(captured)
             captured.discard()
             return
@@ -182,7 +182,7 @@ class LoopsWithoutOptimizer:
         captured.advance()
 
     def _claim(self, captured: OptimizerCapture) -> None:
-        """The weights are trained by hand: rules are bound to them."""
+        """Bind rules to weights that the script's own code updates."""
         before, self._ending = self._ending, True
         try:
             self._capture.claim(captured)

@@ -103,7 +103,7 @@ class MLflowSink(Tracker):
             self._client.log_batch(self._run_id, tags=tags)
 
     def finish(self, stopped: bool) -> None:
-        """End a run of our own; the script's is the script's."""
+        """End a run that gradwatch started; never the script's."""
         if self._owns:
             self._client.set_terminated(self._run_id, "FAILED" if stopped else "FINISHED")
 

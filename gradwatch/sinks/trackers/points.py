@@ -2,7 +2,7 @@
 be said.
 
 W&B, TensorBoard and MLflow plot one number over the step. So there are no labels: what is a label to Prometheus
-is the last part of the name here. Nothing is told per parameter; that is what the journal is for.
+is the last part of the name here. Nothing is sent per parameter; that is what the journal is for.
 
 S sites, G groups.
 """

@@ -23,12 +23,12 @@ _FULL = BufferError("the tracker does not keep up: points are being dropped")
 
 
 class Tracker(ABC):
-    """A Sink that tells an experiment tracker; a subclass says how.
+    """A Sink that sends to an experiment tracker; a subclass does the sending.
 
-    Only rank 0 tells: the norms are those of the whole job. `load` is called on the training thread, when the run is
+    Only rank 0 sends: the norms are those of the whole job. `load` is called on the training thread, when the run is
     opened; `start`, `send` and `finish` in a thread, in this order. What they raise is counted in `Health`, and
     tried again after 1, 2, 4 … 60 s with the same points. At most 1,024 points wait; then the oldest go, are counted in
-    `Health` as "NAME-queue", and in the series `gradwatch/dropped_points_total`. A forked child tells nothing.
+    `Health` as "NAME-queue", and in the series `gradwatch/dropped_points_total`. A forked child sends nothing.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def load(self, run: RunInfo) -> None:
-        """Import the library: imports may draw from Python's generator, which only this thread can put back."""
+        """Import the library: imports may draw from Python's generator, which only this thread can restore."""
 
     @abstractmethod
     def start(self, run: RunInfo) -> None:
