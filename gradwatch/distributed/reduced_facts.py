@@ -77,7 +77,7 @@ class Layout:
 class ReducedFacts:
     """Facts of one step, reduced over all ranks; equal on every rank.
 
-    `complete`: every rank sent its facts. `blind`: the ranks that could not, by our own fault. `steps[W]` the
+    `complete`: every rank sent its facts. `blind`: the ranks that could not (an internal error). `steps[W]` the
     ranks' own counts of the step (-1 of one that is blind).
     """
 
