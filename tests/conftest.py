@@ -35,7 +35,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 # Files whose tests start processes, servers and ranks, or compile: minutes that begin first, and so end in time.
 LONG = (
-    *("matrix", "ranks", "launch", "deploy", "account", "benchmarks", "integrations", "docs", "demo"),
+    *("situations", "ranks", "launch", "deploy", "account", "benchmarks", "integrations", "docs", "demo"),
     *("promises/test_compile", "promises/test_bounded", "promises/test_reported_scripts", "sinks/test_real"),
 )
 

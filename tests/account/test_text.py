@@ -17,11 +17,12 @@ from torch import nn
 import gradwatch
 from gradwatch.account import Account, Taken, Watched, gaps, lines, merged
 from gradwatch.account.text import nothing_seen
+from tests.support.alphabet import UNICODE
 
 counts = st.integers(0, 50)
 takens = st.builds(Taken, *[counts] * 8)
 watcheds = st.builds(Watched, counts, counts, counts, counts, counts, counts, counts, counts)
-texts = st.dictionaries(st.sampled_from("abc"), st.text(max_size=5), max_size=3)
+texts = st.dictionaries(st.sampled_from("abc"), st.text(UNICODE, max_size=5), max_size=3)
 totals_by_index = st.dictionaries(st.sampled_from("abc"), counts, max_size=3)
 accounts = st.builds(
     Account,

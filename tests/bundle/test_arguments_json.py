@@ -16,9 +16,10 @@ from torch import Tensor
 
 from gradwatch.localise.replay.arguments_json import DEPTH, TreeError, decode, encode, missing
 from gradwatch.localise.replay.bundle_replay import strided
+from tests.support.alphabet import UNICODE
 
-plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text())
-keys = st.one_of(st.text(), st.integers())
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(UNICODE))
+keys = st.one_of(st.text(UNICODE), st.integers())
 trees = st.recursive(
     plain,
     lambda inner: st.one_of(
@@ -161,8 +162,8 @@ def test_layouts_without_gaps_come_back(case: tuple[list[int], list[int]]) -> No
 @given(
     st.one_of(
         st.none(),
-        st.text(),
-        st.lists(st.one_of(st.integers(), st.floats(), st.text(), st.none()), max_size=5),
+        st.text(UNICODE),
+        st.lists(st.one_of(st.integers(), st.floats(), st.text(UNICODE), st.none()), max_size=5),
     )
 )
 def test_a_strangers_strides_do_no_harm(stride: Any) -> None:

@@ -1,4 +1,4 @@
-"""What Records are taken of: every row of the matrix, every model of the zoo, every situation of two ranks."""
+"""What Records are taken of: every situation of one process, every situation of two ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 import gradwatch
 from gradwatch.rules.files import parse_rules
 from tests.golden.kept import FOLDER, kept, write
-from tests.matrix.measure import Loop
-from tests.matrix.rows import ROWS
-from tests.odd_models import ODD
-from tests.promises.test_zoo import STEPS, make
 from tests.ranks.launch import launch
+from tests.situations.catalogue import SITUATIONS
+from tests.situations.laws import LOCAL, seeded
+from tests.situations.training import STEPS
 from tests.support.kept import Kept
-from tests.support.zoo import EVERY_TAP, MODELS
+from tests.support.zoo import EVERY_TAP
 
 OF_RANKS = (
     "situations",
@@ -38,38 +35,27 @@ OF_RANKS = (
 Take = Callable[[Path], None]
 
 
+RULES = {"default": "default", "every tap": parse_rules(EVERY_TAP), "local norms": parse_rules(LOCAL)}
+
+
 def areas() -> Iterator[tuple[str, Take]]:
     """(name, how its Records are taken into a folder) of each area."""
-    yield "matrix", matrix
-    yield "zoo", zoo
+    yield "situations", situations
     for name in OF_RANKS:
         yield f"ranks-{name}", ranks(name)
 
 
-def matrix(folder: Path) -> None:
-    """Every row, as the matrix runs it."""
-    for row in ROWS:
-        torch.manual_seed(1)
-        torch._dynamo.reset()
-        loop = Loop()
-        with _situation(folder, row.name):
-            try:
-                row.run(loop)
-            finally:
-                if loop.gw is not None:
-                    loop.gw.close()
-
-
-def zoo(folder: Path) -> None:
-    """Every model, under the default pack and with every tap."""
-    for rules, name in ((rules, name) for name in (*MODELS, *ODD) for rules in ("default", "every tap")):
-        torch._dynamo.reset()
-        with _situation(folder, f"{name}, {rules}"):
-            odd = make(name)
-            loaded = parse_rules(EVERY_TAP) if rules == "every tap" else "default"
-            with gradwatch.watch(odd.watched, rules=loaded, sinks=[Kept()]):
+def situations(folder: Path) -> None:
+    """Every situation of one process, under the default pack, with every tap, and with norms of each backward."""
+    for name, situation in SITUATIONS.items():
+        for said, rules in RULES.items():
+            training = seeded(situation.make)
+            with (
+                _situation(folder, f"{name}, {said}"),
+                gradwatch.watch(training.models, rules=rules, sinks=[Kept()]),
+            ):
                 for number in range(STEPS):
-                    odd.step(number)
+                    training.step(number)
 
 
 def ranks(name: str) -> Take:

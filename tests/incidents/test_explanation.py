@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from gradwatch.incidents.explanation import fields, page, sentence
 from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.records.finding import PHASES, Finding, Frame, Layer, Operand
+from tests.support.alphabet import UNICODE
 
+texts = st.text(UNICODE)
 floats = st.floats(allow_nan=True, allow_infinity=True)
 counts = st.integers(0, 2**40)
 operands = st.builds(
     Operand,
-    st.text(),
-    st.text(),
+    texts,
+    texts,
     st.lists(counts, max_size=3).map(tuple),
     counts,
     counts,
@@ -32,13 +34,13 @@ findings = st.builds(
     st.sampled_from(PHASES),
     st.sampled_from(("replay", "record", "closure")),
     step=counts,
-    module=st.text(),
+    module=texts,
     op=st.sampled_from(("sqrt", "log", "div", "", "softmax", "nobody")),
-    frames=st.lists(st.builds(Frame, st.text(), counts, st.text(), st.text()), max_size=3).map(tuple),
+    frames=st.lists(st.builds(Frame, texts, counts, texts, texts), max_size=3).map(tuple),
     operands=st.lists(operands, max_size=3).map(tuple),
     result=st.none() | operands,
-    profile=st.lists(st.builds(Layer, st.text(), st.text(), floats, floats), max_size=3).map(tuple),
-    note=st.text(),
+    profile=st.lists(st.builds(Layer, texts, texts, floats, floats), max_size=3).map(tuple),
+    note=texts,
 )
 
 

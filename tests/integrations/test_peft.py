@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.matrix.measure import STEPS, TOLERANCE, Loop, Row, measure
+from tests.situations.laws import TOLERANCE, measure
+from tests.situations.training import Training, turns
 
 # peft and transformers deprecate names of each other's
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
+CHANGE = 8
 CONFIG = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
 
 
@@ -40,19 +42,23 @@ def trainable(model: nn.Module) -> Optimizer:
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.05)
 
 
-def loop_over(
-    loop: Loop, model: Any, changes: dict[int, Callable[[Any], Optimizer | None]], micros: int = 1
-) -> None:
-    """Train what is trainable; a change may give a new optimizer."""
-    optimizer = trainable(model)
-    probe = loop.watch(model, optimizers=[optimizer])
-    for step in range(STEPS):
-        change = changes.get(step)
-        optimizer = (change(model) if change is not None else None) or optimizer
-        optimizer.zero_grad()
+def training_of(model: Any, change: Callable[[Any], Optimizer] | None = None, micros: int = 1) -> Training:
+    """Train what is trainable; a change, when the loop is learned, gives a new optimizer."""
+
+    def turn(training: Training, number: int) -> None:
+        if change is not None and number == CHANGE:
+            training.optimizers = [change(model)]
+            training.optimizers[0].zero_grad()
         for _ in range(micros):
-            probe.backward(loss_of(model))
-        probe.step(optimizer)
+            training.loop.backward(loss_of(model))
+        training.loop.step(training.optimizers[0])
+
+    return turns(model, turn, trainable(model))
+
+
+def lora(checkpointing: bool = False) -> Any:
+    """A GPT-2 with adapters."""
+    return get_peft_model(gpt2(checkpointing), CONFIG)
 
 
 def adapted(model: Any) -> Optimizer:
@@ -75,21 +81,19 @@ def unloaded(model: Any) -> Optimizer:
     return trainable(model)
 
 
-RUNS: dict[str, Callable[[Loop], None]] = {
-    "adapters from the start": lambda loop: loop_over(loop, get_peft_model(gpt2(), CONFIG), {}),
-    "adapters added later": lambda loop: loop_over(loop, gpt2(), {8: adapted}),
-    "a second adapter": lambda loop: loop_over(loop, get_peft_model(gpt2(), CONFIG), {8: second_adapter}),
-    "merged and unloaded": lambda loop: loop_over(loop, get_peft_model(gpt2(), CONFIG), {8: unloaded}),
-    "checkpointed": lambda loop: loop_over(loop, get_peft_model(gpt2(True), CONFIG), {}),
-    "accumulated": lambda loop: loop_over(
-        loop, get_peft_model(gpt2(), CONFIG), {8: second_adapter}, micros=2
-    ),
+RUNS: dict[str, Callable[[], Training]] = {
+    "adapters from the start": lambda: training_of(lora()),
+    "adapters added later": lambda: training_of(gpt2(), adapted),
+    "a second adapter": lambda: training_of(lora(), second_adapter),
+    "merged and unloaded": lambda: training_of(lora(), unloaded),
+    "checkpointed": lambda: training_of(lora(True)),
+    "accumulated": lambda: training_of(lora(), second_adapter, micros=2),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_lora_adapters_are_measured_by_name(name: str) -> None:
     """Each adapter matrix under its own name, frozen weights absent, 1e-5 relative at every step; nothing lost."""
-    result = measure(Row(name, RUNS[name]))
+    result = measure(RUNS[name])
     assert result.worst == {number: pytest.approx(0, abs=TOLERANCE) for number in result.worst}
     assert result.provisional <= 2

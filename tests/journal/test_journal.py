@@ -38,6 +38,7 @@ from gradwatch.journal.steps import GroupNorms, step_row
 from gradwatch.records.snapshot import Column, Decision, Record, RuleInfo, Sites
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.journal import JournalSink
+from tests.support.alphabet import UNICODE
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
 AWKWARD = (float("nan"), float("inf"), float("-inf"), -0.0, 5e-324, 1e-45, 1.5)
@@ -160,12 +161,13 @@ def test_awkward_numbers_keep_their_bits(tmp_path: Path, value: float) -> None:
 
 @given(
     st.dictionaries(
-        st.text(max_size=8),
+        st.text(UNICODE, max_size=8),
         st.one_of(*(arrays(dtype, st.integers(0, 20)) for dtype in ("<f4", "<f8", "<i4", "<i8", "u1", "?"))),
         max_size=4,
     ),
     st.dictionaries(
-        st.text(max_size=8).filter(lambda key: key not in ("kind", "arrays")), st.text(max_size=8)
+        st.text(UNICODE, max_size=8).filter(lambda key: key not in ("kind", "arrays")),
+        st.text(UNICODE, max_size=8),
     ),
 )
 @settings(max_examples=60)

@@ -22,6 +22,7 @@ from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Decision, Event, Order
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.log import LogFormat, LogSink
+from tests.support.alphabet import UNICODE
 from tests.support.sink_records import make_event, make_record, make_run, make_sites
 
 SITES = make_sites()
@@ -226,7 +227,7 @@ def test_a_flood_in_full() -> None:
 
 
 @pytest.mark.parametrize("format", ["console", "json"])
-@given(name=st.text(max_size=200) | st.sampled_from([NASTY, NASTY * 5000, "\n" * 100_000]))
+@given(name=st.text(UNICODE, max_size=200) | st.sampled_from([NASTY, NASTY * 5000, "\n" * 100_000]))
 def test_any_name_is_one_harmless_line(format: LogFormat, name: str) -> None:
     """Control characters, escape sequences, surrogates, 100 kB names: one printable line of some length."""
     log = Log(format)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,25 +40,54 @@ def norm64(tensor: Tensor) -> float:
     return math.sqrt(math.fsum(x * x for x in numbers.reshape(-1).tolist()))
 
 
-@dataclass
-class Probe:
-    """Stands in a training loop for `loss.backward()` and `optimizer.step()` and notes what should be seen."""
+class Loop:
+    """Stands in a training loop for `loss.backward()`, clipping and `optimizer.step()`: here they are torch's."""
 
-    models: Callable[[], list[nn.Module]]
-    expected: list[Expected] = field(default_factory=list)
-    scale: float = 1.0
-    _norm: dict[str, float] = field(default_factory=dict)
-    _local: dict[str, float] = field(default_factory=dict)
+    scale = 1.0
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """`loss.backward()`."""
+        loss.backward(**options)
+
+    def clip(self, optimizer: Optimizer) -> None:
+        """The user's clipping, of everything this optimizer holds."""
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Expect a step of this optimizer with the gradients as they are now."""
+
+    def noted(self, norms: dict[str, float]) -> None:
+        """Expect a step with these gradients, which nothing clips."""
+
+    def step(self, optimizer: Optimizer, clip: bool = True) -> None:
+        """Clip, expect, step."""
+        if clip:
+            self.clip(optimizer)
+        self.note(optimizer)
+        optimizer.step()
+
+    def forget(self, local: bool = True) -> None:
+        """A window that ended without a step; `local` is False where its backwards were heard all the same."""
+
+
+class Probe(Loop):
+    """Also notes what should be seen."""
+
+    def __init__(self, models: Callable[[], list[nn.Module]]) -> None:
+        self.models = models
+        self.expected: list[Expected] = []
+        self._norm: dict[str, float] = {}
+        self._local: dict[str, float] = {}
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Every parameter by the name it is reported under."""
+        """Every parameter by the name it is reported under: its first, without what wraps the model."""
         models = self.models()
         prefixes = [""] if len(models) == 1 else [type(model).__name__ + "." for model in models]
-        return {
-            prefix + name: param
-            for prefix, model in zip(prefixes, models, strict=True)
-            for name, param in model.named_parameters()
-        }
+        found: dict[nn.Parameter, str] = {}
+        for prefix, model in zip(prefixes, models, strict=True):
+            for name, param in model.named_parameters():
+                found.setdefault(param, prefix + name.removeprefix("module.").removeprefix("_orig_mod."))
+        return {name: param for param, name in found.items()}
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward()`; what it added to a gradient is what a tensor hook sees."""
@@ -77,10 +106,6 @@ class Probe:
             added = norm64(now if old is None else now - old) / self.scale
             self._local[name] = max(added, self._local.get(name, 0.0))
 
-    def clip(self, optimizer: Optimizer) -> None:
-        """The user's clipping, of everything this optimizer holds."""
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
-
     def note(self, optimizer: Optimizer) -> None:
         """Expect a step of this optimizer with the gradients as they are now."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -94,32 +119,11 @@ class Probe:
             )
         )
 
-    def step(self, optimizer: Optimizer, clip: bool = True) -> None:
-        """Clip, expect, step."""
-        if clip:
-            self.clip(optimizer)
-        self.note(optimizer)
-        optimizer.step()
+    def noted(self, norms: dict[str, float]) -> None:
+        self.expected.append(Expected(dict(norms), dict(norms), dict(norms)))
 
     def discard(self, local: bool = True) -> None:
         """A window that ended without a step; `local` is False where its backwards were heard all the same."""
         self._norm.clear()
         if local:
             self._local.clear()
-
-
-def net(layers: int = 18, size: int = 6) -> nn.Sequential:
-    """Enough parameters for the marks to be thinned once the loop is learned."""
-    torch.manual_seed(0)
-    parts: list[nn.Module] = []
-    for _ in range(layers):
-        parts += [nn.Linear(size, size), nn.Tanh()]
-    return nn.Sequential(*parts)
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randn(*(shape or (4, 6)))
-
-
-def sgd(params: Iterable[nn.Parameter] | nn.Module) -> Optimizer:
-    return torch.optim.SGD(params.parameters() if isinstance(params, nn.Module) else params, 0.01)
