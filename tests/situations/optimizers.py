@@ -31,7 +31,7 @@ def closures(make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> Callable[[]
                 return loss
 
             optimizer.step(closure)  # type: ignore[arg-type]
-            training.loop.forget()
+            training.loop.discard()
 
         return turns(model, turn, make(model.parameters()))
 
@@ -96,7 +96,7 @@ def gan() -> Training:
         loop.backward(critic(maker(data())).sum())
         loop.step(of_maker)
         of_critic.zero_grad()
-        loop.forget(local=False)
+        loop.discard(local=False)
 
     training.step = step
     return training
@@ -119,7 +119,7 @@ def one_backward_two_optimizers() -> Training:
         training.loop.backward(square(model(data())))
         for optimizer in training.optimizers[: 1 + number % 2]:
             training.loop.step(optimizer)
-        training.loop.forget()
+        training.loop.discard()
 
     training.step = step
     return training
@@ -147,7 +147,7 @@ def scaled(fused: bool, overflow: int = -1) -> Callable[[], Training]:
             loop.scale = scaler.get_scale() if number else 1024.0
             loop.backward(scaler.scale(loss))
             if number == overflow:
-                loop.forget()
+                loop.discard()
             else:
                 scaler.unscale_(optimizer)
                 loop.clip(optimizer)

@@ -66,7 +66,7 @@ class Loop:
         self.note(optimizer)
         optimizer.step()
 
-    def forget(self, local: bool = True) -> None:
+    def discard(self, local: bool = True) -> None:
         """A window that ended without a step; `local` is False where its backwards were heard all the same."""
 
 
