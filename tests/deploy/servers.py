@@ -172,5 +172,5 @@ def stack(folder: Path, rules: str) -> Iterator[Stack]:
 
 
 def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return bytes(response.read()) or b"empty"

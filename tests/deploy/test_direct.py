@@ -49,7 +49,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Inbox, int]
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return response.read().decode()
 
 
@@ -165,18 +165,19 @@ def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None
                 sink.close()
 
 
-def test_a_server_that_never_answers_delays_no_step_and_the_exit_little(tmp_path: Path) -> None:
-    """Nobody accepts: `write` returns at once, `close` within its two seconds; the fault is counted."""
+def test_a_server_that_never_answers_delays_no_step_and_the_exit_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody accepts: neither `write` nor `close` waits for the end of a request; the fault is counted."""
+    monkeypatch.setattr("gradwatch.sinks.post.TIMEOUT_SECONDS", 3600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         health = Health()
         sink = AlertmanagerSink(f"http://127.0.0.1:{silent.getsockname()[1]}")
         sink.open(make_run(tmp_path), health)
-        began = time.monotonic()
         for step in range(1000):
             sink.write(firing(step))
-        assert time.monotonic() - began < 4  # the timeout of a single request is 5 s
         sink.close()
-        assert time.monotonic() - began < 8
+        assert workers() == 1, "the request is still under way"
         assert health.errors()["alertmanager"] >= 1
     wait_until(lambda: workers() == 0, "the thread ends with its last request")
 
@@ -238,7 +239,7 @@ def test_a_token_is_sent_and_read_anew(tmp_path: Path) -> None:
         assert sink.flush(10)
         token.write_text("second\n")
         sink.close()
-        thread.join(10)
+        thread.join(60)
     assert "Authorization: Bearer first\r\n" in heard[0]
     assert "Authorization: Bearer second\r\n" in heard[1]
 

@@ -75,7 +75,7 @@ def body(response: bytes) -> bytes:
     return response.partition(b"\r\n\r\n")[2]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -248,7 +248,7 @@ def load(served: Endpoint, threads: int, attack: Callable[[socket.socket], None]
     finally:
         stop.set()
         for each in attackers:
-            each.join(5)
+            each.join(60)
 
 
 def _flood(peer: socket.socket) -> None:

@@ -83,7 +83,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Journal]]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -316,7 +316,7 @@ def test_a_hung_disk_never_stalls_a_step(opened: Callable[..., Journal], hung: H
     """While fdatasync hangs every write returns; what the queue cannot take is counted and recorded (P20)."""
     journal = opened()
     first = journal.write(incident=True)
-    assert hung.entered.wait(10.0)
+    assert hung.entered.wait(60.0)
     for _ in range(3 * MAX_QUEUE):
         journal.write()
     late = journal.write(incident=True)
@@ -338,7 +338,7 @@ def test_the_queue_is_bounded_in_bytes(opened: Callable[..., Journal], hung: Hun
     """Large models fill the queue by weight: 32 MiB wait, not 1,024 records."""
     journal = opened()
     journal.write(incident=True)
-    assert hung.entered.wait(10.0)
+    assert hung.entered.wait(60.0)
     heavy = make_record(make_sites(100_000), 1.0)
     for _ in range(60):
         journal.sink.write(heavy)
@@ -349,7 +349,7 @@ def test_closing_does_not_wait_for_a_hung_disk(opened: Callable[..., Journal], h
     """`close` and `flush` return while fdatasync still hangs, and say so (P8)."""
     journal = opened()
     journal.write(incident=True)
-    assert hung.entered.wait(10.0)
+    assert hung.entered.wait(60.0)
     assert not journal.sink.flush(0.05)
     journal.sink.close()
     assert not hung.go.is_set()
@@ -389,7 +389,7 @@ def test_ranks_and_restarts_never_share_a_file(tmp_path: Path) -> None:
     for child in children:
         assert child.stdin is not None
         child.stdin.close()
-    assert [child.wait(60) for child in children] == [0] * 3
+    assert [child.wait(250) for child in children] == [0] * 3
     readers = read_journal(tmp_path / "run-1")
     assert [reader.attempt for reader in readers] == [0, 1, 2]
     for reader in readers:
@@ -420,7 +420,7 @@ journal.write(incident=True)
 journal.sink.close()
 assert journal.incidents() == [0, 1] and journal.undamaged() and journal.health.errors() == {}
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=250)
 
 
 def test_the_script_may_end_without_closing(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_the_script_may_end_without_closing(tmp_path: Path) -> None:
         "journal = Journal(Path(sys.argv[1])); journal.await_acknowledged(journal.write(incident=True))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, timeout=250, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     (reader,) = read_journal(tmp_path / "run-1")
     assert [event.step for event in reader.events()] == [0]

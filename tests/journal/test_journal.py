@@ -79,7 +79,7 @@ def test_a_process_that_is_killed_at_once_has_left_its_name(tmp_path: Path) -> N
     sink.open(make_run(tmp_path), Health())
 
     def entries(wanted: type) -> list[Any]:
-        until = time.monotonic() + 20.0
+        until = time.monotonic() + 120.0
         while (
             not (found := [each for each in left() if isinstance(each, wanted)]) and time.monotonic() < until
         ):
@@ -447,13 +447,13 @@ def test_following_a_live_journal(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    assert first.wait(10.0)
+    assert first.wait(60.0)
     for step in range(1, 1200):
         sink.write(make_record(make_sites(64), 1.0, step=step))
         if step % 200 == 0:
             assert sink.flush(10.0)
     sink.close()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     assert seen == list(range(1200))
     assert len(reader.files) > 1
@@ -551,4 +551,4 @@ def test_a_row_is_what_the_record_says() -> None:
 def test_reading_needs_no_torch() -> None:
     """`gradwatch.journal` and the sink import where torch cannot be imported."""
     code = "import sys; sys.modules['torch'] = None; import gradwatch.journal, gradwatch.sinks.journal"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=250)

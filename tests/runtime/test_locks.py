@@ -22,7 +22,7 @@ def test_what_another_thread_held_is_free_in_a_forked_child() -> None:
     taken.wait()
     child = os.fork()
     if not child:
-        os._exit(0 if lock.held.acquire(timeout=10) else 1)
+        os._exit(0 if lock.held.acquire(timeout=120) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert not lock.held.acquire(blocking=False)
     done.set()

@@ -528,7 +528,7 @@ for _ in range(5):
 sys.exit(7)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False
     )
     assert (done.returncode, done.stdout) == (7, "")
     assert done.stderr.startswith("[info     ] gradwatch account steps_watched=5 steps_taken=5")

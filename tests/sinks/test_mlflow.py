@@ -105,7 +105,7 @@ def test_mlflow_imported_for_us_alone_tells_nobody(
         surroundings["MLFLOW_DISABLE_TELEMETRY"] = said
     # A database, of which nothing is asked before there is a point: telemetry that nobody answers ends itself.
     command = [sys.executable, "-c", TELEMETRY, who, f"sqlite:///{tmp_path / 'runs.db'}"]
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout.split() == [str(sends), "True"], done.stderr
 
 

@@ -33,7 +33,7 @@ class Prometheus:
         self.root = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.root}{path}", timeout=5) as response:
+        with urllib.request.urlopen(f"{self.root}{path}", timeout=60) as response:
             return json.load(response)
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
