@@ -67,7 +67,7 @@ def test_carets_stand_under_what_is_wrong() -> None:
 
 def test_every_code_is_explained_and_raised() -> None:
     """The catalogue, the codes in the sources and the codes that fixtures raise are the same set (GW3xx are those of
-    test files: tests/ruletests).
+    test files: tests/rule_tests).
     """
     catalogue = {code for code in CODES if not code.startswith("GW3")}
     in_sources = {

@@ -13,7 +13,7 @@ from gradwatch.journal import read_journal
 from gradwatch.journal.incidents import incidents
 from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.journal import JournalSink
-from tests.bundle.cases import RULES, Run, rules
+from tests.incidents.bundle.cases import RULES, Run, rules
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_the_command_it_prints_works(
     """Word for word, with a script in place of MODULE:FUNCTION."""
     page = told(run, capsys, "non-finite-0-4")
     command = next(line for line in page.splitlines() if "gradwatch replay" in line).split()[1:]
-    assert main([*command[:-1], "tests.bundle.cases:build"]) == 0
+    assert main([*command[:-1], "tests.incidents.bundle.cases:build"]) == 0
     assert "the same cause as when it happened" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.session import bundles
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
-from tests.bundle.cases import RULES, Fragile, Run, batch, rules
+from tests.incidents.bundle.cases import RULES, Fragile, Run, batch, rules
 from tests.promises.test_bit_identity import train, unwatched
 from tests.support.bare_torch import by_bare_torch
 from tests.support.kept import Kept
@@ -61,7 +61,7 @@ def test_what_is_in_a_bundle(tmp_path: Path) -> None:
     assert tensors["site.norm"].shape == tensors["site.calls"].shape == (len(told.sites),)
     assert not torch.isfinite(tensors["site.norm"]).all()
     assert set(told.gradients) >= {told.incident.event.first_cause}  # type: ignore[union-attr]
-    assert told.models[0].type == "tests.bundle.cases.Fragile"
+    assert told.models[0].type == "tests.incidents.bundle.cases.Fragile"
     assert (told.obstacle, told.left_out, told.suspicion) == ("", (), "nonfinite")
 
 

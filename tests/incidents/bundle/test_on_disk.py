@@ -22,7 +22,7 @@ from gradwatch.incidents.bundle.reading import read_document
 from gradwatch.localise.replay import evidence
 from gradwatch.rules.files import parse_rules
 from gradwatch.session import bundles
-from tests.bundle.cases import Fragile, Run, batch, rules
+from tests.incidents.bundle.cases import Fragile, Run, batch, rules
 
 
 def test_only_its_owner_can_read_it(tmp_path: Path) -> None:

@@ -25,7 +25,17 @@ from gradwatch.localise.replay.evidence import NO_GRADIENT
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
-from tests.bundle.cases import BAD, Fragile, Run, batch, build, build_with_loss, compared, rules, seeded
+from tests.incidents.bundle.cases import (
+    BAD,
+    Fragile,
+    Run,
+    batch,
+    build,
+    build_with_loss,
+    compared,
+    rules,
+    seeded,
+)
 from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
@@ -117,7 +127,7 @@ def test_weights_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture
 
     run = Run(tmp_path, rules("batch: true"), before=before)
     save_file(weights, tmp_path / "weights.safetensors")
-    command = ["replay", str(run.only), "--script", "tests.bundle.cases:build"]
+    command = ["replay", str(run.only), "--script", "tests.incidents.bundle.cases:build"]
     assert main([*command, "--checkpoint", str(tmp_path / "weights.safetensors"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["same_cause"] is True
@@ -238,7 +248,8 @@ def test_nothing_is_run_without_a_script(tmp_path: Path, capsys: pytest.CaptureF
     run = Run(tmp_path, rules())
     code = (
         "import sys; from gradwatch.cli import main; status = main(['replay', sys.argv[1]]);"
-        "print(status, [name for name in ('torch', 'tests.bundle.cases', 'safetensors') if name in sys.modules])"
+        "print(status, [name for name in ('torch', 'tests.incidents.bundle.cases', 'safetensors')"
+        " if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.only)], capture_output=True, text=True, check=True
@@ -251,7 +262,8 @@ def test_the_command_in_another_process(tmp_path: Path) -> None:
     """As the page says it: a module of the working directory, the page of the cause, exit 0; nothing is written."""
     run = Run(tmp_path / "runs", rules())
     (tmp_path / "mine.py").write_text(
-        "from tests.bundle.cases import Fragile\n\n\ndef build():\n    print('building')\n    return Fragile()\n"
+        "from tests.incidents.bundle.cases import Fragile\n\n\n"
+        "def build():\n    print('building')\n    return Fragile()\n"
     )
     before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
     command = [*GRADWATCH, "replay", str(run.only), "--script", "mine:build"]
@@ -277,13 +289,13 @@ def test_the_command_in_another_process(tmp_path: Path) -> None:
         ("nonsense", "is not MODULE:FUNCTION, e.g. train:build"),
         ("train.py:build", "name the module, not its file: train:build"),
         ("no.such.module:build", "No module named 'no'"),
-        ("tests.bundle.cases:nothing", "has no attribute 'nothing'"),
-        ("tests.bundle.cases:BAD", "BAD is not a function but a float"),
+        ("tests.incidents.bundle.cases:nothing", "has no attribute 'nothing'"),
+        ("tests.incidents.bundle.cases:BAD", "BAD is not a function but a float"),
         ("os:getcwd", "returned str; return the model"),
-        ("tests.bundle.test_replay:two_models", "the step was one of 1 models"),
-        ("tests.bundle.test_replay:another", "the bundle does not fit the model"),
-        ("tests.bundle.test_replay:no_loss", "loss_fn is not a function but a float"),
-        ("tests.bundle.test_replay:raises", "the model raised ValueError at "),
+        ("tests.incidents.bundle.test_replay:two_models", "the step was one of 1 models"),
+        ("tests.incidents.bundle.test_replay:another", "the bundle does not fit the model"),
+        ("tests.incidents.bundle.test_replay:no_loss", "loss_fn is not a function but a float"),
+        ("tests.incidents.bundle.test_replay:raises", "the model raised ValueError at "),
     ],
 )
 def test_a_script_that_does_not_fit_is_exit_2(
@@ -332,7 +344,7 @@ def test_another_class_is_said(tmp_path: Path) -> None:
         pass
 
     run = Run(tmp_path, rules())
-    assert "Renamed, and was a tests.bundle.cases.Fragile" in again(run.only, Renamed()).note
+    assert "Renamed, and was a tests.incidents.bundle.cases.Fragile" in again(run.only, Renamed()).note
 
 
 class Mended(Fragile):
@@ -353,7 +365,7 @@ def mended() -> nn.Module:
 def test_a_cause_that_is_gone_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A mended model gives finite gradients: the page says that none was found, and that this is another class."""
     run = Run(tmp_path, rules())
-    assert main(["replay", str(run.only), "--script", "tests.bundle.test_replay:mended"]) == 1
+    assert main(["replay", str(run.only), "--script", "tests.incidents.bundle.test_replay:mended"]) == 1
     told = capsys.readouterr().out
     assert "run again, the step gives finite gradients" in told
     assert "when it happened the cause was: the backward of sqrt in Fragile" in told
@@ -362,7 +374,7 @@ def test_a_cause_that_is_gone_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_bundle_without_its_batch_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 2, with the line of the rule file that changes that."""
     run = Run(tmp_path, rules(""))
-    assert main(["replay", str(run.only), "--script", "tests.bundle.cases:build"]) == 2
+    assert main(["replay", str(run.only), "--script", "tests.incidents.bundle.cases:build"]) == 2
     assert "snapshot: {batch: true}" in capsys.readouterr().err
 
 

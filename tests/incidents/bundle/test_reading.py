@@ -23,7 +23,7 @@ from gradwatch.cli import main
 from gradwatch.errors import MissingDependencyError
 from gradwatch.incidents.bundle.document import Document
 from gradwatch.incidents.bundle.reading import BundleError, load_tensors, read_document, read_tensors
-from tests.bundle.cases import Run, build, rules, seeded
+from tests.incidents.bundle.cases import Run, build, rules, seeded
 
 FILES = ("incident.json", "tensors.safetensors")
 
@@ -48,7 +48,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 def replayed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """`gradwatch replay` with a script: the exit status, and what it complained of. Nothing else may happen."""
     before = everything(bundle.parent)
-    status = main(["replay", str(bundle), "--script", "tests.bundle.cases:build"])
+    status = main(["replay", str(bundle), "--script", "tests.incidents.bundle.cases:build"])
     assert everything(bundle.parent) == before
     said = capsys.readouterr()
     assert "Traceback" not in said.err + said.out
@@ -235,7 +235,7 @@ def test_without_safetensors_the_page_is_still_there(
     """Only running it again needs the library, and says which."""
     monkeypatch.setattr("gradwatch.runtime.dependencies._installed", lambda module: False)
     assert main(["replay", str(copy)]) == 0
-    assert main(["replay", str(copy), "--script", "tests.bundle.cases:build"]) == 2
+    assert main(["replay", str(copy), "--script", "tests.incidents.bundle.cases:build"]) == 2
     assert "pip install 'gradwatch[bundle]'" in capsys.readouterr().err
     with pytest.raises(MissingDependencyError):
         load_tensors(copy / "tensors.safetensors")

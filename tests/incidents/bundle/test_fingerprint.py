@@ -21,7 +21,7 @@ from gradwatch.localise.hold import fingerprint
 from gradwatch.records.finding import Batch, Finding
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
-from tests.bundle.cases import BAD, Fragile, Run, batch, rules
+from tests.incidents.bundle.cases import BAD, Fragile, Run, batch, rules
 from tests.support.kept import Kept
 
 
