@@ -112,7 +112,9 @@ SITUATIONS: dict[str, Situation] = {
         {"norm": "provisional", "norm_local": "provisional", "total_norm": "provisional"}, ALREADY,
     ),
     "compiled `optimizer.step`": Situation(graphs.compiled_step),
-    "hooks of the user's": Situation(graphs.users_own_hooks),
+    "hooks of the user's": Situation(
+        graphs.users_own_hooks, without={"norm_local": "one of them doubles what the backward made"}
+    ),
     "`detect_anomaly`, `inference_mode`": Situation(graphs.anomaly_mode),
     "`saved_tensors_hooks`": Situation(graphs.saved_tensors_packed),
     "bf16 autocast": Situation(graphs.autocast),
