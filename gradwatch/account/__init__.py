@@ -4,7 +4,7 @@ Pure data and text: `gradwatch.taps.process_totals` counts what was done, a Watc
 metrics and the line at the end of `gradwatch run` are all made from one `Account`.
 """
 
-from gradwatch.account.facts import NOT_ARMED, NOTHING_TAKEN, Account, Ending, Taken, Watched, merged, total
+from gradwatch.account.account import NOT_ARMED, NOTHING_TAKEN, Account, Ending, Taken, Watched, merged, total
 from gradwatch.account.gaps import gaps
 from gradwatch.account.text import lines
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gradwatch.account.facts import Ending
+from gradwatch.account.account import Ending
 
 printed_at_exit = [False]
 """In one place: whether a launcher prints the account when this process ends, so that no log does as well."""

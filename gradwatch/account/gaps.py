@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradwatch.account.facts import Account
+from gradwatch.account.account import Account
 
 
 def gaps(account: Account) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from gradwatch.account.facts import Account, merged, summed, taken_by_one, total
+from gradwatch.account.account import Account, merged, summed, taken_by_one, total
 
 
 @dataclass(frozen=True, slots=True)

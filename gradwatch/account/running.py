@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwatch.account.facts import Watched
+from gradwatch.account.account import Watched
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.snapshot import Record
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from textwrap import shorten
 
-from gradwatch.account.facts import NOT_ARMED, Account
+from gradwatch.account.account import NOT_ARMED, Account
 from gradwatch.account.gaps import gaps, recorded, unended
 
 PREFIX = "gradwatch: "

@@ -79,8 +79,8 @@ def handle(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; exit 2 where that cannot begin."""
     from gradwatch.endpoint.listen import parse_listen
     from gradwatch.serve.allowed_targets import AllowedTargets
-    from gradwatch.serve.fleet import Scanner
     from gradwatch.serve.responses import runs
+    from gradwatch.serve.scanner import Scanner
     from gradwatch.serve.server import DEFAULT_LISTEN, Server, cache_folder
     from gradwatch.serve.summary import Summaries
 

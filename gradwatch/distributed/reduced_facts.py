@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.needs import BURSTS
+from gradwatch.engine.columns_needed import BURSTS
 from gradwatch.records.snapshot import Sites
 
 Vector: TypeAlias = NDArray[np.float64]

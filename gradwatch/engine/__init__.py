@@ -8,7 +8,7 @@ what is refused before training starts; `binding` the two classes below.
 from __future__ import annotations
 
 from gradwatch.engine.binding import BoundEngine, Engine
-from gradwatch.engine.needs import Needs
+from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.state import EngineState
 
 __all__ = ["BoundEngine", "Engine", "EngineState", "Needs"]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.ladder import due_actions
+from gradwatch.engine.escalation import due_actions
 from gradwatch.engine.plan import Plan, RulePlan
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
 from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot

@@ -16,12 +16,12 @@ import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
+from gradwatch.engine.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
-from gradwatch.engine.ladder import alarm_due, climbed, ordered, remembered
+from gradwatch.engine.pending_firing import NEVER, Moved, Track, at_rest, move
 from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import Reader
 from gradwatch.engine.state import EngineState
-from gradwatch.engine.temporal import NEVER, Moved, Track, at_rest, move
 from gradwatch.records.snapshot import (
     BoolArray,
     Due,

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
-from gradwatch.engine.needs import Needs, needs_of
+from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.series import FREE_COLUMNS, Reader, Series, roots_of, series_of
 from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, FloatArray, Sites
 from gradwatch.rules.model import Action, Rule, RuleSet

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample
-from gradwatch.engine.needs import BURSTS, source_of
+from gradwatch.engine.columns_needed import BURSTS, source_of
 from gradwatch.records.snapshot import (
     MODULE_COLUMNS,
     RANK_COLUMNS,

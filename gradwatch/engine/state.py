@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from gradwatch.detectors import State
+from gradwatch.engine.pending_firing import IDLE, NEVER, Track, awake
 from gradwatch.engine.plan import Plan
 from gradwatch.engine.series import Series
-from gradwatch.engine.temporal import IDLE, NEVER, Track, awake
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Verdict
 

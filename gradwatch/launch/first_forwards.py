@@ -22,7 +22,7 @@ from gradwatch.taps import module_tree
 from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
-    from gradwatch.localise.hold.kinds import Kinds
+    from gradwatch.localise.hold.model_kinds import Kinds
     from gradwatch.localise.hold.pre_attach import PreAttachRecorder
     from gradwatch.session.session import Session
 

@@ -21,7 +21,7 @@ from gradwatch.monitoring.intervals import Pace
 from gradwatch.monitoring.yamltext import to_yaml
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.files import write_whole
-from gradwatch.sinks.prometheus.metrics import SERVE_METRICS, documentation
+from gradwatch.sinks.prometheus.metric_catalogue import SERVE_METRICS, documentation
 
 MADE = "Made by `gradwatch deploy export`; change the rule file and export again, not this file."
 _NOT_SHIPPED = ("constraints.txt", "*.py")

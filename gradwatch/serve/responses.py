@@ -9,12 +9,12 @@ from typing import Any
 from gradwatch.endpoint.protocol import Content
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.printable import printable
-from gradwatch.serve.fleet import STATES, Fleet, Member
+from gradwatch.serve.scanner import STATES, Fleet, Member
 from gradwatch.serve.summary import Known
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, Family, Labels, Series, render
-from gradwatch.sinks.prometheus.families import families
 from gradwatch.sinks.prometheus.final_metrics import final_families, labelled
-from gradwatch.sinks.prometheus.metrics import METRICS, SERVE_METRICS
+from gradwatch.sinks.prometheus.metric_catalogue import METRICS, SERVE_METRICS
+from gradwatch.sinks.prometheus.metric_values import families
 
 JOB = "gradwatch"
 FIRINGS = "gradwatch_rule_firings_total"

@@ -13,9 +13,9 @@ from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory
 from gradwatch.runtime.printable import printable
-from gradwatch.serve.fleet import Member, Scanner
 from gradwatch.serve.page import fleet_page, reading_page, runbook_index, runbook_page
 from gradwatch.serve.responses import metrics, runs, sd
+from gradwatch.serve.scanner import Member, Scanner
 from gradwatch.sinks.prometheus.targets import sweep
 
 DEFAULT_LISTEN = "127.0.0.1:29439"

@@ -23,7 +23,7 @@ from gradwatch.journal.replay import join_records
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.files import write_whole
 from gradwatch.serve.discover import Process
-from gradwatch.sinks.prometheus.families import OptimizerView, RunEnd, View, optimizer_labels
+from gradwatch.sinks.prometheus.metric_values import OptimizerView, RunEnd, View, optimizer_labels
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
 _NEWEST = 5

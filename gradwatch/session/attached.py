@@ -21,7 +21,7 @@ from gradwatch.capture.weights import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.engine.unsupported import Refusal
+from gradwatch.engine.refusal import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
 from gradwatch.reading.device import capturing
@@ -31,8 +31,8 @@ from gradwatch.session.activity import STEP_PATH, Activity
 from gradwatch.session.binding.backward_rules import module_bounds_of
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.binding.bindings import RuleBindings
-from gradwatch.session.binding.fitting import Fitting, refused_here
 from gradwatch.session.binding.rank_rules import rank_requirements
+from gradwatch.session.binding.refused_rules import Fitting, refused_here
 from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.session.bundles import Bundles
 from gradwatch.session.causes import Causes, localising
@@ -43,7 +43,7 @@ from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership
 from gradwatch.session.pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.publish import Publishing
-from gradwatch.taps.pipeline import PipelineStages
+from gradwatch.taps.pipeline_stages import PipelineStages
 
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from gradwatch.engine.rules_fit import described
+from gradwatch.engine.unmatched_rules import described
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.health import Health
-from gradwatch.session.binding.fitting import Fitting
+from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.sinks.breaker import Breaker
 
 MOST_NAMED = 5

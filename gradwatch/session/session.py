@@ -28,7 +28,7 @@ from gradwatch.runtime.process import here
 from gradwatch.session.accounting import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.activity import Activity
 from gradwatch.session.attached import Attached, Rules, Services
-from gradwatch.session.binding.fitting import Fitting
+from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership

@@ -19,7 +19,7 @@ from gradwatch.runtime.printable import one_line, printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.alert_names import alert_name
 from gradwatch.sinks.post import checked_url, post_json
-from gradwatch.sinks.prometheus.families import NO_OPTIMIZER
+from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 from gradwatch.sinks.prometheus.targets import target_labels
 
 _CLOSE_SECONDS = 2.0

@@ -24,7 +24,7 @@ from gradwatch.runtime import stderr
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.sinks.prometheus.families import NO_OPTIMIZER
+from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 
 LogFormat = Literal["console", "json"]
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)

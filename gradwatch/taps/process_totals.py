@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from gradwatch.account import Taken
-from gradwatch.runtime.distinct import Distinct
+from gradwatch.runtime.distinct_count import Distinct
 from gradwatch.taps import backward_entry
 
 

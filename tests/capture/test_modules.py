@@ -12,7 +12,7 @@ from torch import nn
 from gradwatch.capture.columns.modules import COLUMNS, ModuleTaps, preflight
 from gradwatch.capture.columns.sampled import Sampled
 from gradwatch.capture.names import named_modules
-from gradwatch.engine.needs import Needs
+from gradwatch.engine.columns_needed import Needs
 from gradwatch.errors import AttachError
 from gradwatch.taps import module_calls
 

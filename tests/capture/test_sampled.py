@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.capture.columns.sampled import COLUMNS, SAMPLE, Sampler
-from gradwatch.engine.needs import BURSTS, Needs
+from gradwatch.engine.columns_needed import BURSTS, Needs
 
 
 def bursts(*columns: str) -> Sampler:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gradwatch.records.snapshot import Decision, Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
-from gradwatch.serve.fleet import Fleet, Scanner
+from gradwatch.serve.scanner import Fleet, Scanner
 from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip

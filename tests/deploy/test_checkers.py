@@ -17,7 +17,7 @@ from gradwatch.monitoring.alerts import health_alerts, run_alerts
 from gradwatch.monitoring.intervals import Pace
 from gradwatch.rules.files.files import pack_names
 from gradwatch.sinks.alert_names import RULE_ALERTS
-from gradwatch.sinks.prometheus.metrics import BY_NAME
+from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME
 from tests.support.binaries import require
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

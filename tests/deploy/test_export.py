@@ -21,7 +21,7 @@ from gradwatch.monitoring.intervals import Pace, duration
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.files.files import pack_names
 from gradwatch.sinks.alert_names import FALLBACK, RULE_ALERTS, alert_name
-from gradwatch.sinks.prometheus.metrics import BY_NAME, METRICS, SERVE_METRICS
+from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME, METRICS, SERVE_METRICS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

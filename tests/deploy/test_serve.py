@@ -24,7 +24,7 @@ from gradwatch.cli import main
 from gradwatch.endpoint.listen import Address
 from gradwatch.endpoint.protocol import RequestError
 from gradwatch.serve import Server
-from gradwatch.serve.fleet import Scanner
+from gradwatch.serve.scanner import Scanner
 from gradwatch.serve.summary import Summaries
 from gradwatch.sinks.prometheus.targets import write_target
 from tests.deploy.run_folders import a_run, history, record_run

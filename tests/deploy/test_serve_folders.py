@@ -14,9 +14,9 @@ import pytest
 
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.serve.discover import processes, read_endpoint
-from gradwatch.serve.fleet import Scanner
 from gradwatch.serve.page import fleet_page
 from gradwatch.serve.responses import metrics
+from gradwatch.serve.scanner import Scanner
 from gradwatch.serve.summary import Summaries
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 
@@ -164,7 +164,7 @@ def test_thousands_of_finished_runs(tmp_path: Path, dead_pid: int) -> None:
     listed: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "gradwatch.serve.fleet.processes", lambda folder: listed.append(folder) or processes(folder)
+            "gradwatch.serve.scanner.processes", lambda folder: listed.append(folder) or processes(folder)
         )
         assert len(scanner.scan().members) == 1  # all of them say they are run-1
         assert listed == []

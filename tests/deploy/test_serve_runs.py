@@ -19,14 +19,14 @@ from gradwatch.journal.entries import LostEntry
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime.health import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
-from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.page import fleet_page
 from gradwatch.serve.responses import metrics, sd
+from gradwatch.serve.scanner import Fleet
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.prometheus.exposition import render
-from gradwatch.sinks.prometheus.families import families
 from gradwatch.sinks.prometheus.final_metrics import final_families
-from gradwatch.sinks.prometheus.metrics import METRICS
+from gradwatch.sinks.prometheus.metric_catalogue import METRICS
+from gradwatch.sinks.prometheus.metric_values import families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 from tests.support.binaries import require

@@ -186,7 +186,7 @@ ENTRIES = [
     ("actions/skip/skip.py", "last"),
     ("actions/skip/skip.py", "first"),
     ("actions/drop_micro.py", "guarded"),
-    ("taps/pipeline.py", "_notify"),
+    ("taps/pipeline_stages.py", "_notify"),
     ("taps/grad_scaler.py", "wrapped"),
     ("taps/grad_scaler.py", "_notify"),
     ("localise/hold/pre_attach.py", "called"),

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.utils import floatToGoString
 
 from gradwatch.sinks.prometheus.exposition import WIDTH, Block, Family, Lines, Series, digits, number, render
-from gradwatch.sinks.prometheus.metrics import Metric
+from gradwatch.sinks.prometheus.metric_catalogue import Metric
 
 GAUGE = Metric("some_ratio", "gauge", 'A "quoted" help\\text\nin two lines.', "nowhere", ("name",))
 LABEL_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -17,7 +17,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.account.facts import Account, Taken, Watched
+from gradwatch.account.account import Account, Taken, Watched
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Decision, Event, Order
 from gradwatch.runtime.health import Health

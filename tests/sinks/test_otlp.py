@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gradwatch.runtime.health import Health
 from gradwatch.sinks.otlp import OTLPSink
 from gradwatch.sinks.prometheus.exposition import render
-from gradwatch.sinks.prometheus.families import families
+from gradwatch.sinks.prometheus.metric_values import families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.sinks.otlp_collector import collecting
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip

@@ -8,7 +8,7 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.runtime.distinct import Distinct
+from gradwatch.runtime.distinct_count import Distinct
 
 
 class Thing:

@@ -22,7 +22,7 @@ from torch.utils.hooks import BackwardHook
 
 from gradwatch.capture.columns.sampled import Sampled
 from gradwatch.capture.names import named_modules
-from gradwatch.engine.needs import BURSTS, Needs
+from gradwatch.engine.columns_needed import BURSTS, Needs
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, dense

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.engine.needs import BURSTS, PERIOD, Needs
+from gradwatch.engine.columns_needed import BURSTS, PERIOD, Needs
 from gradwatch.reading.device import AsyncCopy, Floats, Number
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.records.snapshot import BoolArray, Column

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.hold.caller_scope import beside
-from gradwatch.localise.hold.kinds import Kind, Kinds, kind_of
+from gradwatch.localise.hold.model_kinds import Kind, Kinds, kind_of
 from gradwatch.localise.hold.recorded_calls import Call, Outermost, RecordedCalls
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import anything_compiled, compiles

@@ -26,7 +26,7 @@ from gradwatch.localise.diagnosis.frames import Callers
 from gradwatch.localise.diagnosis.losses import Losses
 from gradwatch.localise.diagnosis.values import tensors
 from gradwatch.localise.hold.buffers import Buffers
-from gradwatch.localise.hold.kinds import Kind
+from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.randomness import Generators, Held
 from gradwatch.localise.replay.all_gathered import is_spread, ungatherable
 from gradwatch.reading.device import capturing

@@ -21,7 +21,7 @@ from gradwatch.engine.backward import (
     drop_micro_rules,
     drops_micro,
 )
-from gradwatch.engine.unsupported import Refusal
+from gradwatch.engine.refusal import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.rules.model import RuleSet
 from gradwatch.rules.objections import clip_places

@@ -14,7 +14,7 @@ from gradwatch.session.binding.bindings import RuleBindings
 from gradwatch.session.checkpoints import Checkpoints
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.session.notices import Notices
-from gradwatch.taps.pipeline import PipelineStages
+from gradwatch.taps.pipeline_stages import PipelineStages
 
 
 class Binder:

@@ -10,7 +10,7 @@ from gradwatch.capture.columns.sampled import COLUMNS as SAMPLED_COLUMNS
 from gradwatch.distributed.ranks import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
-from gradwatch.engine.unsupported import Refusal, only_at
+from gradwatch.engine.refusal import Refusal, only_at
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.rules.objections import clip_places
 

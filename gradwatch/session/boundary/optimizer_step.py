@@ -25,7 +25,7 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device import capturing, host_value, on_host, start_copy
 from gradwatch.records.snapshot import Decision
 from gradwatch.runtime import guard
-from gradwatch.runtime.distinct import Distinct
+from gradwatch.runtime.distinct_count import Distinct
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.boundary.closures import Closures

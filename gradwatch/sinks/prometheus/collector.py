@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.metrics_core import Metric as ClientMetric
 from prometheus_client.registry import Collector
 
-from gradwatch.sinks.prometheus.families import View, families
-from gradwatch.sinks.prometheus.metrics import METRICS, Metric
+from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
+from gradwatch.sinks.prometheus.metric_values import View, families
 
 
 class RecordCollector(Collector):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.records.snapshot import BoolArray, FloatArray
-from gradwatch.sinks.prometheus.metrics import Metric
+from gradwatch.sinks.prometheus.metric_catalogue import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from gradwatch.endpoint.protocol import Content
 from gradwatch.runtime.printable import printable
-from gradwatch.sinks.prometheus.families import OptimizerView, View
+from gradwatch.sinks.prometheus.metric_values import OptimizerView, View
 
 _STYLE = """
 :root{color-scheme:light dark}

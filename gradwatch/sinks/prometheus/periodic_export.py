@@ -9,8 +9,8 @@ from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.prometheus.exposition import Family, Labels
-from gradwatch.sinks.prometheus.families import families
 from gradwatch.sinks.prometheus.final_metrics import labelled
+from gradwatch.sinks.prometheus.metric_values import families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from gradwatch.sinks.prometheus.targets import target_labels
 

@@ -22,8 +22,8 @@ from gradwatch.runtime.printable import printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
-from gradwatch.sinks.prometheus.families import RunEnd, View, families
 from gradwatch.sinks.prometheus.final_metrics import final_families
+from gradwatch.sinks.prometheus.metric_values import RunEnd, View, families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 _CLOSE_SECONDS = 2.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradwatch.records.snapshot import Record, RuleInfo, Snapshot
-from gradwatch.sinks.prometheus.metrics import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
+from gradwatch.sinks.prometheus.metric_catalogue import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
 
 STALL_FLOOR_SECONDS = 300.0
 STALL_STEPS = 20.0

@@ -24,7 +24,7 @@ from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
-from gradwatch.sinks.prometheus.families import Layout, OptimizerView, View, families, optimizer_labels
+from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
 from gradwatch.sinks.prometheus.page import status_page
 from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, RunTotals
 from gradwatch.sinks.prometheus.selection import MODES, ParamsMode, Selection, SeriesBudget
@@ -47,7 +47,7 @@ class _Optimizer:
 
 
 class PrometheusSink:
-    """Exports the catalogue of `gradwatch.sinks.prometheus.metrics` on an HTTP endpoint of this process.
+    """Exports the catalogue of `gradwatch.sinks.prometheus.metric_catalogue` on an HTTP endpoint of this process.
 
     `listen` is "HOST:PORT" with a numeric host; LOCAL_RANK is added to the port, and a port in use gives way
     to a free one. None: no endpoint, only `collector()`. `params` says which parameters get a series of their

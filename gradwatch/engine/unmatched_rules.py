@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from gradwatch.engine.clipping import misfits
 from gradwatch.engine.plan import idle_reason
+from gradwatch.engine.refusal import Refusal, refuse
 from gradwatch.engine.series import group_masks, labels, series_of
-from gradwatch.engine.unsupported import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.rules.model import Rule, RuleSet

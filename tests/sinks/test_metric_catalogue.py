@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from gradwatch.account import Taken
 from gradwatch.records.snapshot import CheckpointHealth, Column, Record
 from gradwatch.sinks.prometheus.exposition import render
-from gradwatch.sinks.prometheus.families import RunEnd, families
-from gradwatch.sinks.prometheus.metrics import BY_NAME, METRICS, Metric, documentation
+from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME, METRICS, Metric, documentation
+from gradwatch.sinks.prometheus.metric_values import RunEnd, families
 from gradwatch.sinks.prometheus.run_totals import RecentMax, RunTotals
 from gradwatch.sinks.prometheus.sink import MAX_OPTIMIZERS, PrometheusSink
 from tests.sinks.test_exposition import read

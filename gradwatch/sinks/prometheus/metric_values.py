@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.printable import distinct, printable
 from gradwatch.sinks.prometheus.exposition import Block, Family, Labels, Lines, Series, number
-from gradwatch.sinks.prometheus.metrics import METRICS, Metric
+from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 from gradwatch.sinks.prometheus.selection import Chosen
 

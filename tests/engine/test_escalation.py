@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import gradwatch
 from gradwatch.detectors import Above, NonFinite, Spike
-from gradwatch.engine.ladder import climbed, remembered
+from gradwatch.engine.escalation import climbed, remembered
+from gradwatch.engine.pending_firing import IDLE
 from gradwatch.engine.plan import RulePlan
-from gradwatch.engine.temporal import IDLE
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.snapshot import Event
 from gradwatch.rules.files import parse_rules
