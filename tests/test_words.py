@@ -73,6 +73,7 @@ RETIRED = {
     "unmarked": "HooklessGradients, backwards_without_hook",
     "unmoved": "UnoptimizedWeights",
     "unannounced": "ModelsWithoutOptimizer",
+    "sheet": "RowBuffer, row_buffer",
     "shipment": "PeriodicExport, export",
     "resting": "idle",
     "solitary": "needs_no_ranks",

@@ -426,7 +426,7 @@ class OptimizerCapture:
         if not self.on_cpu:  # whether they are zeros cannot be told without waiting
             return None
         now = CpuNorms(self._reader.read(grads), self._floor, 1.0)
-        now.look(grads)
+        now.refine(grads)
         return None if ((now.norms() == 0) & (raw.norms() > 0)).any() else now
 
     def divide_applied(self, window: Window, divisor: Number) -> None:
@@ -509,7 +509,7 @@ class OptimizerCapture:
         left = scale if type(scale) is float else host_value(scale)
         reading = CpuNorms(self._reader.read(rest), self._floor, left)
         if known or self.recent_total_norm is None or not reading.is_ordinary(self.recent_total_norm, rest):
-            reading.look(rest)
+            reading.refine(rest)
         return reading.completed(known) if known else reading
 
     def _untouched(
@@ -545,7 +545,7 @@ class OptimizerCapture:
         if most or not self._untouched(grads, raw, scale, but=changed):
             after = CpuNorms(self._reader.read(grads), self._floor, left)
             if raw.looked or not after.finite():  # is it an element, or only the sum of squares?
-                after.look(grads)
+                after.refine(grads)
             return after
         return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
 

@@ -26,7 +26,7 @@ class UnoptimizedWeights:
         self.broken = False
         """Whether the last look found anything."""
 
-    def look(self) -> tuple[str, ...]:
+    def check(self) -> tuple[str, ...]:
         """The reason why a checkpoint should not hold these, empty where it may; waits for a device."""
         fit, broken = {}, []
         with torch.no_grad():

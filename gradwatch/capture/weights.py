@@ -127,14 +127,14 @@ class Weights:
 
     # -- looking -----------------------------------------------------------------------------------------
 
-    def look(self) -> tuple[str, ...]:
+    def check(self) -> tuple[str, ...]:
         """The reason why these weights are no healthy ones, empty where they are; waits for a device."""
         named = self._trained()
         if not readable(named):
             return (UNREADABLE,)
         with self._lock:
             self._copies = None
-            return self._judged(self._begin(named)[1]()) + self._unoptimized.look()
+            return self._judged(self._begin(named)[1]()) + self._unoptimized.check()
 
     def check_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
         """At a step boundary: what a look found that has just come to its end, with the `steps()` of its beginning.
@@ -157,7 +157,7 @@ class Weights:
             self._copies = None
             reasons = self._judged(result())
             if self._unoptimized.broken:  # a healthy answer would be about these as well
-                reasons += self._unoptimized.look()
+                reasons += self._unoptimized.check()
             self._rest(now)
             return begun, reasons
 

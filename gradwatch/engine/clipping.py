@@ -168,8 +168,8 @@ def _sound(
     series = f" of {one.names[k]!r}" if one.names[k] else ""
     failed(
         GradwatchError(
-            f"clip.{one.place}: method {one.policy.method!r} gave the factor {factors[k]}{series}, and of"
-            f" {np.count_nonzero(~sound)} of {len(sound)} series none that is finite and at least 0; 1 is taken instead"
+            f"clip.{one.place}: method {one.policy.method!r} returned the factor {factors[k]}{series}; for"
+            f" {np.count_nonzero(~sound)} of {len(sound)} series it is not finite or below 0, and 1 is used instead"
         )
     )
     return np.where(sound, factors, np.float32(1))

@@ -96,7 +96,7 @@ class Agent:
 
     def _made(self, optimizer: Optimizer | None) -> None:
         self._building()
-        self._forwards.look()
+        self._forwards.hold_new()
         if optimizer is None:  # known at its first step
             return
         self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock

@@ -45,11 +45,11 @@ class FirstForwards:
         self._wraps: RemovableHandle | None = None
         self._kinds: Kinds = {}
 
-    def look(self) -> None:
+    def hold_new(self) -> None:
         """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
-        self._guarded(self._look)
+        self._guarded(self._hold_new)
 
-    def _look(self) -> None:
+    def _hold_new(self) -> None:
         fresh = [root for root in self._registered.fresh_roots() if _trainable(root) and not _watched(root)]
         if not fresh:
             return

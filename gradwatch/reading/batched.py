@@ -60,11 +60,11 @@ def _dot(vector: Tensor) -> float:
 class RowNorms:
     """One read of K gradients whose sums are still to be taken."""
 
-    __slots__ = ("_missed", "_plan", "_quick_total", "_sheet", "_single", "_squares")
+    __slots__ = ("_missed", "_plan", "_quick_total", "_row_buffer", "_single", "_squares")
 
-    def __init__(self, plan: Plan, sheet: RowBuffer) -> None:
+    def __init__(self, plan: Plan, row_buffer: RowBuffer) -> None:
         self._plan = plan
-        self._sheet: RowBuffer | None = sheet
+        self._row_buffer: RowBuffer | None = row_buffer
         self._quick_total = 0.0  # the root sum of squares of all rows
         self._single: dict[int, float] = {}
         self._missed: list[int] = []
@@ -74,16 +74,16 @@ class RowNorms:
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
         plan = Plan([None] * len(squares), NormRows)
-        rows = cls(plan, plan.sheet())
+        rows = cls(plan, plan.row_buffer())
         rows._quick_total, rows._squares = math.sqrt(silently(squares.sum)), squares
         return rows
 
     def read(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Read what is as planned, then the rest one by one; positions that were planned for and are not so."""
-        plan, sheet = self._plan, self._sheet
-        assert sheet is not None
-        parts, matrices, missed = _matrices(plan, sheet, grads)
-        self._quick_total = silently(sheet.read, parts, matrices)
+        plan, row_buffer = self._plan, self._row_buffer
+        assert row_buffer is not None
+        parts, matrices, missed = _matrices(plan, row_buffer, grads)
+        self._quick_total = silently(row_buffer.read, parts, matrices)
         if missed or plan.others:
             self._missed, self._single = missed, {k: _alone(grads[k]) for k in (*missed, *plan.others)}
         return missed
@@ -105,10 +105,10 @@ class RowNorms:
 
     def norms_of(self, chosen: Sequence[int]) -> list[float]:
         """Root sums of squares of a few gradients, without those of the others where they are single rows."""
-        sheet = self._sheet
-        if sheet is not None and not self._missed:
+        row_buffer = self._row_buffer
+        if row_buffer is not None and not self._missed:
             try:
-                return sheet.norms(list(map(self._plan.row.__getitem__, chosen)))
+                return row_buffer.norms(list(map(self._plan.row.__getitem__, chosen)))
             except KeyError:
                 pass  # some have more than one row, or none
         return list(map(self._norm_of, chosen))
@@ -116,17 +116,17 @@ class RowNorms:
     def _norm_of(self, k: int) -> float:
         if k in self._single:
             return math.sqrt(self._single[k])
-        if self._sheet is not None and not self._missed and k in self._plan.row:
-            return self._sheet.norms([self._plan.row[k]])[0]
+        if self._row_buffer is not None and not self._missed and k in self._plan.row:
+            return self._row_buffer.norms([self._plan.row[k]])[0]
         return math.sqrt(self.squares()[k])
 
     def is_ordinary(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """True if the total is from `low` to `high`, and no gradient `may_underflow`."""
-        sheet = self._sheet
-        if sheet is None or self._missed or self._single:
+        row_buffer = self._row_buffer
+        if row_buffer is None or self._missed or self._single:
             return low <= self.total() <= high and not self.may_underflow(grads, floor)
         return low <= self._quick_total <= high and (
-            sheet.min_row() > self._plan.may_underflow or not self.may_underflow(grads, floor)
+            row_buffer.min_row() > self._plan.may_underflow or not self.may_underflow(grads, floor)
         )
 
     def may_underflow(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
@@ -135,11 +135,11 @@ class RowNorms:
         One operation says that none is, or a second one where some rows are zero, as in an embedding; sums are
         taken only where neither does.
         """
-        plan, sheet = self._plan, self._sheet
+        plan, row_buffer = self._plan, self._row_buffer
         if (
-            sheet is not None
+            row_buffer is not None
             and not self._missed
-            and (sheet.min_row() > plan.may_underflow or self._lifted(floor))
+            and (row_buffer.min_row() > plan.may_underflow or self._lifted(floor))
         ):
             singles = self._single
             return bool(singles) and any(
@@ -149,23 +149,23 @@ class RowNorms:
 
     def _lifted(self, floor: Squares) -> bool:
         """True if one row alone lifts each gradient above its floor."""
-        plan, sheet = self._plan, self._sheet
-        assert sheet is not None
+        plan, row_buffer = self._plan, self._row_buffer
+        assert row_buffer is not None
         # Compared so that NaN is not above.
-        return bool((np.maximum.reduceat(sheet.squares(), plan.starts) >= floor[plan.order]).all())
+        return bool((np.maximum.reduceat(row_buffer.squares(), plan.starts) >= floor[plan.order]).all())
 
     def _added(self) -> Squares:
-        plan, sheet = self._plan, self._sheet
-        assert sheet is not None
+        plan, row_buffer = self._plan, self._row_buffer
+        assert row_buffer is not None
         found: Squares = np.zeros(plan.count)
         if len(plan.order):
-            found[plan.order] = np.add.reduceat(sheet.squares(), plan.starts, dtype=np.float64)
+            found[plan.order] = np.add.reduceat(row_buffer.squares(), plan.starts, dtype=np.float64)
         for index in self._missed:
             found[index] = 0.0
         for index, value in self._single.items():
             found[index] = value
-        self._sheet = None
-        plan.spare.append(sheet)
+        self._row_buffer = None
+        plan.spare.append(row_buffer)
         return found
 
 
@@ -186,7 +186,7 @@ class CpuReader:
             varying = plan is not None and plan.count == len(grads)
             plan, self._off = Plan(grads, self._kind(), varying), 0
             self._plan = plan
-        rows = RowNorms(plan, plan.sheet())  # made in warm caches
+        rows = RowNorms(plan, plan.row_buffer())  # made in warm caches
         missed = rows.read(grads)
         if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
             self._off += 1
@@ -194,19 +194,19 @@ class CpuReader:
 
 
 def _matrices(
-    plan: Plan, sheet: RowBuffer, grads: Sequence[Tensor | None]
+    plan: Plan, row_buffer: RowBuffer, grads: Sequence[Tensor | None]
 ) -> tuple[list[int], list[Any], list[int]]:
-    """Parts of the sheet, the matrices to be read into them, and the positions planned for that are not so."""
+    """Parts of the row buffer, the matrices to be read into them, and the positions planned for that are not so."""
     missed: list[int] = []
     parts: list[int] = []
     matrices: list[Any] = []
-    for strip in plan.strips:
-        if strip.laid(grads):
-            parts += strip.parts
-            matrices += strip.matrices
+    for packed_group in plan.packed_groups:
+        if packed_group.laid(grads):
+            parts += packed_group.parts
+            matrices += packed_group.matrices
         else:
-            missed += strip.indices
-    matrix = sheet.matrix
+            missed += packed_group.indices
+    matrix = row_buffer.matrix
     for part, (index, shape, order) in enumerate(plan.singles, plan.first_single):
         grad: Any = grads[index]
         try:

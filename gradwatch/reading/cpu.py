@@ -74,7 +74,7 @@ class CpuNorms:
             return bool(np.isfinite(self._norms).all())
         return self._rows.total() < math.inf
 
-    def look(self, grads: Sequence[Tensor | None]) -> None:
+    def refine(self, grads: Sequence[Tensor | None]) -> None:
         """Look a second time at what the fast sum cannot be trusted with, while the gradients are at hand."""
         squares = self._rows.squares()
         norms = np.sqrt(squares)

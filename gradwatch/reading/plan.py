@@ -73,9 +73,9 @@ class Plan:
         """Plan the read. With `varying` gradients a missing one costs its group: then each group has one shape."""
         self._kind = kind
         self.count = len(grads)
-        self.strips, self.shapes = _strips(grads, kind, varying)
+        self.packed_groups, self.shapes = _packed_groups(grads, kind, varying)
         self.first_single = len(self.shapes)  # the part of a Sheet
-        strung = [k for strip in self.strips for k in strip.indices]
+        strung = [k for packed_group in self.packed_groups for k in packed_group.indices]
         alone = sorted(set(range(self.count)).difference(strung))
         self.singles = [one for k in alone if (one := _single(k, grads[k])) is not None]
         self.shapes += [single.shape for single in self.singles]
@@ -93,34 +93,34 @@ class Plan:
         self.row = {k: int(start) for k, start, length in found if length == 1}
         self.spare: list[RowBuffer] = []
 
-    def sheet(self) -> RowBuffer:
+    def row_buffer(self) -> RowBuffer:
         """A buffer not in use."""
         return self.spare.pop() if self.spare else self._kind(self.shapes)
 
 
-def _strips(
+def _packed_groups(
     grads: Sequence[Tensor | None], kind: type[RowBuffer], varying: bool
 ) -> tuple[list[PackedGroup], list[Shape]]:
-    """The strips worth making, and the shapes of all their matrices."""
+    """The packed groups worth making, and the shapes of all their matrices."""
     alike: dict[Any, list[tuple[torch.Size, int]]] = {}
     for k, grad in enumerate(grads):
         if grad is not None and _plain(grad) and grad.numel() <= SMALL:
             joined = grad.dim() and not varying
             alike.setdefault((joined, grad.shape[1:] if joined else grad.shape), []).append((grad.shape, k))
-    strips: list[PackedGroup] = []
+    packed_groups: list[PackedGroup] = []
     shapes: list[Shape] = []
     for members in alike.values():
         if len(members) >= FEWEST:
-            strip, made = _strip(sorted(members), len(shapes), kind)
-            strips.append(strip)
+            packed_group, made = _packed_group(sorted(members), len(shapes), kind)
+            packed_groups.append(packed_group)
             shapes += made
-    return strips, shapes
+    return packed_groups, shapes
 
 
-def _strip(
+def _packed_group(
     members: list[tuple[torch.Size, int]], part: int, kind: type[RowBuffer]
 ) -> tuple[PackedGroup, list[Shape]]:
-    """A strip of gradients, given as (shape, position) in order, and the shapes of its matrices, from `part` on."""
+    """A packed group of gradients, given as (shape, position) in order, and its matrices' shapes, from `part` on."""
     first, indices = members[0][0], [k for _, k in members]
     sizes = [shape.numel() for shape, _ in members]
     shapes = [(len(list(equal)), size) for size, equal in itertools.groupby(sizes)]
@@ -130,10 +130,10 @@ def _strip(
     pieces = laid_out.view(-1).split([rows * columns for rows, columns in shapes])
     matrices = [kind.matrix(piece, shape, None) for piece, shape in zip(pieces, shapes, strict=True)]
     parts = range(part, part + len(shapes))
-    strip = PackedGroup(
+    packed_group = PackedGroup(
         parts, indices, operator.itemgetter(*indices), first, None if equal else sizes, laid_out, matrices
     )
-    return strip, shapes
+    return packed_group, shapes
 
 
 def _plain(grad: Tensor) -> bool:

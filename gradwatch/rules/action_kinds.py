@@ -47,7 +47,7 @@ class Localise(Model):
         2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
     )
     max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
-        64 << 20, description="Held per model for a replay, beyond the batch at hand."
+        64 << 20, description="Bytes held per model for a replay, beyond the batch of the present step."
     )
 
 

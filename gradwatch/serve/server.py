@@ -66,9 +66,9 @@ class Server:
         """Scan and answer until `stop`; before the first scan is done (it reads what ended) all but `/` is 503."""
         self._endpoint.start()
         try:
-            self._look()
+            self._scan()
             while not self._stop.wait(self._every):
-                self._look()
+                self._scan()
         finally:
             self.close()
 
@@ -80,7 +80,7 @@ class Server:
         """Let `serve` return; may be called from a signal handler."""
         self._stop.set()
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         try:
             fleet = self.scanner.scan()
             for member in fleet.refused:

@@ -28,13 +28,13 @@ class Checkpoints:
         """As of the last step and the last look."""
         return joined(bound_rules.health_tracker.now for bound_rules in self._rule_bindings.begun())
 
-    def look(self) -> CheckpointHealth:
+    def check(self) -> CheckpointHealth:
         """The same after a look at the weights as they are now, which waits for a device."""
         try:
-            ruin = self._weights.look()
+            ruin = self._weights.check()
         except Exception as error:
             self._activity.failed("checkpoint", error)
-            ruin = (f"the weights could not be looked at ({type(error).__name__})",)
+            ruin = (f"the weights could not be checked ({type(error).__name__})",)
         self._seen(ruin, self._steps())
         if not self._contexts:
             return CheckpointHealth(not ruin, None, ruin)

@@ -231,7 +231,7 @@ class Session:
         if self.attached is None:
             return self._left.checkpoint
         self.catch_up()
-        found = self.attached.checkpoints.look()
+        found = self.attached.checkpoints.check()
         if self._activity.paused():
             why = (*found.reasons, "watching is paused after internal errors")
             return replace(found, healthy=False, reasons=why)

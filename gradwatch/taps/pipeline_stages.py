@@ -33,9 +33,9 @@ class PipelineStages:
         self._scaled = scaled
         self._taken: set[int] = set()
         self._remove: Callable[[], None] | None = None
-        self.look()
+        self.install()
 
-    def look(self) -> None:
+    def install(self) -> None:
         """Wrap the stages' method, once a pipeline has been imported; a dictionary look-up until then."""
         base = getattr(sys.modules.get(STAGE_MODULE), "_PipelineStageBase", None)
         if self._remove is None and isinstance(base, type) and hasattr(base, _METHOD):

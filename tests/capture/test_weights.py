@@ -106,7 +106,7 @@ def test_a_model_is_healthy_only_if_it_can_be_looked_at() -> None:
         assert not gw.healthy
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    assert Weights(model.named_parameters).look() == (UNREADABLE,)
+    assert Weights(model.named_parameters).check() == (UNREADABLE,)
 
 
 def test_weights_that_no_optimizer_moves_are_in_a_checkpoint_too(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_bound_is_ten_times_its_own_or_the_models(scales: list[float]) -> No
     ]
     weights = Weights(lambda: named)
     weights.meet()
-    assert weights.look() == ()
+    assert weights.check() == ()
     now = [
         values * scale if k != 1 else values + scale
         for k, (values, scale) in enumerate(zip(was, scales, strict=True))
@@ -223,10 +223,10 @@ def test_the_bound_is_ten_times_its_own_or_the_models(scales: list[float]) -> No
         math.sqrt(np.square(values).mean()) <= FACTOR * max(math.sqrt(np.square(before).mean()), level)
         for values, before in zip(now, was, strict=True)
     )
-    assert (weights.look() == ()) is healthy
+    assert (weights.check() == ()) is healthy
     if healthy:
         weights.renew()
-        assert weights.look() == ()
+        assert weights.check() == ()
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -269,7 +269,7 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
     assert found is not None
     assert found[0] == {0: 7}
     assert "a" in found[1][0]
-    assert weights.look() == found[1]
+    assert weights.check() == found[1]
     with torch.no_grad():
         named[0][1].fill_(2.0)
-    assert weights.look() == ()
+    assert weights.check() == ()

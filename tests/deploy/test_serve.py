@@ -79,7 +79,7 @@ def test_every_page_answers_with_its_type(tmp_path: Path, dead_pid: int) -> None
 def test_a_server_that_no_longer_looks_is_not_healthy(tmp_path: Path) -> None:
     """The pages stay; /healthz says it."""
     server = Server(Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0))
-    server._look()
+    server._scan()
     route = server._routes()["/healthz"]
     assert route(False).body == b"ok\n"
     server._alive -= 1000
@@ -111,7 +111,7 @@ def test_the_first_look_says_how_far_it_is(tmp_path: Path, dead_pid: int) -> Non
     server = Server(Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0))
     said: list[str] = []
     server._outer_progress = lambda done, total: said.append(server._routes()["/"](False).body.decode())
-    server._look()
+    server._scan()
     assert [re.findall(r"\d+ of \d+", page) for page in said] == [["1 of 3"], ["2 of 3"], ["3 of 3"]]
     server.close()
 
@@ -120,10 +120,10 @@ def test_a_scan_that_fails_keeps_the_last_answers(tmp_path: Path, monkeypatch: p
     """Counted, said once, and the next scan is made."""
     said: list[BaseException] = []
     server = Server(Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0), on_error=said.append)
-    server._look()
+    server._scan()
     before = server._answers
     monkeypatch.setattr(Scanner, "scan", lambda self: 1 / 0)
-    server._look()
+    server._scan()
     assert server._answers is before
     assert [type(error) for error in said] == [ZeroDivisionError]
     assert server.scanner.errors == 1
@@ -159,7 +159,7 @@ def test_lists_of_targets_are_tidied(tmp_path: Path, dead_pid: int) -> None:
     server = Server(
         Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0), lists=[str(tmp_path / "targets")]
     )
-    server._look()
+    server._scan()
     server.close()
     assert "dead_since" in path.read_text()
 

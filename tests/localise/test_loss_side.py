@@ -117,7 +117,7 @@ def test_a_loss_nobody_holds_is_told_by_those_before_it() -> None:
     assert (finding.phase, finding.op, finding.node) == ("loss", "sqrt", "SqrtBackward0")
     assert finding.frame is not None
     assert finding.frame.source == "loss(model(torch.randn(6, 4)), step).backward()"
-    assert "in the steps looked at, the loss was computed by mul, abs, sqrt, sum" in finding.note
+    assert "in the steps recorded, the loss was computed by mul, abs, sqrt, sum" in finding.note
 
 
 def test_of_several_suspects_nobody_holds_none_is_named() -> None:

@@ -133,7 +133,7 @@ def test_a_strip_of_other_shapes_than_planned(
 
 @KINDS
 def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[RowBuffer]) -> None:
-    """What differs in its first dimension alone shares a strip, also where its memory is not contiguous."""
+    """What differs in its first dimension alone shares a packed group, also where its memory is not contiguous."""
     shapes = [(5,), (300,), (), (5,), (SMALL,), (17,), (6, 1, 3, 3), (2, 1, 3, 3), (6, 1, 3, 3), (9, 1, 3, 3)]
     shapes += [(SMALL + 1,), (3, 4), (4, 3)]
     grads = [torch.randn(shape, generator=torch.Generator().manual_seed(k)) for k, shape in enumerate(shapes)]
@@ -145,7 +145,10 @@ def test_small_gradients_of_any_size_are_read_in_one_go(kind: type[RowBuffer]) -
         assert np.sqrt(read.squares()).tolist() == pytest.approx(list(map(reference, grads)), rel=1e-5)
         assert not read._missed
         assert not read._single
-    assert [sorted(strip.indices) for strip in reader._plan.strips] == [[0, 1, 3, 4, 5], [6, 7, 8, 9]]
+    assert [sorted(packed_group.indices) for packed_group in reader._plan.packed_groups] == [
+        [0, 1, 3, 4, 5],
+        [6, 7, 8, 9],
+    ]
 
 
 @KINDS
@@ -155,7 +158,10 @@ def test_scalars_share_a_strip(kind: type[RowBuffer]) -> None:
     reader = reader_of(kind)
     for _ in range(2):
         assert np.sqrt(reader.read(grads).squares()).tolist() == pytest.approx(list(range(9)))
-    assert [strip.indices for strip in reader._plan.strips] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [packed_group.indices for packed_group in reader._plan.packed_groups] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8],
+    ]
 
 
 @KINDS
@@ -169,7 +175,9 @@ def test_gradients_that_come_and_go_cost_only_their_own_kind_a_strip(kind: type[
         read = reader.read(grads)
         squares = [0.0 if grad is None else 4.0 * len(grad) for grad in grads]
         assert read.squares().tolist() == pytest.approx(squares)
-    assert [strip.indices for strip in reader._plan.strips if 8 in strip.indices] == [list(range(8, 16))]
+    assert [
+        packed_group.indices for packed_group in reader._plan.packed_groups if 8 in packed_group.indices
+    ] == [list(range(8, 16))]
     assert not set(read._missed) & set(range(8, 16))
 
 
@@ -303,16 +311,16 @@ def test_a_read_reaches_every_element_once(kind: type[RowBuffer], numel: int) ->
         assert numel >= ROW  # a single row at least divides what is smaller
         return
     assert math.prod(shape) == numel
-    sheet = kind([shape])
+    row_buffer = kind([shape])
     grad = torch.zeros(numel)
     for place in {0, 1, numel // 4 - 1, numel // 4, numel // 2, numel - 1} & set(range(numel)):
         grad.zero_()[place] = 4.0
-        assert sheet.read([0], [sheet.matrix(grad, shape, None)]) == 4.0
-        assert float(sheet.squares().sum()) == 16.0
+        assert row_buffer.read([0], [row_buffer.matrix(grad, shape, None)]) == 4.0
+        assert float(row_buffer.squares().sum()) == 16.0
     grad.fill_(2.0)
-    sheet.read([0], [sheet.matrix(grad, shape, None)])
-    assert float(sheet.squares().sum(dtype=np.float64)) == pytest.approx(4.0 * numel, rel=1e-6)
-    assert sheet.min_row() == pytest.approx(4.0 * shape[-1], rel=1e-6)
+    row_buffer.read([0], [row_buffer.matrix(grad, shape, None)])
+    assert float(row_buffer.squares().sum(dtype=np.float64)) == pytest.approx(4.0 * numel, rel=1e-6)
+    assert row_buffer.min_row() == pytest.approx(4.0 * shape[-1], rel=1e-6)
 
 
 @KINDS

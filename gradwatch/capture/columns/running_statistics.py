@@ -40,12 +40,12 @@ class RunningStatistics:
             return ()
         self._looked = 0 if suspected else self._looked + 1
         if self._looked % AGAIN == 0:
-            before, self._nonfinite = self._nonfinite, tuple(self._look())
+            before, self._nonfinite = self._nonfinite, tuple(self._nonfinite_layers())
             if self._nonfinite and not before:
                 self._say("running-statistics", NonfiniteStatisticsError(_said(self._nonfinite)))
         return self._nonfinite
 
-    def _look(self) -> list[str]:
+    def _nonfinite_layers(self) -> list[str]:
         found = {
             f"{name}.{statistic}": buffer
             for model in self._models()

@@ -60,7 +60,7 @@ class Losses:
         if self.last is None or not nodes:
             return finding
         operations = ", ".join(of_node(name) for _, name, _, _ in nodes)
-        note = f"{finding.note}; in the steps looked at, the loss was computed by {operations}"
+        note = f"{finding.note}; in the steps recorded, the loss was computed by {operations}"
         suspects = [name for _, name, infinite, _ in nodes if infinite]
         if len(set(suspects)) != 1:
             return finding.amended(note=note)
@@ -71,7 +71,7 @@ class Losses:
         frames = frame_of(self.last.caller) or finding.frames
         return finding.amended(op=op, node=suspects[-1], frames=frames, note=note)
 
-    def look(self, since: int) -> None:
+    def record(self, since: int) -> None:
         """Within a backward: look at what it began at. `since` numbers the first node after the call."""
         frame = entry_frame()
         if frame is None:

@@ -325,7 +325,7 @@ class RecordedCalls:
         if kept is None:
             return
         if call.looked and not call.tasks:
-            self._losses.look(call.ended)
+            self._losses.record(call.ended)
         call.tasks.add(backward.current())
         before = call.gradients.get(position)
         if before is not None:

@@ -77,7 +77,7 @@ class Binder:
         if ctx.membership.alone:
             self._activity.health.mark("ranks", False)
         if met:
-            self._stages.look()
+            self._stages.install()
             self.bind(ctx.captured)
         ctx.needs_no_ranks = ctx.membership.waits_for_none and ctx.rules.micro is None
 
