@@ -158,12 +158,15 @@ class OptimizerCapture:
     def overdue(self) -> bool:
         """True if a clip is about to change gradients that were not read, or that others have taken the place of."""
         if self.unread or self._norms is None:
-            # `.grad` assigned by the script, without a backward
-            set_by_hand = self._schedule.expected == 0 and bool(self.params)
-            return self.backwards > 0 or set_by_hand
+            return self.backwards > 0 or self._set_by_hand
         return not (self.known_scalings or self.distributed) and replaced(
             self._kept or self._held, self.params
         )
+
+    @property
+    def _set_by_hand(self) -> bool:
+        """True if the script assigns `.grad`, as far as is known, and no backward fills it."""
+        return self._schedule.expected == 0 and self.backwards == 0 and bool(self.params)
 
     def grads(self) -> list[Tensor | None]:
         """The gradients as they are now; holds no reference afterwards."""
@@ -253,11 +256,20 @@ class OptimizerCapture:
         backwards = self._arrivals.count
         return backwards > 0 and self._schedule.may_end(self.step, backwards)
 
-    def read_overdue(self) -> None:
-        """Read what a clip, in whichever thread, must not find unread; waits for a read that is under way."""
+    def read_overdue(self, clipped: Sequence[Tensor] | None = None) -> None:
+        """Read what a clip of these gradients (None: of any), in whichever thread, must not find unread.
+
+        Waits for a read that is under way. Gradients that the script assigns are read where they are among the
+        clipped: before a clip of others (of the model they are copied from) they may be those of the last step.
+        """
         with self._reading:
-            if self.overdue:
+            if self.overdue and (clipped is None or not self._set_by_hand or self.holds(clipped)):
                 self._read()
+
+    def holds(self, grads: Sequence[Tensor]) -> bool:
+        """Whether some of these are gradients of this capture."""
+        own = {id(grad) for grad in self.grads() if grad is not None}
+        return not own.isdisjoint(map(id, grads))
 
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from gradwatch.capture.known_scaling import known_scaling
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import capturing
-from gradwatch.taps.clip_functions import Multiplication, listen
+from gradwatch.taps.clip_functions import Clip, listen
 
 
 class BeforeClip:
@@ -39,23 +40,23 @@ class BeforeClip:
         self._failed = failed
         self.close = listen(self.read)
 
-    def read(self, clip: Multiplication | None = None) -> None:
+    def read(self, clip: Clip | None = None) -> None:
         """Read what is unread, and notify every capture of the clip; raises only if `failed` does."""
         try:
             if not self._idle() and not capturing():
-                self._read()
-                if clip is not None:
-                    known = known_scaling(*clip)
+                self._read(None if clip is None else clip.grads)
+                if clip is not None and clip.factor is not None:
+                    known = known_scaling(clip.grads, clip.factor)
                     for captured in self._capture.captures:
                         captured.known_scalings.append(known)
         except Exception as error:
             self._failed("capture", error)
 
     @torch.no_grad()
-    def _read(self) -> None:
-        attached = self._capture.adopt_waiting(from_first_backward=False)
-        for captured in attached:
+    def _read(self, clipped: list[Tensor] | None) -> None:
+        for captured in self._capture.adopt_waiting(from_first_backward=False):
             self._bound(captured)
-            captured.read()
+            if clipped is None or captured.holds(clipped):
+                captured.read()
         for captured in self._capture.captures:
-            captured.read_overdue()
+            captured.read_overdue(clipped)

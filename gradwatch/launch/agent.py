@@ -29,6 +29,7 @@ from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
+from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
 from gradwatch.taps.optimizers import init as optimizer_init
 from gradwatch.taps.process_totals import count_backwards
@@ -64,6 +65,7 @@ class Agent:
         self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
         self._inherited: list[Session] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
+        self._printed: set[str] = set()  # why nothing is watched
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, self._lock)
@@ -109,7 +111,7 @@ class Agent:
         if look or self._waiting or self._attaching:
             self.attach_waiting(before=call if look else None)
 
-    def _about_to_clip(self, clip: object = None) -> None:
+    def _about_to_clip(self, clip: Clip) -> None:
         attaching = self._attaching
         if not (self._waiting or attaching):
             return
@@ -117,7 +119,7 @@ class Agent:
         if watch is None and attaching:  # it has waited for another thread's
             watch = next(iter(_watches), None)
         if watch is not None:
-            watch.read_before_clip()
+            watch.read_before_clip(clip.grads)
 
     def _scaled(self, scale: torch.Tensor) -> None:
         if self._waiting or self._attaching:
@@ -180,11 +182,23 @@ class Agent:
         except Exception as error:
             if not_ours(error) or _strict():
                 raise
-            _say_not_watching(error)
+            self._say_not_watching(error)
             return None
         finally:
             for optimizer, _ in ready:
                 self._forwards.close(optimizer)
+
+    def _say_not_watching(self, error: Exception) -> None:
+        """One line: the script goes on unwatched, and the one who started it should know why.
+
+        Once: what fails for one optimizer, or backward, fails for the next as well.
+        """
+        kind = "" if isinstance(error, GradwatchError) else f"{type(error).__name__}: "
+        exit_summary.not_watched(f"the watch failed to start: {kind}{error}")
+        line = f"gradwatch: not watching this run: {kind}{error}"
+        if line not in self._printed:
+            self._printed.add(line)
+            stderr.say(line)
 
     def _ready(self, stepping: Optimizer | None) -> list[tuple[Optimizer, int]]:
         """Optimizers that train something and were not looked at yet, with the registrations before each."""
@@ -294,13 +308,6 @@ def _strictly(component: str, error: BaseException) -> None:
     """With `--strict` a fault stops the script, also where no watch could be made."""
     if _strict():
         raise error
-
-
-def _say_not_watching(error: Exception) -> None:
-    """One line: the script goes on unwatched, and the one who started it should know why."""
-    kind = "" if isinstance(error, GradwatchError) else f"{type(error).__name__}: "
-    exit_summary.not_watched(f"the watch failed to start: {kind}{error}")
-    stderr.say(f"gradwatch: not watching this run: {kind}{error}")
 
 
 def _on_terminal() -> bool:

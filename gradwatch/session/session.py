@@ -36,6 +36,7 @@ from gradwatch.session.publish import Publishing
 from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
+from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.process_totals import TOTALS, count_backwards
 
 NOTHING_SAVED: Mapping[str, Any] = {"version": 1, "lanes": {}}
@@ -291,10 +292,10 @@ class Session:
         causes = None if self.attached is None else self.attached.causes
         return nullcontext() if causes is None else causes.closure(run)
 
-    def read_before_clip(self) -> None:
-        """Read the gradients now, before code of the script clips them."""
+    def read_before_clip(self, grads: list[Tensor] | None = None) -> None:
+        """Read the gradients now, before code of the script clips these (None: any)."""
         if self.attached is not None:
-            self.attached.before_clip.read()
+            self.attached.before_clip.read(None if grads is None else Clip(grads, None))
 
     def rebaseline(self, glob: str) -> None:
         """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""

@@ -30,20 +30,20 @@ MULTIPLIER = "_clip_grads_with_norm_"
 BY_VALUE = "clip_grad_value_"
 
 
-class Multiplication(NamedTuple):
-    """`grads` are about to be multiplied in place by `factor`, each once."""
+class Clip(NamedTuple):
+    """`grads` are being clipped; with a `factor` they are about to be multiplied in place by it, each once."""
 
     grads: list[Tensor]
-    factor: float
+    factor: float | None
 
 
-Listener = Callable[[Multiplication | None], object]
+Listener = Callable[[Clip], object]
 
 
 def listen(about_to_clip: Listener) -> Callable[[], None]:
     """Call `about_to_clip` before torch clips any gradient; the returned call ends that.
 
-    It is given what torch is about to multiply by, where torch's own code says so on the host, else None. It must not
+    It is given the factor that torch is about to multiply by, where torch's own code says so on the host. It must not
     raise. Silent under a torch without that function, and in code compiled by `torch.compile`.
     """
     return _sorter.listen(about_to_clip) if hasattr(clip_grad, SORTER) else _nothing
@@ -66,7 +66,8 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
             if layer.listeners and not torch.compiler.is_compiling():
                 frame = sys._getframe(1)
                 TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
-                dispatch_modes.unseen(_notify, layer, frame if frame.f_code is multiplies else None)
+                factor = frame if frame.f_code is multiplies else None
+                dispatch_modes.unseen(_notify, layer, args[0][0] if args else [], factor)
         except Exception as error:
             guard.fault("capture", error)
         return original(*args, **kwargs)
@@ -77,19 +78,19 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
 _sorter = Patch(clip_grad, SORTER, _make)
 
 
-def _notify(layer: Layer[Listener], multiplying: FrameType | None) -> None:
-    clip = None if multiplying is None else _multiplication(multiplying)
+def _notify(layer: Layer[Listener], grads: list[Tensor], multiplying: FrameType | None) -> None:
+    clip = Clip(grads, None if multiplying is None else _factor(multiplying))
     for listener in layer.listeners:
         listener(clip)
 
 
-def _multiplication(clip: FrameType) -> Multiplication | None:
-    """Factor that torch's `clip_grads_with_norm_` is about to apply, from its own arguments; None where they differ."""
+def _factor(clip: FrameType) -> float | None:
+    """What torch's `clip_grads_with_norm_` is about to multiply by, from its own arguments; None where they differ."""
     found = clip.f_locals
-    grads, max_norm, total = found.get("grads"), found.get("max_norm"), found.get("total_norm")
-    if not (isinstance(grads, list) and isinstance(max_norm, float) and isinstance(total, torch.Tensor)):
+    max_norm, total = found.get("max_norm"), found.get("total_norm")
+    if not (isinstance(max_norm, float) and isinstance(total, torch.Tensor)):
         return None
     if not on_host(total) or total.numel() != 1:
         return None
     with torch.no_grad():
-        return Multiplication(grads, float(torch.clamp(max_norm / (total + 1e-6), max=1.0)))
+        return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

@@ -125,3 +125,33 @@ def test_a_gradient_left_from_the_last_step_did_not_arrive() -> None:
                 model.weight.grad.copy_(-torch.ones(1, 4))  # of the same norm, and new
             optimizer.step()
     assert [record.snapshot.calls.tolist() for record in kept.records] == [[1], [0], [1], [0]]
+
+
+@pytest.mark.parametrize("how", ["assigned", "written"])
+@pytest.mark.parametrize("clearing", ["none", "zeros", "left"])
+def test_a_clip_of_the_model_they_are_taken_from_does_not_read_them(how: str, clearing: str) -> None:
+    """A3C: a local model is clipped while the shared one, which gets its gradients, has those of the last step."""
+    torch.manual_seed(0)
+    shared, local = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    kept, norms = Kept(), []
+    with gradwatch.watch(shared, optimizer, rules=RuleSet(), sinks=[kept], strict=True):
+        for step in range(STEPS):
+            if clearing != "left":
+                optimizer.zero_grad(set_to_none=clearing == "none")
+            local.zero_grad()
+            local(torch.randn(5, 4) * (step + 1)).square().mean().backward()
+            clip_grad_norm_(local.parameters(), 40.0)
+            for mine, theirs in zip(shared.parameters(), local.parameters(), strict=True):
+                assert theirs.grad is not None
+                if how == "written" and mine.grad is not None:
+                    mine.grad.copy_(theirs.grad)
+                else:
+                    mine.grad = theirs.grad.clone() if how == "written" else theirs.grad
+            norms.append(norms_of(shared.named_parameters()))
+            optimizer.step()
+    assert [seen(record.snapshot) for record in kept.records] == [
+        pytest.approx(one, rel=1e-5) for one in norms
+    ]
+    # Whether a backward was missed is not known at once.
+    assert [record.snapshot.provisional for record in kept.records][2:] == [False] * (STEPS - 2)

@@ -29,7 +29,7 @@ from gradwatch.reading.device import Number
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
-from gradwatch.taps.clip_functions import Multiplication
+from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.optimizers.groups import params_of
 
 PROBED = 8  # parameters compared, and elements of each
@@ -138,8 +138,8 @@ class LoopsWithoutOptimizer:
             elif loop.claimed and loop.thread == thread and loop.captured.begins():
                 self._capture.cleared(loop.captured)
 
-    def _clipped(self, clip: Multiplication | None) -> None:
-        if self._loops and clip is not None:
+    def _clipped(self, clip: Clip) -> None:
+        if self._loops and clip.factor is not None:
             self._guarded(lambda: self._clip_covers({id(grad) for grad in clip.grads}))
 
     def _clip_covers(self, ids: set[int]) -> None:
