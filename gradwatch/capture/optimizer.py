@@ -267,7 +267,7 @@ class OptimizerCapture:
                 self._read()
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
-        """Whether some of these are gradients of this capture."""
+        """True if some of these are gradients of this capture."""
         own = {id(grad) for grad in self.grads() if grad is not None}
         return not own.isdisjoint(map(id, grads))
 

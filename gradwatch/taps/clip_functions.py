@@ -85,7 +85,7 @@ def _notify(layer: Layer[Listener], grads: list[Tensor], multiplying: FrameType 
 
 
 def _factor(clip: FrameType) -> float | None:
-    """What torch's `clip_grads_with_norm_` is about to multiply by, from its own arguments; None where they differ."""
+    """Factor that torch's `clip_grads_with_norm_` is about to apply, from its own arguments; None where they differ."""
     found = clip.f_locals
     max_norm, total = found.get("max_norm"), found.get("total_norm")
     if not (isinstance(max_norm, float) and isinstance(total, torch.Tensor)):

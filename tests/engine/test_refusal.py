@@ -68,7 +68,9 @@ def test_what_cannot_be_carried_out_is_off_and_said(tmp_path: Path) -> None:
     assert f'gradwatch_rule_inactive{{rule="clip:groups.head",reason="not armed: {AGC}"}} 1' in scrape
     assert [record.decision.skip for record in kept.records] == [False, False, True]
     assert kept.records[0].snapshot.total_norm_applied == pytest.approx(0.01, rel=1e-3)
-    (line,) = [line for line in said.getvalue().splitlines() if "switched off, everything else stays active" in line]
+    (line,) = [
+        line for line in said.getvalue().splitlines() if "switched off, everything else stays active" in line
+    ]
     assert f"clip.groups.head: {AGC}; set `last_layer: true`" in line
     assert "inplace" in line
     assert any(

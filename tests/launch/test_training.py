@@ -268,9 +268,9 @@ def test_a_policy_that_cannot_be_carried_out_is_off_by_itself(tmp_path: Path) ->
     done = run(tmp_path, TRAIN + "import sys; sys.exit(6)", options=("--rules", str(rules)))
     assert done.returncode == 6
     started, account = done.stderr.splitlines()
-    assert "autoclip would remember" in started
+    assert "autoclip would keep" in started
     assert re.match(r"gradwatch: (\d+) of \1 steps watched", account)
-    assert "not armed: clip:total (autoclip would remember" in account
+    assert "not armed: clip:total (autoclip would keep" in account
 
 
 @pytest.mark.soak

@@ -73,7 +73,5 @@ def test_a_policy_that_cannot_be_carried_out_is_said_once(tmp_path: Path) -> Non
     done = run(tmp_path, TRAIN.replace("BEFORE", ""), options=("--rules", "none.gradwatch.yaml"))
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 6
-    assert len([line for line in done.stderr.splitlines() if "autoclip would remember" in line]) == 2, (
-        done.stderr
-    )
+    assert len([line for line in done.stderr.splitlines() if "autoclip would keep" in line]) == 2, done.stderr
     assert "not armed: clip:total" in done.stderr.splitlines()[-1]
