@@ -46,7 +46,7 @@ def test_what_is_spread_over_ranks_is_kept_as_parts(homes: dict[str, list[Any]])
         assert home["gradients"]
         for name, shape in home["gradients"].items():
             assert shape == home["local"][name], name
-        assert any("spread over ranks" in one for one in home["left_out"])
+        assert any("sharded over ranks" in one for one in home["left_out"])
 
 
 def test_a_sharded_step_is_run_again_in_one_process(homes: dict[str, list[Any]]) -> None:
