@@ -73,6 +73,7 @@ RETIRED = {
     "unmarked": "HooklessGradients, backwards_without_hook",
     "unmoved": "UnoptimizedWeights",
     "unannounced": "ModelsWithoutOptimizer",
+    "fed": "with_data, evaluated",
     "sheet": "RowBuffer, row_buffer",
     "shipment": "PeriodicExport, export",
     "resting": "idle",

@@ -43,12 +43,12 @@ class RulesWithoutData:
         self._waiting: Mapping[int, Mapping[str, Reads]] = {}
         # The columns, by optimizer, where all that its rules wait for is that these come.
         self._missing: dict[int, frozenset[str]] = {}
-        self._fed: frozenset[str] = frozenset()
+        self._with_data: frozenset[str] = frozenset()
         self._came: frozenset[str] = frozenset()
 
     def bind(self, optimizer: int, rules: Mapping[str, Reads]) -> None:
         """The rules of one optimizer from now on; those that had data elsewhere or before are done."""
-        waiting = {rule: reads for rule, reads in rules.items() if rule not in self._fed}
+        waiting = {rule: reads for rule, reads in rules.items() if rule not in self._with_data}
         self._wait({**self._waiting, optimizer: waiting})
 
     def _wait(self, waiting: Mapping[int, Mapping[str, Reads]]) -> None:
@@ -78,7 +78,7 @@ class RulesWithoutData:
             self._came |= came
         evaluated = {rule for rule, reads in waiting.items() if _evaluated(reads, snapshot, came)}
         if evaluated:
-            self._fed |= evaluated
+            self._with_data |= evaluated
         if evaluated or came_first:
             self._wait(
                 {
@@ -93,7 +93,7 @@ class RulesWithoutData:
         return {
             rule: _why(reads, self._came)
             for rule, reads in _joined(waiting.values())
-            if rule not in self._fed
+            if rule not in self._with_data
         }
 
 

@@ -120,7 +120,7 @@ class Ranks:
         """True if this process is one of several ranks."""
         return place()[1] > 1
 
-    def judging_together(self, captured: OptimizerCapture, membership: RankMembership | None) -> str:
+    def shared_step_name(self, captured: OptimizerCapture, membership: RankMembership | None) -> str:
         """A name by which all ranks may meet over a step of this capture; "" where they do not all judge it alike."""
         if (
             not self.several

@@ -243,7 +243,7 @@ class StepPipeline:
             decision,
             snapshot,
             step_taken,
-            self._ranks.judging_together(captured, step.ctx.membership),
+            self._ranks.shared_step_name(captured, step.ctx.membership),
         )
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
