@@ -59,12 +59,12 @@ class CheckpointHealthTracker:
     """Follows one optimizer's steps; `critical` are the rules whose firing makes a checkpoint unfit."""
 
     __slots__ = (
-        "_confirmed",
         "_found",
         "_jump",
         "_largest",
         "_last",
         "_step",
+        "confirmed",
         "critical",
         "looked",
         "nonfinite_statistics",
@@ -87,7 +87,8 @@ class CheckpointHealthTracker:
         )
         # Of the suspected step: how many times the largest before it its total norm was, and that norm.
         self._jump = 0.0, 0.0
-        self._confirmed: Mapping[str, float] = {}
+        # The jump that a look at the weights has confirmed, as scalars of a Snapshot.
+        self.confirmed: Mapping[str, float] = {}
         self._largest = 0.0
         self._found: tuple[str, ...] = ()  # what the last step by itself has against it
         self._last: int | None = None
@@ -147,19 +148,19 @@ class CheckpointHealthTracker:
         if self.suspected is not None and step >= self.suspected:
             self.suspected = None
             if ruin:
-                self._confirmed = dict(zip((CONFIRMED_JUMP, CONFIRMED_NORM), self._jump, strict=True))
+                self.confirmed = dict(zip((CONFIRMED_JUMP, CONFIRMED_NORM), self._jump, strict=True))
         self._renew()
 
-    def confirmed(self) -> Mapping[str, float]:
-        """The jump that a look at the weights has confirmed since the last call, as scalars of a Snapshot."""
-        found, self._confirmed = self._confirmed, {}
+    def take_confirmed(self) -> Mapping[str, float]:
+        """`confirmed`, which is told once."""
+        found, self.confirmed = self.confirmed, {}
         return found
 
     def carry_on(self, before: CheckpointHealthTracker) -> None:
         """Go on from the Vitals of the same optimizer under other sites or rules."""
         self.load(before.to_dict())
         self.suspected, self.looked = before.suspected, before.looked
-        self._jump, self._confirmed = before._jump, before._confirmed
+        self._jump, self.confirmed = before._jump, before.confirmed
 
     def _note_size(self, snapshot: Snapshot) -> None:
         total = snapshot.total_norm

@@ -56,13 +56,8 @@ class AccumulationSchedule:
         again = versions == self.pattern
         if not (again and calls is self._calls and backwards == self._pattern_backwards):
             # Whether each arrived in every backward, or in none.
-            self._calls, self._complete = (
-                calls,
-                all(
-                    count == backwards if version >= 0 else count == 0
-                    for count, version in zip(calls.tolist(), versions, strict=True)  # sync: numpy
-                ),
-            )
+            whole = [backwards if version >= 0 else 0 for version in versions]
+            self._calls, self._complete = calls, calls.tolist() == whole  # sync: numpy
         steady = self._complete and backwards > 0 and again
         self._steady = self._steady + 1 if steady else 0
         self.pattern, self._pattern_backwards = versions, backwards

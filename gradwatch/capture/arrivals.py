@@ -36,7 +36,9 @@ class ArrivalCounts:
         self._counted: tuple[list[int], NDArray[np.int32]] | None = None
         self._by_versions: tuple[list[int], int, NDArray[np.int32]] | None = None
         # FSDP1 takes gradients away and puts them back in the midst of a backward.
-        self._has_gradient = not any(type(param).__name__ == "FlatParameter" for param in params)
+        self._has_gradient = True
+        for kind in set(map(type, params)):
+            self._has_gradient = self._has_gradient and kind.__name__ != "FlatParameter"
 
     @property
     def current(self) -> int:

@@ -71,21 +71,24 @@ def assemble(
 ) -> Snapshot:
     """The Snapshot of one step; waits for numbers still on their way from a device."""
     raw, after = window.resolve()
-    count = len(window.sites)
-    missing = len(sites) - count
-    total = _total(raw, window)
+    count = len(raw)
+    missing, details = len(sites) - count, window.raw.details
+    total = _total(raw, window.calls, details)
     # A total that float32 holds says that no norm is NaN, infinite or beyond float32.
-    norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not window.details else as_float32(raw)
-    columns = {} if total < FLOAT32_MAX else _suspicions(window, window.details, raw, norms, missing)
-    applied = total if after is raw else _total(after, window)
+    norms = raw.astype(np.float32) if TINY < total < FLOAT32_MAX and not details else as_float32(raw)
+    columns = {} if total < FLOAT32_MAX else _suspicions(window, details, raw, norms, missing)
+    applied = total if after is raw else _total(after, window.calls, details)
     if not columns and not applied < FLOAT32_MAX:
         # Finite at the end of backward and not any longer: the optimizer is about to get it all the same.
         wide = as_float32(after)
         columns = _suspicions(window, window.after.details, after, wide, missing)
         if columns and not columns["nonfinite"].values.any():  # no clip, then, and no NaN: judge what it gets
             raw, norms, total = after, wide, applied
-    _sampled(columns, extras, count, missing)
-    coef = _pad(_coefficients(raw, after), missing, 1)
+    if extras.params or extras.modules or extras.ranks:
+        _sampled(columns, extras, count, missing)
+    coef, calls = _coefficients(raw, after), window.calls
+    if missing:
+        norms, calls, coef = _pad(norms, missing), _pad(calls, missing), _pad(coef, missing, 1)
     if not window.applied_known:
         coef, applied = np.full_like(coef, np.nan), math.nan
     bounded = columns.pop("coef", None)  # of modules; that of a parameter needs no column
@@ -96,8 +99,8 @@ def assemble(
         optimizer=optimizer,
         step=window.step,
         sites=sites,
-        norm=_pad(norms, missing),
-        calls=_pad(window.calls, missing),
+        norm=norms,
+        calls=calls,
         coef=coef,
         total_norm=total,
         total_norm_applied=applied,
@@ -127,10 +130,9 @@ def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
     return narrow
 
 
-def _total(norms: NDArray[np.float64], window: Window) -> float:
-    calls = window.calls
+def _total(norms: NDArray[np.float64], calls: NDArray[np.int32], details: Mapping[int, Detail]) -> float:
     kept = norms if not len(calls) or np.minimum.reduce(calls) > 0 else norms[calls > 0]
-    return _safe_root(kept) if window.details else math.sqrt(np.dot(kept, kept))
+    return _safe_root(kept) if details else math.sqrt(np.dot(kept, kept))
 
 
 def _safe_root(norms: NDArray[np.float64]) -> float:

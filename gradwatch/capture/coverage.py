@@ -56,7 +56,8 @@ class Registrations:
     def watch(self, models: Iterable[nn.Module]) -> None:
         """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
         self._owners.clear()
-        self._owners.update(id(module) for model in models for module in module_tree.modules(model))
+        for model in models:
+            self._owners.update(map(id, module_tree.modules(model)))
 
     def close(self) -> None:
         """Remove torch's two global hooks."""
@@ -105,7 +106,7 @@ class Coverage:
         self.ratio = 1.0
         self.missing: tuple[str, ...] = ()
         self._slot_of = slot_of
-        self._at_attach: set[int] = set()
+        self._at_attach: set[int | None] = set()
         self._registrations = Registrations()
         self._places = Places()
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -114,8 +115,9 @@ class Coverage:
 
     def attached(self, models: Iterable[nn.Module]) -> None:
         """These models are watched from now on, with the parameters they have."""
-        slots = (self._slot_of.get(id(param)) for model in models for param in module_tree.parameters(model))
-        self._at_attach.update(slot for slot in slots if slot is not None)
+        for model in models:
+            self._at_attach.update(map(self._slot_of.get, map(id, module_tree.parameters(model))))
+        self._at_attach.discard(None)
 
     def scanned(self, models: list[nn.Module]) -> None:
         """Slots were given to all parameters of the models."""
@@ -150,11 +152,15 @@ class Coverage:
 
     def _whole(self, models: list[nn.Module], stepped: set[int]) -> bool:
         """True if nothing is missing, found out without names; False also where a model lists its parameters itself."""
-        return not any(map(module_tree.lists_itself, models)) and all(
-            not param.requires_grad or (names.has_values(param) and self._measured(param, stepped))
-            for model in models
-            for param in module_tree.parameters(model)
-        )
+        for model in models:
+            if module_tree.lists_itself(model):
+                return False
+            for param in module_tree.parameters(model):
+                if param.requires_grad and (
+                    param.is_meta or not (id(param) in stepped or self._measured(param, stepped))
+                ):
+                    return False
+        return True
 
     def _measured(self, param: nn.Parameter, stepped: set[int]) -> bool:
         return id(param) in stepped or self._slot_of.get(id(param)) in self._at_attach

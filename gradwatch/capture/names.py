@@ -14,6 +14,8 @@ from gradwatch.taps.module_registry import WRAPPERS
 def canonical(fqn: str) -> str:
     """The name without wrapper prefixes: `module._orig_mod.fc.weight` -> `fc.weight`."""
     parts = fqn.split(".")
+    if WRAPPERS.isdisjoint(parts):
+        return fqn
     kept = [part for part in parts if part not in WRAPPERS]
     return ".".join(kept or parts[-1:])
 

@@ -39,6 +39,7 @@ from gradwatch.records.snapshot import Sites
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
+PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving
 NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
 # Python calls cost microseconds in the cold caches that a backward leaves; this is none.
@@ -71,16 +72,18 @@ class OptimizerCapture:
         self.param_ids = list(map(id, params))
         self.sites = sites
         self.slots = np.zeros(0, np.intp) if slots is None else slots
-        self.position = {int(slot): k for k, slot in enumerate(self.slots)}
+        self.position = {slot: k for k, slot in enumerate(self.slots.tolist())}  # sync: numpy
         self.step = 0
         self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
         self.frozen = [param for param in given if not param.requires_grad]
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
-        self.distributed = any(hasattr(param, "to_local") for param in params)
+        self.distributed, self.on_cpu = False, True
+        for param in params:
+            self.distributed = self.distributed or hasattr(param, "to_local")
+            self.on_cpu = self.on_cpu and param.device.type == "cpu"
         self.manual_allreduce = (
             False  # other code than torch's may average over ranks: read again at the step
         )
-        self.on_cpu = all(param.device.type == "cpu" for param in params)
         self.pruned = False
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
@@ -125,7 +128,7 @@ class OptimizerCapture:
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture; where the sizes are the same its plan of reading is used."""
         self.step, self.last_calls = before.step, before.last_calls
-        if np.array_equal(self.sites.numels, before.sites.numels):
+        if self.sites.numels.tobytes() == before.sites.numels.tobytes():
             self._reader = before._reader
 
     def takes_place(self, index: int, before: OptimizerCapture | None) -> None:
@@ -195,10 +198,9 @@ class OptimizerCapture:
         """The end of its last backward was not seen: it is read at the step boundary."""
         self.backward_end_missed = self.backwards > 0
 
-    def take_hook_missed(self) -> bool:
-        """True if a gradient arrived without a call of its hook since the last call; resets it."""
-        missed, self.hook_missed = self.hook_missed, False
-        return missed
+    def reset_hook_missed(self) -> None:
+        """Note that a gradient which arrived without a call of its hook has been dealt with."""
+        self.hook_missed = False
 
     def expect_manual_allreduce(self, expected: bool) -> None:
         """Expect that the loop's own code averages over ranks: gradients are read again at the step."""
@@ -264,7 +266,7 @@ class OptimizerCapture:
         """
         with self._reading:
             if self.overdue and (clipped is None or not self._set_by_hand or self.holds(clipped)):
-                self._read()
+                self.read()
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """True if some of these are gradients of this capture."""
@@ -274,24 +276,22 @@ class OptimizerCapture:
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
         with self._reading:
-            self._read()
-
-    def _read(self) -> None:
-        grads = self.grads()
-        # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
-        self._assumed = self.pruned and self._left_alone
-        self._ids = list(map(id, grads))
-        current = self._arrivals.count - self._arrivals.cleared
-        self._versions = self._schedule.versions(current) if self._assumed else versions_of(grads)
-        self._kept = grads if self._keeps else None
-        self._held = [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
-        if self.on_cpu and not self.distributed:
-            self._write_probes.hold(grads)
-        self._norms = self._take(
-            grads, 1.0, {} if self.norms_from_hooks is None else self.norms_from_hooks(grads)
-        )
-        self._read_at = self._arrivals.count
-        self.known_scalings.clear()
+            grads = self.grads()
+            # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
+            self._assumed = self.pruned and self._left_alone
+            self._ids = list(map(id, grads))
+            current = self._arrivals.count - self._arrivals.cleared
+            self._versions = self._schedule.versions(current) if self._assumed else versions_of(grads)
+            self._kept = grads if self._keeps else None
+            self._held = (
+                [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
+            )
+            if self.on_cpu and not self.distributed:
+                self._write_probes.hold(grads)
+            known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
+            self._norms = self._take(grads, 1.0, known)
+            self._read_at = self._arrivals.count
+            self.known_scalings.clear()
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
@@ -354,7 +354,7 @@ class OptimizerCapture:
             repeats if ordinary else None,
             loss=self.losses.total(),
         )
-        self._learn(calls, backwards)
+        self._learn(calls, backwards, current)
         self._last = state
         self._after = after
         self._kept = None
@@ -488,7 +488,7 @@ class OptimizerCapture:
 
     def prunable(self) -> bool:
         """True if a few hooks would count the same arrivals as one on every parameter."""
-        return not self.pruned and self._schedule.steady(self.step)
+        return len(self.params) >= PRUNE_FROM and not self.pruned and self._schedule.steady(self.step)
 
     def prune(self, count: int = 4) -> list[int]:
         """All hooks go but those at these positions: spread over the capture, with a gradient in the last step."""
@@ -589,11 +589,11 @@ class OptimizerCapture:
                     counts[k], self.hook_missed = 1, True
         return self._arrivals.counted(), True
 
-    def _learn(self, calls: NDArray[np.int32], backwards: int) -> None:
+    def _learn(self, calls: NDArray[np.int32], backwards: int, current: int) -> None:
         # What arrived is not the whole of one step, or that of two.
         if self.attached_mid_window or self.spans_two_steps:
             self.attached_mid_window = False
             return
         self._schedule.count(self.step, backwards)
         if not self.pruned:
-            self._schedule.note(self._versions, calls, self._arrivals.current)
+            self._schedule.note(self._versions, calls, current)

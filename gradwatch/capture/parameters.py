@@ -9,6 +9,7 @@ autograd's buffer stealing), and none holds a weak reference to a parameter (`sw
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,11 +18,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.capture import names
 from gradwatch.capture.columns.loss import Losses, Root
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer import PRUNE_FROM, OptimizerCapture
 from gradwatch.capture.shards import is_shard, offloaded
 from gradwatch.capture.window import Window
 from gradwatch.records.snapshot import Sites
@@ -33,8 +33,9 @@ from gradwatch.taps.optimizers.groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
+_numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
+_dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
-PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
 
 
@@ -51,7 +52,7 @@ class Capture:
         models: Iterable[nn.Module],
         ended: Callable[[list[OptimizerCapture]], None],
         failed: Callable[[str, BaseException], None],
-        waiting: Callable[[], list[Optimizer]] = list,
+        waiting: Callable[[Capture], list[Optimizer]] | None = None,
     ) -> None:
         self._waiting = waiting
         self._models = [weakref.ref(model) for model in models]
@@ -119,10 +120,10 @@ class Capture:
 
     def join(self, optimizers: Iterable[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Have the next backward announce the parameters of these optimizers."""
-        self.drop_dead()
+        self.release_dead()
         self.add_loose(loose)
         params = params_of(*optimizers)
-        if not all(id(param) in self._slot_of for param in params):
+        if not self._slot_of.keys() >= set(map(id, params)):
             self.scan()
 
     def scan(self) -> None:
@@ -130,7 +131,7 @@ class Capture:
         models = self.models()
         self._grad_ready.spared = set(offloaded(models))
         for name, param in named_parameters(models):
-            if not is_lazy(param):
+            if not isinstance(param, nn.UninitializedParameter):
                 slot = self.slot(param, name)
                 # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
                 if not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
@@ -182,6 +183,10 @@ class Capture:
         """True if the parameter with this `id()` has a slot."""
         return identity in self._slot_of
 
+    def covers_any(self, identities: Iterable[int]) -> bool:
+        """True if some parameter of these, given by `id()`, has a slot."""
+        return not self._slot_of.keys().isdisjoint(identities)
+
     def all_sites(self) -> Sites:
         """Every parameter that wants a gradient, whatever optimizer it has or will have."""
         slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
@@ -216,10 +221,14 @@ class Capture:
 
         True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.
         """
-        self.release_dead()
+        if self.has_dead():
+            self.drop_dead()
         if captured.step % REINSTALL_EVERY == 0:
             self.reinstall(captured)
-        swapped_hooks = self._rehook(captured) if captured.take_hook_missed() or not window.trusted else 0
+        swapped_hooks = 0
+        if captured.hook_missed or not window.trusted:
+            captured.reset_hook_missed()
+            swapped_hooks = self._rehook(captured)
         if self.coverage.due(captured, window.calls):
             self.count_coverage()
         if swapped_hooks:
@@ -271,7 +280,10 @@ class Capture:
         Another thread's backward, or clip, waits until all of them stand: it may be the one that reached them.
         """
         with self.arranging.held:
-            made = [self.adopt(each) for each in self._waiting() if each not in self.stepped_inside]
+            waiting = None if self._waiting is None else self._waiting(self)
+            if not waiting:
+                return []
+            made = [self.adopt(each) for each in waiting if each not in self.stepped_inside]
             for captured in made if from_first_backward else ():
                 captured.attached_in_time()
         return made
@@ -284,11 +296,15 @@ class Capture:
     def _adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None) -> OptimizerCapture:
         fresh = params_of(optimizer)
         params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
-        # One without parameters is falsy.
-        captured = self._predecessor(set(map(id, params))) if captured is None else captured
+        sites = self._sites(kept, params)
+        if captured is None:
+            captured = self._predecessor(set(map(id, params)))
+            # So that rules which are bound to these sites need not be bound anew (`Binder.enter`).
+            if captured is not None and captured.optimizer is not None and sites.alike(captured.sites):
+                sites = captured.sites
         index = len(self.captures) if captured is None else captured.index
         self._unowned_slots = None
-        built = OptimizerCapture(index, optimizer, params, self._sites(kept, params), kept, fresh)
+        built = OptimizerCapture(index, optimizer, params, sites, kept, fresh)
         if captured is None:
             self.captures.append(built)
         else:
@@ -369,41 +385,53 @@ class Capture:
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
-        disturbed = self._scanned != self.coverage.registrations[0]
-        if disturbed or not all(id(param) in self._slot_of for param in fresh):
+        disturbed, known = self._scanned != self.coverage.registrations[0], self._slot_of
+        if disturbed or not known.keys() >= set(map(id, fresh)):
             self.scan()  # where a parameter was replaced, added or moved, its name is in the model
-        wanting = [param for param in fresh if param.requires_grad and not is_lazy(param)]
-        wanting = [param for param in wanting if names.has_values(param)]  # the others lower the coverage
-        # A shard may be empty here and hold something on other ranks, which must see the same parameters.
-        named = [param for param in wanting if param.numel() or is_shard(param)]
-        known = self._slot_of
-        slots = [self.slot(param, "" if id(param) in known else fallback(param)) for param in named]
+        named: list[nn.Parameter] = []
+        slots: list[int] = []
+        for param in fresh:
+            # Those on the meta device, which have no values, lower the coverage.
+            if not param.requires_grad or isinstance(param, nn.UninitializedParameter) or param.is_meta:
+                continue
+            # A shard may be empty here and hold something on other ranks, which must see the same parameters.
+            if param.numel() or is_shard(param):
+                slot = known.get(id(param))
+                slots.append(self._take_slot(param, fallback(param)) if slot is None else slot)
+                named.append(param)
+        self._grad_ready.put_all(slots, named)
+        since = [self._since[slot] for slot in slots]
         # One name, one site: an optimizer may still hold what a module of the same name replaced.
-        by_age = sorted(range(len(slots)), key=lambda k: self._since[slots[k]])
-        latest = {self.names[slots[k]]: k for k in by_age}
-        order = sorted(latest.values(), key=lambda k: self._since[slots[k]])
+        latest = {self.names[slots[k]]: k for k in sorted(range(len(slots)), key=since.__getitem__)}
+        order = sorted(latest.values(), key=since.__getitem__)
         return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
 
     def _predecessor(self, wanted: set[int]) -> OptimizerCapture | None:
         """The capture of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
-        gone = [
-            captured
-            for captured in self.captures
-            if captured.optimizer is not None and captured.optimizer() is None
-        ]
-        unowned = [captured for captured in self.captures if captured.without_optimizer]
-        same = [captured for captured in (*gone, *unowned) if not wanted.isdisjoint(captured.param_ids)]
+        gone, same = [], []
+        for captured in self.captures:
+            if captured.optimizer is not None and captured.optimizer() is None:
+                gone.append(captured)
+            elif not captured.without_optimizer:
+                continue
+            if not wanted.isdisjoint(captured.param_ids):
+                same.append(captured)
+        same.sort(key=operator.attrgetter("without_optimizer"))
         return next(iter(same or gone), None)
 
-    def release_dead(self) -> None:
-        """`drop_dead` where an optimizer, or a model trained without one, is gone whose parameters are still held."""
+    def has_dead(self) -> bool:
+        """True if an optimizer, or a model trained without one, is gone whose parameters are still held."""
         for captured in self.captures:
             if captured.params and captured.optimizer is not None and captured.optimizer() is None:
-                self.drop_dead()
-                return
+                return True
             if captured.params and captured.without_optimizer and None in [ref() for ref in self._models]:
-                self.drop_dead()
-                return
+                return True
+        return False
+
+    def release_dead(self) -> None:
+        """`drop_dead` where it is needed."""
+        if self.has_dead():
+            self.drop_dead()
 
     def release(self) -> None:
         """Let go of every parameter that no living optimizer has."""
@@ -443,15 +471,15 @@ class Capture:
 
     def _sites(self, slots: np.ndarray, params: list[nn.Parameter]) -> Sites:
         # The first gradient to arrive is the deepest; parameters not seen yet go by registration order.
-        latest = len(self.params)
-        keys = [(-self._arrival.get(int(slot), latest), self._since[slot]) for slot in slots]
-        depths = np.empty(len(slots), np.int64)
-        depths[sorted(range(len(slots)), key=lambda k: keys[k])] = np.arange(len(slots))
+        latest, places = len(self.params), slots.tolist()  # sync: numpy
+        keys = [(-self._arrival.get(slot, latest), self._since[slot]) for slot in places]
+        depths = np.empty(len(places), np.int64)
+        depths[sorted(range(len(places)), key=keys.__getitem__)] = np.arange(len(places))
         return Sites(
-            names=tuple(self.names[slot] for slot in slots),
-            kinds=("param",) * len(slots),
-            numels=np.array([param.numel() for param in params], np.int64),
-            ndims=np.array([param.dim() for param in params], np.int64),
+            names=tuple(map(self.names.__getitem__, places)),
+            kinds=("param",) * len(places),
+            numels=np.array(list(map(_numel, params)), np.int64),
+            ndims=np.array(list(map(_dim, params)), np.int64),
             depths=depths,
         )
 
@@ -515,10 +543,12 @@ class Capture:
 
     def _record_arrivals(self, touched: list[int]) -> list[OptimizerCapture]:
         """Tell each capture what reached it; those that anything did."""
-        root = self.losses.latest()
+        root, touched_captures = self.losses.latest(), []
         if len(touched) < PRUNE_FROM:
-            return [captured for captured in self.captures if captured.add_arrivals(touched, root)]
-        touched_captures = []
+            for captured in self.captures:
+                if captured.add_arrivals(touched, root):
+                    touched_captures.append(captured)
+            return touched_captures
         counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
         for captured in self.captures:
             mine = counts[captured.slots]
@@ -540,8 +570,6 @@ class Capture:
 
     def prune(self, captured: OptimizerCapture) -> None:
         """Remove all but a few hooks of a capture whose loop is learned."""
-        if len(captured) < PRUNE_FROM:
-            return
         keep = {int(captured.slots[k]) for k in captured.prune()}
         shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
         for slot in map(int, captured.slots):

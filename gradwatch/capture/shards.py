@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from gradwatch.records.snapshot import Sites
 from gradwatch.taps import module_tree
 
+_FSDP2 = "_get_fsdp_state"
+"""A method of the class that `fully_shard` gives a module."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
@@ -48,9 +51,8 @@ def is_shard(param: Tensor) -> bool:
 
 def placements(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> list[ShardPlacement]:
     """This rank's part of each of K parameters."""
-    flats = (
-        dict(_flat_placements(models)) if any(getattr(p, "_fsdp_flattened", False) for p in params) else {}
-    )
+    flattened = [getattr(param, "_fsdp_flattened", False) for param in params]
+    flats = dict(_flat_placements(models)) if any(flattened) else {}
     return [flats.get(id(param)) or _placement(param) for param in params]
 
 
@@ -67,9 +69,8 @@ def local_taps(params: Sequence[nn.Parameter], models: Iterable[nn.Module]) -> l
     Autograd accumulates into the parameter itself, under FSDP2 into its unsharded twin, which exists from the
     first forward on. A slice of FSDP1 (`use_orig_params`) has no hook that sees its gradient.
     """
-    unsharded: dict[int, Tensor] = {}
-    if any(hasattr(param, "to_local") for param in params):
-        unsharded.update(_unsharded(models))
+    spread = [param for param in params if hasattr(param, "to_local")]
+    unsharded = dict(_unsharded(models)) if spread else {}
     return [unsharded.get(id(param)) if _has_no_gradient(param) else param for param in params]
 
 
@@ -78,17 +79,19 @@ def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
 
     A post-accumulate hook on one of them makes FSDP2 wait for its gradient to be copied.
     """
-    return {
-        id(one.sharded_param): one.sharded_param
-        for module in (module for model in models for module in module_tree.modules(model))
-        for one in _fsdp_params(module)
-        if one.offload_to_cpu
-    }
+    found = {}
+    for model in models:
+        for module in module_tree.modules(model):
+            for one in _fsdp_params(module) if hasattr(type(module), _FSDP2) else ():
+                if one.offload_to_cpu:
+                    found[id(one.sharded_param)] = one.sharded_param
+    return found
 
 
 def _fsdp_params(module: Any) -> Iterable[Any]:
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    return getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ())
+    if not hasattr(type(module), _FSDP2):
+        return ()
+    return getattr(getattr(module._get_fsdp_state(), "_fsdp_param_group", None), "fsdp_params", ())
 
 
 def _has_no_gradient(param: Tensor) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradwatch.distributed.group import Group
 from gradwatch.distributed.rank_facts import Usual
@@ -16,9 +17,10 @@ from gradwatch.records.snapshot import Sites
 
 @dataclass(slots=True, eq=False)
 class RankMembership:
-    """The agreement with the other ranks, and the process group for collectives (None = there are none)."""
+    """The agreement with the other ranks for one optimizer, and the group for collectives (None = there are none)."""
 
     captured_sites: Sites
+    optimizer: weakref.ref[Optimizer] | None
     sites: Sites
     sharded: bool
     layout: Layout | None = None

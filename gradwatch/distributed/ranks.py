@@ -149,7 +149,12 @@ class Ranks:
 
         The membership from now on, and whether it is new, or has just lost the others.
         """
-        if membership is not None and membership.captured_sites is captured.sites:
+        if (
+            membership is not None
+            and membership.captured_sites is captured.sites
+            # Others may not have noticed yet that the optimizer before is gone: over a new one ranks meet anew.
+            and (membership.optimizer is captured.optimizer or not self.several)
+        ):
             lost, membership.lost = membership.lost, False
             return membership, lost
         if membership is not None:
@@ -157,7 +162,7 @@ class Ranks:
         held = placements(captured.params, self._models())
         sites, sharded = whole(captured.sites, held), any(one.sharded for one in held)
         captured.expect_manual_allreduce(self.several and not sharded and not _reduced(self._models()))
-        membership = RankMembership(captured.sites, sites, sharded, owes=True)
+        membership = RankMembership(captured.sites, captured.optimizer, sites, sharded, owes=True)
         if self.several:
             try:
                 self._meet(captured, membership, held)

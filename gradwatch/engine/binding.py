@@ -120,6 +120,7 @@ class BoundEngine:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
+        self._size = len(plan.sites)
         self.clipping = plan.clipping
         self.max_norm = plan.clipping.max_norm
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
@@ -175,7 +176,7 @@ class BoundEngine:
         (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler; for all others it did not
         happen.
         """
-        if state.plan is not self.plan or len(snapshot.norm) != len(self.plan.sites):
+        if state.plan is not self.plan or len(snapshot.norm) != self._size:
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
         if snapshot.scalars.get("scaler_skip"):
             return self._rejected(state, snapshot)
@@ -244,12 +245,12 @@ class BoundEngine:
         (`gradwatch.policies`).
         """
         decision = self._every_step
-        for number, one in by_rule(self.plan, verdict.acting):
-            due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
-            decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
-        for _, one in by_rule(self.plan, verdict.standing):
-            decision |= rescaled(one, verdict.standing[one.rule.id], snapshot)
         if verdict.acting or verdict.standing:
+            for number, one in by_rule(self.plan, verdict.acting):
+                due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
+                decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
+            for _, one in by_rule(self.plan, verdict.standing):
+                decision |= rescaled(one, verdict.standing[one.rule.id], snapshot)
             decision = without_overridden(decision)
         return self.clip(decision, state, snapshot, failed) if self.clipping.policies else (decision, state)
 

@@ -12,7 +12,7 @@ Axes: S sites, K series of one bank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -104,10 +104,11 @@ class FastPath:
 
         Presumes that `state.ordinary` is known.
         """
-        if not BY_RANK.issuperset(snapshot.columns) or any(
-            snapshot.step % every == 0 for every in self._rare
-        ):
+        if not BY_RANK.issuperset(snapshot.columns):
             return None
+        for every in self._rare:
+            if snapshot.step % every == 0:
+                return None
         norm, total = snapshot.norm[: self._params], snapshot.total_norm
         if not len(norm) or not np.minimum.reduce(snapshot.calls[: self._params]) > 0:
             return None
@@ -115,23 +116,31 @@ class FastPath:
         # Negated, so that NaN is not quiet. From here on every gradient is there, positive and finite.
         if not (low > 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
             return None
-        if not self._cannot_breach(snapshot, low, high):
+        scalars = _scalars(snapshot)
+        if not self._cannot_breach(snapshot, scalars, low, high):
             return None
-        return self._advanced(state, snapshot)
+        return self._advanced(state, snapshot, scalars)
 
-    def _cannot_breach(self, snapshot: Snapshot, low: float, high: float) -> bool:
+    def _cannot_breach(
+        self, snapshot: Snapshot, scalars: Mapping[str, float], low: float, high: float
+    ) -> bool:
         """True if no rule without a baseline breaches."""
-        asked = self._gathered
+        asked, known = self._gathered, self._bounds(low, high)
         for guard in self._guards:
-            least, most = self._bounds(guard.column, snapshot, low, high)
+            least, most = known.get(guard.column, UNKNOWN)
             if not (guard.low <= least and most <= guard.high):
                 asked += guard.rules
         for guard in self._of_scalars:
-            value = snapshot.scalar(guard.column)
+            value = scalars.get(guard.column)
             if value is not None and not guard.low <= value <= guard.high:
                 asked += guard.rules
         for one in self._unbounded:
-            least, most = self._bounds(one.series.column, snapshot, low, high)
+            column = one.series.column
+            if column in SCALAR_COLUMNS:
+                value = scalars.get(column)
+                least, most = NOTHING if value is None else (value, value)
+            else:
+                least, most = known.get(column, UNKNOWN)
             if not one.detector.cannot_breach(least, most):
                 asked += (one,)
         if not asked:
@@ -139,29 +148,26 @@ class FastPath:
         reader = Reader(snapshot, self.plan.roots)
         return not any(_breaches(one, reader) for one in asked)
 
-    def _bounds(self, column: str, snapshot: Snapshot, low: float, high: float) -> tuple[float, float]:
-        """Bounds on a column from those on the norms; NaN where they say nothing of it."""
-        if column == "norm":
-            return low, high
-        if column == "rms":
-            least, most = low / self._roots[0], high / self._roots[1]
-            return (least * (1 - ROUNDING), most * (1 + ROUNDING)) if least > NORMAL else UNKNOWN
-        if column in SCALAR_COLUMNS:
-            value = snapshot.scalar(column)
-            return NOTHING if value is None else (float(value), float(value))
-        return UNKNOWN
+    def _bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
+        """Bounds on the columns of the sites that follow from those on the norms."""
+        least, most = low / self._roots[0], high / self._roots[1]
+        if least <= NORMAL:
+            return {"norm": (low, high)}
+        return {"norm": (low, high), "rms": (least * (1 - ROUNDING), most * (1 + ROUNDING))}
 
-    def _advanced(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
+    def _advanced(
+        self, state: EngineState, snapshot: Snapshot, scalars: Mapping[str, float]
+    ) -> tuple[State, ...] | None:
         """Every baseline after it learned this step; None when a score is too close to call."""
         after = list(state.baselines)
         logs = _logs(snapshot, self._params) if self._stacked else None
         reader: Reader | None = None
         for bank_input in self._bank_inputs:
             number = bank_input.number
-            if state.done[number] or (bank_input.scalar and snapshot.scalar(bank_input.scalar) is None):
+            if state.done[number] or (bank_input.scalar and bank_input.scalar not in scalars):
                 continue
             if bank_input.select is None:
-                if bank_input.detector.indifferent(after[number], snapshot.scalar):
+                if bank_input.detector.indifferent(after[number], scalars.get):
                     continue
                 reader = reader or Reader(snapshot, self.plan.roots)
                 sample = bank_input.bank.sample(reader)
@@ -174,6 +180,14 @@ class FastPath:
             if score is not None and may_breach(bank_input.first_crossed, score):
                 return None
         return tuple(after)
+
+
+def _scalars(snapshot: Snapshot) -> Mapping[str, float]:
+    """The values that there is one of per step, by name; what was not observed is left out."""
+    found = {**snapshot.scalars, "total_norm": snapshot.total_norm}
+    if snapshot.loss_scale is not None:
+        found["loss_scale"] = snapshot.loss_scale
+    return found
 
 
 NOTHING = (math.inf, -math.inf)

@@ -62,9 +62,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 def trains(optimizer: Optimizer) -> bool:
     """True if an optimizer that is fully made has a parameter that wants a gradient."""
-    return "param_groups" in vars(optimizer) and any(
-        tensor.requires_grad for tensor in parameters_of(optimizer)
-    )
+    for group in vars(optimizer).get("param_groups", ()):
+        for tensor in group["params"]:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def made_up_names(optimizer: Optimizer, number: int) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,6 +7,7 @@ is opened, started or printed.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gradwatch.session.session import Session
 
 MOST_MODELS = 16
+_requires_grad: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_grad")
 MOST_FAULTS = 8  # kept, to be counted by the session
 
 
@@ -47,7 +49,8 @@ class FirstForwards:
 
     def hold_new(self) -> None:
         """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
-        self._guarded(self._hold_new)
+        if self._registered.news:
+            self._guarded(self._hold_new)
 
     def _hold_new(self) -> None:
         fresh = [root for root in self._registered.fresh_roots() if _trainable(root) and not _watched(root)]
@@ -115,7 +118,7 @@ class FirstForwards:
 
 
 def _trainable(model: nn.Module) -> bool:
-    return any(param.requires_grad for param in module_tree.parameters(model))
+    return any(map(_requires_grad, module_tree.parameters(model)))
 
 
 def _watched(model: nn.Module) -> bool:
@@ -123,5 +126,5 @@ def _watched(model: nn.Module) -> bool:
     watching = sys.modules.get("gradwatch.session.session")
     if watching is None:
         return False
-    watches = [watch for watch in watching.live_sessions() if not watch.idle()]
-    return any(watch.knows(id(param)) for param in module_tree.parameters(model) for watch in watches)
+    identities = set(map(id, module_tree.parameters(model)))
+    return any(not watch.idle() and watch.knows_any(identities) for watch in watching.live_sessions())

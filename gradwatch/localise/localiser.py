@@ -203,6 +203,8 @@ class Localiser:
         `step` is the number of the step that is about to be taken, None where that is not known: a recording that has
         just ended is of that step, and not of the one whose incident asked for it.
         """
+        if not self._recorded:
+            return ()
         found, self._recorded = self._recorded, []
         return tuple(
             finding if not finding.found else _of_step(finding, step if ended == self._steps else None)

@@ -92,7 +92,8 @@ class CpuNorms:
     def norms(self) -> NDArray[np.float64]:
         """float64[K], 0 where there was no gradient."""
         if self._norms is None:
-            return _divided(np.sqrt(self._rows.squares()), self._scale)
+            norms = np.sqrt(self._rows.squares())
+            return norms if self._scale == 1.0 else _divided(norms, self._scale)
         return self._norms
 
     def norms_of(self, chosen: Sequence[int]) -> list[float]:

@@ -100,7 +100,7 @@ class Attached:
         self._activity, self._notices = services.activity, services.notices
         self.ownership = ownership
         self._containers: list[nn.Module] = []
-        self.capture = Capture(models, self._backward_ended, self._activity.failed, self._waiting)
+        self.capture = Capture(models, self._backward_ended, self._activity.failed, ownership.waiting)
         self.capture.add_loose(loose)
         self.taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
@@ -265,9 +265,6 @@ class Attached:
         self._containers.clear()
 
     # -- what taps report --------------------------------------------------------------------------------
-
-    def _waiting(self) -> list[Optimizer]:
-        return self.ownership.waiting(self.capture)
 
     def _bind(self, captured: OptimizerCapture) -> None:
         self.binder.bind(captured)

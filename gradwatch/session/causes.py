@@ -101,15 +101,27 @@ class Causes:
         self._localiser.close()
 
     def of(
-        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str = ""
+        self,
+        verdict: Verdict,
+        decision: Decision,
+        snapshot: Snapshot,
+        step_taken: bool,
+        together: Callable[[], str] = str,
     ) -> tuple[Finding, ...]:
         """Causes of this step's incidents; `step_taken`: the step has been taken already.
 
-        `ranks`: a name under which all ranks may meet over this step, "" where they do not judge it together.
+        `together` gives a name under which all ranks may meet over this step, "" where they do not judge it together.
         """
         if snapshot.scalars.get("scaler_skip"):
             self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
             return ()
+        found = self._ordered(verdict, decision, snapshot, step_taken, together()) if decision.orders else ()
+        return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
+
+    def _ordered(
+        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
+    ) -> list[Finding]:
+        """The findings for the rules that order a search on this step."""
         found = []
         for rule in sorted(
             {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
@@ -119,7 +131,7 @@ class Causes:
                 ask = _ask(self._asked[rule], event, snapshot)
                 agreement = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
                 found.append(self._localiser.localise(ask, step_taken, agreement))
-        return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
+        return found
 
 
 def localising(ruleset: RuleSet) -> dict[str, Action]:

@@ -53,7 +53,7 @@ class Checkpoints:
         `broken`: the total norm of the step of `bound_rules` is not finite.
         """
         urgent = broken and not bound_rules.health_tracker.now.reasons
-        for one in self._rule_bindings:
+        for one in self._contexts.bound():
             urgent = urgent or one.health_tracker.suspected is not None
         try:
             found = self._weights.check_if_due(self._steps, urgent)

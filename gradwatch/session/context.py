@@ -72,6 +72,14 @@ class Contexts:
     def __bool__(self) -> bool:
         return bool(self._by_index)
 
+    def bound(self) -> list[OptimizerRules]:
+        """The rules of every optimizer that has some bound to it."""
+        found = []
+        for ctx in list(self._by_index.values()):
+            if ctx.bound_rules is not None:
+                found.append(ctx.bound_rules)
+        return found
+
     def find(self, captured: OptimizerCapture) -> OptimizerContext | None:
         """The context of a capture; None where there is none yet."""
         return self._by_index.get(captured.index)

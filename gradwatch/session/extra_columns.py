@@ -46,7 +46,11 @@ class Measurement:
 
     def values(self) -> dict[str, float]:
         """The values that there is one of per step; waits for a device."""
-        return {name: host_value(value) for name, value in self.scalars.items()}
+        found: dict[str, float] = dict(self.scalars)
+        for name, value in self.scalars.items():
+            if type(value) is not float:
+                found[name] = host_value(value)
+        return found
 
 
 class ExtraColumns:
@@ -75,12 +79,12 @@ class ExtraColumns:
         self._count += 1
         self._observed[name] = (self._count, start_copy(value))
 
-    def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
+    def measure(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: Window) -> Measurement:
         """Read everything about a window that must be read now.
 
         Where a rule may fire at once, `window.deferrable` is taken away.
         """
-        bound_rules, captured = ctx.rules, ctx.captured
+        captured = ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
         params: list[Sampled] = []
         if bound_rules.sampler.wanted and window.step not in bound_rules.sampler.idle:

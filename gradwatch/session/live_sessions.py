@@ -63,7 +63,7 @@ class LiveSessions(Generic[W]):
         self._live.append(watch)
         _at_exit()
         if not self._removes:
-            self._removes += backward_entry.listen(self._about_to_run), module_building.listen(self._built)
+            self._removes += backward_entry.listen(self.close_orphans), module_building.listen(self._built)
 
     def discard(self, watch: W) -> None:
         """It has been closed. The last one takes the taps with it."""
@@ -76,17 +76,12 @@ class LiveSessions(Generic[W]):
         """Every live watch, those included that will be closed at the next event."""
         return tuple(self._live)
 
-    def close_orphans(self) -> None:
-        """Close the watches whose models are gone."""
+    def close_orphans(self, before: BackwardCall | None = None) -> None:
+        """Close the watches whose models are gone; `before` is the backward that is about to run, if one is."""
         for watch in tuple(self._live):
             if watch.orphaned() and watch in self._live:
                 self._live.remove(watch)  # first: closing asks for those that live
                 watch.close()
-
-    # -- called by taps ----------------------------------------------------------------------------------
-
-    def _about_to_run(self, call: BackwardCall) -> None:
-        self.close_orphans()
 
     def _built(self) -> None:
         for watch in tuple(self._live):

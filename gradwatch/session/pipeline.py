@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ class StepPipeline:
                 self._rule_bindings.move_to_step(ctx)
         if bound_rules.micro is not None:
             bound_rules.micro.collect_into(window)
-        return self._extra_columns.measure(ctx, window)
+        return self._extra_columns.measure(ctx, bound_rules, window)
 
     def observe(
         self, captured: OptimizerCapture, window: Window, failed: Callable[[Exception], None]
@@ -136,7 +137,7 @@ class StepPipeline:
 
     def deferred(self, ctx: OptimizerContext, measurement: Measurement) -> Deferred:
         """A step that is judged, and published as decided, when it is its turn."""
-        return Deferred(measurement.ready, lambda: self.conclude(ctx, measurement))
+        return Deferred(measurement.ready, partial(self.conclude, ctx, measurement))
 
     def conclude(self, ctx: OptimizerContext, measurement: Measurement) -> Decision:
         """Judge a step whose gradients are gone, or are left to a device, and publish it as decided."""
@@ -205,13 +206,14 @@ class StepPipeline:
             found = of_norms(*about, shared.values)
         step = StepContext(ctx, captured, bound_rules, measurement.window, measurement.clock, shared, found)
         self._sources.checkpoints.check_if_due(bound_rules, not math.isfinite(found.total_norm))
-        return self._with_confirmed(step)
+        return self._with_confirmed(step) if bound_rules.health_tracker.confirmed else step
 
     def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, grads_present: bool) -> Judged:
         """The decision on a step with its reasons: everything for its Record."""
         captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
         decision, snapshot = self._foreseen(step, decision, grads_present)
-        self._note_move(step, decision)
+        if bound_rules.sampler.awaiting:
+            self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
         broken = not math.isfinite(found.total_norm)
         bound_rules.health_tracker.nonfinite_statistics = self._sources.statistics.nonfinite(broken)
@@ -238,18 +240,13 @@ class StepPipeline:
         if causes is None or captured.inside_backward or captured.without_optimizer:
             return ()
         step_taken = captured.step != snapshot.step
-        return causes.of(
-            verdict,
-            decision,
-            snapshot,
-            step_taken,
-            self._ranks.shared_step_name(captured, step.ctx.membership),
-        )
+        together = partial(self._ranks.shared_step_name, captured, step.ctx.membership)
+        return causes.of(verdict, decision, snapshot, step_taken, together)
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
         """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
-        confirmed = step.bound_rules.health_tracker.confirmed()
-        if not confirmed or self._acts_on_jumps:
+        confirmed = step.bound_rules.health_tracker.take_confirmed()
+        if self._acts_on_jumps:
             return step
         return step._replace(found=replace(step.found, scalars={**step.found.scalars, **confirmed}))
 
@@ -272,8 +269,8 @@ class StepPipeline:
     ) -> tuple[Decision, Snapshot]:
         """The Snapshot as the decision will leave it, and the decision with a word for the policies of `clip:`."""
         found = snapshot = step.found
-        captured = step.captured
-        if decision.touches:
+        captured, touches = step.captured, decision.touches
+        if touches:
             total = step.shared.window.total_applied()
             left: dict[int, float] = {}
             zeroed: dict[int, float] = {}
@@ -286,17 +283,15 @@ class StepPipeline:
                 decision, left = self._measured_ahead(step, decision, total)
             snapshot = reshaped(found, decision, total, {} if step.ctx.exchanges else left, zeroed)
         inside = step.bound_rules.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
-        if decision.touches or inside:
+        if (touches and decision.touches) or inside:
             decision = with_clip_order(decision, unclipped(found) if inside else found, snapshot)
         return decision, snapshot
 
     def _note_move(self, step: StepContext, decision: Decision) -> None:
-        """Note the weights that this step is going to change, where a sampled column compares them."""
-        window, sampler = step.window, step.bound_rules.sampler
-        if sampler.awaiting:
-            moved = (window.calls > 0) & (step.found.norm[step.shared.own] > 0)
-            moved &= not (decision.skip or step.rejected)
-            sampler.moved(moved, window.step)
+        """Note the weights that this step is going to change, for a sampled column that compares them."""
+        moved = (step.window.calls > 0) & (step.found.norm[step.shared.own] > 0)
+        moved &= not (decision.skip or step.rejected)
+        step.bound_rules.sampler.moved(moved, step.window.step)
 
     def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
         """Count ordinary steps; reinstall hooks where the few left have miscounted."""
@@ -304,14 +299,16 @@ class StepPipeline:
         if captured.pruned and not window.trusted and window.repeats is not None:
             captured.miscounted()
             self._sources.capture.restore(captured)
-        unusual = verdict.events or verdict.breaching or step.shared.window.details or snapshot.provisional
+        looked_twice = step.shared.window.raw.details
+        unusual = verdict.events or verdict.breaching or looked_twice or snapshot.provisional
         if unusual or bound_rules.state.ordinary is None:
             bound_rules.ordinary_steps = (
                 ORDINARY - ORDINARY_AGAIN if bound_rules.ordinary_steps >= ORDINARY - ORDINARY_AGAIN else 0
             )
         else:
             bound_rules.ordinary_steps += 1
-        ordinary = self._defers and bound_rules.ordinary_steps >= ORDINARY and not step.ctx.exchanges
+        alone = step.ctx.needs_no_ranks or not step.ctx.exchanges
+        ordinary = self._defers and bound_rules.ordinary_steps >= ORDINARY and alone
         captured.know_total(snapshot.total_norm, ordinary)
 
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:

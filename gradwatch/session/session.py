@@ -192,6 +192,10 @@ class Session:
         """True if the parameter with this `id()` is watched here."""
         return self.attached is not None and self.attached.capture.covers_id(identity)
 
+    def knows_any(self, identities: Iterable[int]) -> bool:
+        """True if some parameter of these, given by `id()`, is watched here."""
+        return self.attached is not None and self.attached.capture.covers_any(identities)
+
     @property
     def backwards(self) -> int:
         """Number of backwards that have reached a parameter that is watched here."""
@@ -333,12 +337,15 @@ class Session:
 
     def release_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
-        if self.attached is None or not self._activity.is_step_thread():
+        attached = self.attached
+        if attached is None:
             return
-        if self.orphaned():
-            self.attached.capture.release()
-        else:
-            self.attached.capture.release_dead()
+        orphaned = self.origin != "launcher" and self.orphaned()
+        if (orphaned or attached.capture.has_dead()) and self._activity.is_step_thread():
+            if orphaned:
+                attached.capture.release()
+            else:
+                attached.capture.release_dead()
 
     def orphaned(self) -> bool:
         """True if all models are gone that it was to watch; a launcher's session watches what comes, too."""

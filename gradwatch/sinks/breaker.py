@@ -33,10 +33,7 @@ def _contained(
             except Exception as error:
                 passes = self._strict
                 try:
-                    if not_ours(error):
-                        passes = True  # the script's own, and no fault of this sink
-                    else:
-                        self._fail(error)
+                    passes = self._passes(error)
                 except Exception:
                     # Not even a frame is left to count in (RecursionError): the next call counts it.
                     self._uncounted = error
@@ -100,16 +97,26 @@ class Breaker:
         self._opened = True
         self._recover()
 
-    @_contained(None)
     def write(self, record: Record) -> None:
         """Hand one step on, or drop it while the sink is switched off."""
-        if self._closed or (self._disabled_until is not None and self.is_disabled):
-            return
-        if not self._opened:
-            self._reopen()
-        self.sink.write(record)
-        if self._failures or self._uncounted is not None:
-            self._recover()
+        try:  # as `_contained`, without its Python call at every step
+            if self._closed or (self._disabled_until is not None and self.is_disabled):
+                return
+            if not self._opened:
+                self._reopen()
+            self.sink.write(record)
+            if self._failures or self._uncounted is not None:
+                self._recover()
+        except TrainingStopped:
+            raise
+        except Exception as error:
+            passes = self._strict
+            try:
+                passes = self._passes(error)
+            except Exception:
+                self._uncounted = error
+            if passes:
+                raise
 
     @_contained(False)
     def flush(self, timeout: float) -> bool:
@@ -131,6 +138,13 @@ class Breaker:
         if not self._closed:
             self._closed = True
             self.sink.close()
+
+    def _passes(self, error: Exception) -> bool:
+        """Count what a call has raised; whether it goes on."""
+        if not_ours(error):
+            return True  # the script's own, and no fault of this sink
+        self._fail(error)
+        return self._strict
 
     def _reopen(self) -> None:
         if self._run is None:

@@ -80,7 +80,9 @@ class Ends:
         self.task[0] = task = current()
         if task in self.ready:
             return
-        others = [one for one, began in list(self._threads.items()) if began == thread]
+        others: list[int] = []
+        if self._threads:
+            others = [one for one, began in list(self._threads.items()) if began == thread]
         within = nested() if others else False
         if others and not within:
             for one in others:
@@ -122,7 +124,7 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
             ready = ends._discard(task)
             if ends.task[0] == task:
                 ends.task[0] = IDLE
-            if not any(one is ready for one in list(ends.ready.values())):
+            if not (ends.ready and any(one is ready for one in list(ends.ready.values()))):
                 dispatch_modes.unseen(ends._ended, ready)
     except Exception as error:
         guard.fault("capture", error)

@@ -53,7 +53,7 @@ def anything_compiled() -> bool:
     """True if torch.compile has compiled anything in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     # With `fullgraph=True` dynamo counts graphs and no frames.
-    return dynamo is not None and any(dynamo.counters.get(name) for name in ("frames", "stats"))
+    return dynamo is not None and bool(dynamo.counters.get("frames") or dynamo.counters.get("stats"))
 
 
 def compiles(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ nor what holds one: torch never collects a cycle through a hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,12 @@ class GradReadyHooks:
         if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
             self._handles[slot] = self._mark(slot, param)
 
+    def put_all(self, slots: Sequence[int], params: Sequence[nn.Parameter]) -> None:
+        """As `put`, for each of these slots and its parameter."""
+        for slot, param in zip(slots, params, strict=True):
+            if slot not in self._handles:
+                self.put(slot, param)
+
     def rehook(self, slot: int, param: nn.Parameter) -> bool:
         """Hook a parameter again if its contents were swapped, which disables hooks. True if they were."""
         if self._marked_as.get(slot, (0, 0))[0] == contents(param) or not param.requires_grad:
@@ -66,27 +72,38 @@ class GradReadyHooks:
             self.remove(slot)
 
     def _mark(self, slot: int, param: nn.Parameter) -> RemovableHandle:
-        stands_for, last = self._marked_as.get(slot, (contents(param), 0))
-        if stands_for != contents(param):
+        now = contents(param)
+        stands_for, last = self._marked_as.get(slot, (now, 0))
+        if stands_for != now:
             revive(param, "_post_accumulate_grad_hooks", last)
-        ready, arm = self._ready, self._arm
-        current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
-
-        @untraced
-        def arrived(_: torch.Tensor) -> None:
-            try:
-                # Compiled autograd: what follows the first of these would break its graph.
-                task = NONE if tracing() else current()
-                # By the graph task: other threads may run another, and after one that raised no callback comes.
-                if task not in ready:
-                    if tracing():
-                        ready[task] = []
-                    else:
-                        arm()
-                ready[task].append(slot)
-            except Exception as error:
-                guard.fault("capture", error)
-
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
-        self._marked_as[slot] = contents(param), handle.id
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(
+            _noting(slot, self._ready, self._arm)
+        )
+        self._marked_as[slot] = now, handle.id
         return handle
+
+
+def _noting(
+    slot: int, ready: dict[int, list[int]], arm: Callable[[], None]
+) -> Callable[[torch.Tensor], None]:
+    """The hook of a slot."""
+    current, tracing = torch._C._current_graph_task_id, torch.compiler.is_dynamo_compiling
+
+    def arrived(_: torch.Tensor) -> None:
+        try:
+            # Compiled autograd: what follows the first of these would break its graph.
+            task = NONE if tracing() else current()
+            # By the graph task: other threads may run another, and after one that raised no callback comes.
+            if task not in ready:
+                if tracing():
+                    ready[task] = []
+                else:
+                    arm()
+            ready[task].append(slot)
+        except Exception as error:
+            guard.fault("capture", error)
+
+    return arrived
+
+
+untraced(_noting(0, {}, lambda: None))  # all of these hooks are one piece of code

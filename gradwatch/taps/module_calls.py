@@ -125,8 +125,8 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
     Neither may raise. Where torch's function is not what it was (a later version, another library's), nothing is
     noticed. The last listener of a class gives it its function back.
     """
-    for identity in [identity for identity, one in _listened.items() if one.module() is None]:
-        _listened.pop(identity).release()
+    gone = [identity for identity, one in _listened.items() if one.module() is None]
+    releases = [_listened.pop(identity).release for identity in gone]
     listened = _listened.setdefault(id(module), _Listened(module))
     if before is not None:
         listened.before.append(before)
@@ -134,6 +134,10 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
         listened.after.append(after)
     if listened.release is _nothing:
         listened.release = _install(type(module), listened)
+    for (
+        release
+    ) in releases:  # after it: a class that still has a listener is not given its function back for a moment
+        release()
 
     def remove() -> None:
         for listeners, listener in ((listened.before, before), (listened.after, after)):

@@ -76,7 +76,7 @@ class ModuleRegistry:
         self._read()
         wanted = list(params)
         found = [self._owner(param) for param in wanted]
-        if any(each is None for each in found):
+        if None in found:
             self._walk()
             found = [self._owner(param) for param in wanted]
         return found
@@ -94,15 +94,21 @@ class ModuleRegistry:
             seen.add(id(outer))
             module = outer
 
+    @property
+    def news(self) -> bool:
+        """True if any module was registered, copied or unpickled since `fresh_roots` was last asked."""
+        return bool(self._fresh or self._unread)
+
     def fresh_roots(self) -> list[nn.Module]:
         """The outermost modules that were registered, copied or unpickled since this was last asked."""
         self._read()
         fresh, self._fresh = self._fresh, []
+        modules = {id(module): module for ref in fresh if (module := ref()) is not None}
         roots = {}
-        for ref in fresh:
-            module = ref()
-            if module is not None:
-                root = self.root(module, self.clock)
+        for module in modules.values():
+            outer = self._outer(module, self.clock)
+            if outer is None or id(outer) not in modules:  # else that one leads to the same root
+                root = module if outer is None else self.root(outer, self.clock)
                 roots[id(root)] = root
         return list(roots.values())
 
@@ -168,7 +174,8 @@ class ModuleRegistry:
     def _add_parent(self, child: nn.Module, place: Place) -> None:
         self._know(child)
         # The first to hold it comes first; those that are gone give room.
-        alive = tuple(one for one in self._parents.get(id(child), ()) if one.module() is not None)
+        known = self._parents.get(id(child))
+        alive = [one for one in known if one.module() is not None] if known else ()
         self._parents[id(child)] = (*alive, place)
 
     def _prune(self) -> None:
@@ -204,6 +211,8 @@ class ModuleRegistry:
 
     def _state(self, module: nn.Module | None) -> None:
         if module is None:  # looked up on the class
+            return
+        if self._unread and self._unread[-1][0]() is module:  # `copy` asks whether there is one, and takes it
             return
         self.clock += 1
         self._unread.append((weakref.ref(module), self.clock))

@@ -14,8 +14,8 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.launch.test_agent import NET, ended
 from tests.launch.test_training import run
 
-EACH = 1_500  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step
-SAME = 850  # the same where only the optimizer is new, 819 when written; times: `python -m tests.benchmarks.adoption`
+EACH = 850  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 770 when written
+SAME = 520  # the same where only the optimizer is new, 470 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (
     NET

@@ -66,8 +66,10 @@ class Losses:
 
         Returns `thread()`.
         """
-        thread = self.thread()
-        if thread and backward.current() != backward.NONE and entry_frame() is None:
+        thread = threading.get_ident()
+        if thread not in self._latest:
+            return 0
+        if backward.current() != backward.NONE and entry_frame() is None:
             self._latest[thread], self.unheard = Root(None), "backward was started from C++"
             self.refused(self.unheard)
         return thread
@@ -134,8 +136,17 @@ def without_scale(loss: Value, scale: Number | None) -> Number:
 
 def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | None, str]:
     """(what the gradient of these roots is the gradient of, why it is not known)."""
-    if len(roots) == 1 and _plain(roots[0], weights[0]):  # almost every backward
-        return roots[0].item() * weights[0].item(), ""  # sync: CPU tensors
+    if len(roots) == 1:
+        only, weight = roots[0], weights[0]
+        if (  # almost every backward: both are one number on the host
+            type(only) is Tensor
+            and type(weight) is Tensor
+            and only.device.type == weight.device.type == "cpu"
+            and only.numel() == weight.numel() == 1
+            and only.is_floating_point()
+            and weight.is_floating_point()
+        ):
+            return only.item() * weight.item(), ""  # sync: CPU tensors
     total: Value | None = None
     for root, weight in zip(roots, weights, strict=True):
         if not isinstance(root, Tensor):
@@ -148,19 +159,6 @@ def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | Non
         value = _times(found, factor)
         total = value if total is None else _sum(total, value)
     return total, ""
-
-
-def _plain(root: Any, weight: Any) -> bool:
-    """True if both are one number on the host."""
-    return (
-        type(root) is Tensor
-        and type(weight) is Tensor
-        and on_host(root)
-        and on_host(weight)
-        and root.numel() == weight.numel() == 1
-        and root.is_floating_point()
-        and weight.is_floating_point()
-    )
 
 
 def _readable(tensor: Tensor) -> Tensor | None:

@@ -93,6 +93,12 @@ class Sampler:
         self.awaiting: deque[Moved] = deque(maxlen=AWAITING)
         self.idle = range(0)  # steps at which nothing is due
 
+    def discard(self) -> None:
+        """Discard the weights kept for a comparison: other weights come next."""
+        self.awaiting.clear()
+        for weights in self._weights.values():
+            weights.discard()
+
     def due(self, column: str, step: int) -> bool:
         """True if a column is read at this step."""
         return column in self.wanted and self._needs.due(column, step)

@@ -22,6 +22,7 @@ from gradwatch.records.finding import Frame
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+NOT_OF_USER = (TORCH, OURS)
 MOST = 12  # frames kept
 LONGEST_SOURCE = 300  # characters of a line; generated code has long ones
 LOOKING_ON = frozenset({"calls.py", "forward.py", "frames.py"})
@@ -99,7 +100,7 @@ def _is_forward(frame: FrameType) -> bool:
 
 def is_of_user(frame: FrameType) -> bool:
     """True if it is neither torch's nor gradwatch's."""
-    return not frame.f_code.co_filename.startswith((TORCH, OURS))
+    return not frame.f_code.co_filename.startswith(NOT_OF_USER)
 
 
 FRESH_LOCALS = sys.version_info >= (3, 13)

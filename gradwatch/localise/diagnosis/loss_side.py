@@ -139,7 +139,7 @@ def nonfinite_constant() -> str:
 
 def takes_constant(node: Node) -> bool:
     """True if it has an operand that no gradient flows to: a label, a mask, a factor; its value is not known here."""
-    return any(following is None for following, _ in node.next_functions)
+    return None in dict(node.next_functions)
 
 
 def _assigned(held: _Held) -> tuple[Frame, ...]:

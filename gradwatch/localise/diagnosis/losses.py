@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradwatch.localise.diagnosis import loss_side
-from gradwatch.localise.diagnosis.frames import frame_of, is_of_user
+from gradwatch.localise.diagnosis.frames import NOT_OF_USER, frame_of
 from gradwatch.localise.diagnosis.operations import of_node
 from gradwatch.records.finding import Finding
 from gradwatch.taps.backward_entry import entry_frame
@@ -97,15 +97,18 @@ def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool, bool], ...]:
         found[node] = number
         if len(found) > MOST:
             return ()
-        waiting += [following for following, _ in node.next_functions if following is not None]
+        for following, _ in node.next_functions:
+            if following is not None:
+                waiting.append(following)
     oldest_first = sorted(found, key=found.__getitem__)
-    return tuple(
-        (found[node] - since, node.name(), loss_side.singular(node), loss_side.takes_constant(node))
-        for node in oldest_first
-    )
+    described = []
+    for node in oldest_first:
+        infinite, constant = loss_side.singular(node), loss_side.takes_constant(node)
+        described.append((found[node] - since, node.name(), infinite, constant))
+    return tuple(described)
 
 
 def _caller(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    while frame is not None and not is_of_user(frame):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_OF_USER):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lineno)

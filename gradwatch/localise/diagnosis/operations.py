@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,6 +96,7 @@ def of_kernel(name: str) -> str:
     return PUBLIC.get(bare, bare)
 
 
+@functools.lru_cache(maxsize=1024)
 def of_node(name: str) -> str:
     """`SqrtBackward0` -> "sqrt", `LinalgVectorNormBackward0` -> "linalg_vector_norm"; a custom Function's own name."""
     match = _NODE.match(name)

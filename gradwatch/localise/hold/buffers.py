@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
 from gradwatch.taps import module_tree
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
+_buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
 
@@ -31,13 +33,14 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self.any = bool(self._places)
         self._calls = 0
         self._changing: set[str] = set()
         self._seen: dict[str, tuple[int, int]] = {}
 
     def held(self, first: bool) -> dict[str, Tensor]:
         """Copies of what the coming forward may change; only for the first call of a step, the rest follow."""
-        if not self._places or not first:
+        if not first:
             return {}
         learning = self._calls < LEARNING
         self._calls += 1
@@ -69,4 +72,4 @@ class Buffers:
 
 def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """Those of a model that holds a buffer; most hold none, and to name their modules takes as long as to find it."""
-    return model.named_modules() if any(module._buffers for module in module_tree.modules(model)) else ()
+    return model.named_modules() if any(map(_buffers_of, module_tree.modules(model))) else ()

@@ -60,9 +60,13 @@ class Family:
 
     def step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
-        if not any(recording.moves(optimizer) for recording in self.recordings):
+        for recording in self.recordings:
+            if recording.moves(optimizer):
+                break
+        else:
             return
-        if any(recording.was_called for recording in self.recordings):
+        called = [recording for recording in self.recordings if recording.was_called]
+        if called:
             self.sought = False
             if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
                 # The parts of the next model of this kind are held only where it is not called itself.
@@ -165,7 +169,9 @@ class CallRecorder:
 
     def _release(self, model: nn.Module | None) -> None:
         """Close the family of this model; of those that have been freed for None."""
-        for family in [one for one in self._families if one.model is model]:
+        for family in tuple(self._families):
+            if family.model is not model:
+                continue
             for recording in family.recordings:
                 recording.close()
             self._families.remove(family)
@@ -231,7 +237,10 @@ class CallRecorder:
         return iter(self._of_models() + self._criteria)
 
     def _of_models(self) -> list[RecordedCalls]:
-        return [recording for family in self._families for recording in family.recordings] + self._former
+        found: list[RecordedCalls] = []
+        for family in self._families:
+            found += family.recordings
+        return found + self._former
 
     def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> RecordedCalls:
         return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met)
@@ -239,17 +248,18 @@ class CallRecorder:
     def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
         return RecordedCalls(module, self._failed, self._max_bytes, steps=self._steps, **options)
 
-    def _met(self, frame: FrameType | None) -> None:
-        """A model is called from there."""
-        known = {
-            id(module)
-            for recording in self
-            if (m := recording.model()) is not None
-            for module in module_tree.modules(m)
-        }
-        for criterion in beside(frame, known):
+    def _met(self, frame: FrameType | None) -> bool:
+        """A model is called from there; True if something stands beside it."""
+        known: set[int] = set()
+        for recording in self:
+            model = recording.model()
+            if model is not None:
+                known.update(map(id, module_tree.modules(model)))
+        found = beside(frame, known)
+        for criterion in found:
             recording = self._recorder_of(criterion, light=True)
             if recording.refused:
                 recording.close()
             else:
                 self._criteria.append(recording)
+        return bool(found)

@@ -13,18 +13,38 @@ from gradwatch.taps import module_tree
 
 MOST = 64  # kinds remembered
 MOST_CALLERS = 16  # of a kind
+ALONE = 8  # models in a row beside which nothing stood, before that is presumed of the next ones
+AGAIN = 64  # models after which it is looked again
 
 
 @dataclass(slots=True)
 class Kind:
     """Models of the same classes of modules: `whole` where one was called itself and not by its parts.
 
-    `callers` are the lines that called one often enough for what stands beside them to be known.
+    `callers` are the lines that called one often enough for what stands beside them to be known; `alone` counts, for a
+    line, the models in a row beside which nothing stood. `keeps_weights`: the first calls of one wrote into none of its
+    own parameters.
     """
 
     whole: bool = False
     draws: Draws = field(default_factory=Draws)
     callers: set[tuple[CodeType, int]] = field(default_factory=set)
+    alone: dict[tuple[CodeType, int], int] = field(default_factory=dict)
+    keeps_weights: bool = False
+
+    def is_alone(self, caller: tuple[CodeType, int]) -> bool:
+        """True if nothing need be looked for beside this line: nothing stood there for models in a row."""
+        count = self.alone.get(caller, 0)
+        if count < ALONE:
+            return False
+        self.alone[caller] = count + 1
+        return count % AGAIN != 0
+
+    def stood_beside(self, caller: tuple[CodeType, int], found: bool) -> None:
+        """Something was found beside a line that called a model for the first time, or nothing."""
+        if len(self.alone) >= MOST_CALLERS:
+            self.alone.clear()
+        self.alone[caller] = 0 if found else self.alone.get(caller, 0) + 1
 
     def looked_beside(self, caller: tuple[CodeType, int]) -> None:
         """Note that the scope of this line was searched."""

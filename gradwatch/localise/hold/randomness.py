@@ -99,11 +99,7 @@ class Held:
         self._own: list[Source] = []
         self._drawn: list[Source] = []
         self._before: Generators | None = None
-
-    @property
-    def looking(self) -> bool:
-        """True if this call checks more generators than those known to matter."""
-        return self._before is not None
+        self.looking = False  # True while a call checks more generators than those known to matter
 
     def before(self) -> Generators:
         """The states at the beginning of a forward."""
@@ -115,7 +111,8 @@ class Held:
             draws.has_own = bool(self._own)
         self._calls += 1
         draws.calls += 1
-        if not (every or first):
+        self.looking = every or first
+        if not self.looking:
             drawn = [*draws.sources, *self._drawn]
             return Generators(drawn) if drawn else NONE
         looked_at = [*of_process(), *self._own] if every else [*of_torch(), *draws.sources, *self._own]
@@ -124,7 +121,7 @@ class Held:
 
     def after(self) -> None:
         """The forward has ended: learn what it drew from."""
-        before, self._before = self._before, None
+        before, self._before, self.looking = self._before, None, False
         for source in () if before is None else before.moved():
             mine = self._drawn if source in self._own else self._draws.sources
             if source not in mine:

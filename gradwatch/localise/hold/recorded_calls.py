@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -46,6 +47,10 @@ CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
+MOVERS = 64  # optimizers of which it is remembered whether they move a model
+# Python calls cost microseconds in the cold caches that a step leaves; these are none.
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+_params_of: Callable[[dict[str, Any]], list[Tensor]] = operator.itemgetter("params")
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +124,7 @@ class RecordedCalls:
         failed: Callable[[str, BaseException], None],
         max_bytes: int = MAX_BYTES,
         outermost: Outermost | None = None,
-        met: Callable[[FrameType | None], None] | None = None,
+        met: Callable[[FrameType | None], bool] | None = None,
         light: bool = False,
         steps: list[int] | None = None,
         kind: Kind | None = None,
@@ -137,9 +142,11 @@ class RecordedCalls:
         self._steps = [0] if steps is None else steps
         self._kind = kind or Kind()
         self._generators = Held(self.model, self._kind.draws)
-        self._buffers = Buffers(inner(model))
+        buffers = Buffers(inner(model))
+        self._buffers = buffers if buffers.any else None
         self._losses = Losses()
-        self._movers: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        # By id of an optimizer: whether it moves the model, as of so many parameters.
+        self._movers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
         self._open: Call | None = None
         self._seen = 0
         self._before_params: dict[int, int] | None = None
@@ -150,12 +157,7 @@ class RecordedCalls:
             self._listen(model)
 
     def _listen(self, model: nn.Module) -> None:
-        ended = self._guarded(self._ends)
-        self._ignore = [module_calls.listen(model, before=self._guarded(self._begins), after=ended)]
-
-    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the model begins that no hook of this recorder has seen."""
-        self._guarded(self._begins)(module, args, kwargs)
+        self._ignore = [module_calls.listen(model, before=self.begins, after=self._ends)]
 
     def close(self) -> None:
         """Record no further call and release everything."""
@@ -174,7 +176,7 @@ class RecordedCalls:
         failed: Callable[[str, BaseException], None],
         max_bytes: int,
         steps: list[int],
-        met: Callable[[FrameType | None], None],
+        met: Callable[[FrameType | None], bool],
     ) -> None:
         """Set the owner that counts its faults and steps, caps what is held, and is notified of callers."""
         self._failed, self._max_bytes, self._steps = failed, max_bytes, steps
@@ -236,73 +238,93 @@ class RecordedCalls:
 
     def moves(self, optimizer: Optimizer) -> bool:
         """True if the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
-        count = sum([len(group["params"]) for group in optimizer.param_groups])
-        known = self._movers.get(optimizer)
-        if known is None or known[0] != count:
+        count, known = sum(map(len, map(_params_of, optimizer.param_groups))), self._movers.get(id(optimizer))
+        if known is None or known[0]() is not optimizer or known[1] != count:
             model = self.model()
             own = set() if model is None else set(map(id, module_tree.parameters(model)))
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            self._movers[optimizer] = known = (count, any(id(param) in own for param in params))
-        return known[1]
+            params = itertools.chain.from_iterable(map(_params_of, optimizer.param_groups))
+            if len(self._movers) >= MOVERS:
+                self._movers.clear()
+            known = weakref.ref(optimizer), count, not own.isdisjoint(map(id, params))
+            self._movers[id(optimizer)] = known
+        return known[2]
 
-    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
-        def guarded(*args: Any) -> None:
-            try:
-                if torch.is_grad_enabled() and not is_muted():
-                    call(*args)
-            except Exception as error:
-                self._open = None
-                self._failed("localise", error)
+    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the model begins."""
+        try:
+            if not torch.is_grad_enabled() or is_muted() or self._outermost.now not in (None, self):
+                return
+            if capturing():
+                return
+            self._outermost.now = self
+            held, given = _held(args, kwargs)
+            nbytes = sum(map(_nbytes, given))
+            if self._light and nbytes > self._max_bytes:
+                return
+            generators = self._generators.before()
+            looked = self._generators.looking
+            caller, frame = self._callers.now(anew=looked)
+            if self._seen < LOOKED_AT:
+                self._look_around(module, caller, frame)
+            self._open = Call(
+                next(_orders),
+                self._steps[0],
+                *held,
+                versions=list(map(_version, given)),
+                generators=generators,
+                buffers={} if self._buffers is None else self._buffers.held(first=not self.calls),
+                autocast=_autocasts() if dispatch_modes.any_autocast() else {},
+                training=module.training,
+                caller=caller,
+                indices=self.indices,
+                nbytes=nbytes,
+                looked=looked,
+                losses=self._losses,
+            )
+        except Exception as error:
+            self._open = None
+            self._failed("localise", error)
 
-        return guarded
-
-    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._outermost.now not in (None, self) or capturing():
-            return
-        self._outermost.now = self
-        held, given = _held(args, kwargs)
-        nbytes = sum(map(_nbytes, given))
-        if self._light and nbytes > self._max_bytes:
-            return
-        self._open = Call(
-            next(_orders),
-            self._steps[0],
-            *held,
-            versions=[tensor._version for tensor in given],
-            generators=self._generators.before(),
-            buffers=self._buffers.held(first=not self.calls),
-            autocast=_autocasts(),
-            training=module.training,
-            caller=self._called(),
-            indices=self.indices,
-            nbytes=nbytes,
-            looked=self._generators.looking,
-            losses=self._losses,
-        )
-        if self._seen < LOOKED_AT:
+    def _look_around(
+        self, module: nn.Module, caller: tuple[CodeType, int] | None, frame: FrameType | None
+    ) -> None:
+        """In the first calls: what stands beside the line that calls the model, and its parameters' versions."""
+        kind, met = self._kind, self._met
+        if not kind.keeps_weights:
             self._before_params = _versions(module)
-
-    def _called(self) -> tuple[CodeType, int] | None:
-        """The line that calls the model."""
-        caller, frame = self._callers.now(anew=self._generators.looking)
-        if self._met is not None and self._seen < LOOKED_AT:
-            if frame is None and caller is not None:  # known from an earlier call of this model
-                self._kind.looked_beside(caller)
-            elif self._seen == 0 or caller not in self._kind.callers:
-                self._met(frame)
-        return caller
+        if met is None:
+            return
+        if frame is None and caller is not None:  # known from an earlier call of this model
+            kind.looked_beside(caller)
+        elif self._seen == 0 and caller is not None:
+            if not kind.is_alone(caller):
+                kind.stood_beside(caller, met(frame))
+        elif caller not in kind.callers:
+            met(frame)
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        call, self._open = self._open, None
-        if self._outermost.now is self:
-            self._outermost.now = None
-        if call is None:
-            return
-        self._generators.after()
+        try:
+            if not torch.is_grad_enabled() or is_muted():
+                return
+            call, self._open = self._open, None
+            if self._outermost.now is self:
+                self._outermost.now = None
+            if call is not None:
+                self._ended(module, call, output)
+        except Exception as error:
+            self._open = None
+            self._failed("localise", error)
+
+    def _ended(self, module: nn.Module, call: Call, output: Any) -> None:
+        """Hold a call whose forward has ended, and the gradients at its outputs to come."""
+        if call.looked:
+            self._generators.after()
         if self._seen < LOOKED_AT:
             self._seen += 1
             if self._before_params is not None and _written(self._before_params, _versions(module)):
                 self.refused = "its forward writes into its own parameters"
+            elif self._before_params is not None and self._seen == LOOKED_AT:
+                self._kind.keeps_weights = not self.refused
             self._before_params = None
             if not anything_compiled():  # to notice its parts would cost every forward some microseconds
                 for part in self.parts:
@@ -311,12 +333,14 @@ class RecordedCalls:
         outputs = [output] if isinstance(output, Tensor) else tensors(output)
         call.outputs = len(outputs)
         call.ended = next_number()
-        self._buffers.learn()
+        if self._buffers is not None:
+            self._buffers.learn()
         for position, tensor in enumerate(outputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(_gradient, self, call, position))
         self.calls.append(call)
-        self._make_room()
+        if len(self.calls) > 1:
+            self._make_room()
 
     def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
         if grad is None or call.reason:
@@ -389,8 +413,12 @@ def _held(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Tensor]]:
     """The arguments and the tensors in them; what is computed from others is held without the graph behind it."""
-    if not kwargs and all(isinstance(value, Tensor) for value in args):
-        given = [_alias(value) for value in args]  # nearly every model; a walk through containers takes 10 us
+    given: list[Tensor] = []
+    for value in args:
+        if not isinstance(value, Tensor):
+            break
+        given.append(value if value.grad_fn is None else _alias(value))
+    if not kwargs and len(given) == len(args):  # nearly every model; a walk through containers takes 10 us
         return (tuple(given), {}), given
     held = tensors_replaced(_alias, (args, kwargs))
     return held, tensors(held)
@@ -407,9 +435,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
-    """Of every device that may compute here; {} where it is off on all."""
-    if not dispatch_modes.any_autocast():
-        return {}
+    """Of every device that may compute here."""
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)
@@ -418,8 +444,9 @@ def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
 
 def _versions(module: nn.Module) -> dict[int, int]:
     """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
-    return {id(param): param._version for param in module_tree.parameters(module)}
+    params = module_tree.parameters(module)
+    return dict(zip(map(id, params), map(_version, params), strict=True))
 
 
 def _written(before: dict[int, int], now: dict[int, int]) -> bool:
-    return any(now.get(one, version) != version for one, version in before.items())
+    return now != before and any(now.get(one, version) != version for one, version in before.items())

@@ -79,17 +79,29 @@ class Binder:
         if met:
             self._stages.install()
             self.bind(ctx.captured)
+        elif ctx.rules.captured is not ctx.captured:
+            self._go_on(ctx)
         ctx.needs_no_ranks = ctx.membership.waits_for_none and ctx.rules.micro is None
+
+    def _go_on(self, ctx: OptimizerContext) -> None:
+        """An optimizer after another, of the same sites: what is bound to them holds, but what hangs on parameters."""
+        with self._capture.arranging.held:
+            self.flush()  # what waits was measured on the parameters as they were
+            if self._capture.replaced:
+                self._capture.drop_dead()
+            if not self._rule_bindings.go_on(ctx):
+                self._bind(ctx.captured)
 
     def bind_missing(self) -> None:
         """Bind the rules to every capture that has none yet."""
-        if all(map(self._is_bound, self._capture.captures)):
+        for captured in self._capture.captures:
+            ctx = self._contexts.find(captured)
+            if ctx is None or ctx.bound_rules is None:
+                break
+        else:
             return
         with self._capture.arranging.held:
             for captured in self._capture.captures:
-                if not self._is_bound(captured):
+                ctx = self._contexts.find(captured)
+                if ctx is None or ctx.bound_rules is None:
                     self._bind(captured)
-
-    def _is_bound(self, captured: OptimizerCapture) -> bool:
-        ctx = self._contexts.find(captured)
-        return ctx is not None and ctx.bound_rules is not None

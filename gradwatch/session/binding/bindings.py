@@ -56,7 +56,7 @@ class RuleBindings:
         self.most_parameters = 0  # named in the captures at one time, each counted once
 
     def __iter__(self) -> Iterator[OptimizerRules]:
-        return iter([ctx.bound_rules for ctx in self._contexts if ctx.bound_rules is not None])
+        return iter(self._contexts.bound())
 
     def context(self, captured: OptimizerCapture) -> OptimizerContext:
         """The context that a capture's rules are bound in."""
@@ -89,7 +89,7 @@ class RuleBindings:
 
     def backward_ended(self) -> None:
         """Keep what tensor hooks measured or did in the backward that ended."""
-        for bound_rules in self:
+        for bound_rules in self if self.in_backward else ():
             if bound_rules.clipper is not None:
                 bound_rules.clipper.backward_ended()
         if self._before_captures is not None:
@@ -163,6 +163,14 @@ class RuleBindings:
         self._restore(captured)
         self.publish_bounds(bound_rules)
         return ctx
+
+    def go_on(self, ctx: OptimizerContext) -> bool:
+        """Go on with the rules of a context for another optimizer of the same sites; False where they need binding."""
+        bound_rules = ctx.rules
+        if self.in_backward or self._drops or self._restored or bound_rules.local is not None:
+            return False
+        bound_rules.begin_anew(ctx.captured)
+        return True
 
     def _of_ranks(self) -> dict[str, Reads]:
         """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""

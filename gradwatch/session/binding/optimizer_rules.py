@@ -53,6 +53,13 @@ class OptimizerRules:
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
 
+    def begin_anew(self, captured: OptimizerCapture) -> None:
+        """Another optimizer steps from now on: baselines go on, its pace and its weights are its own."""
+        self.captured = captured
+        self.sampler.discard()
+        self.last_step = self.record = None
+        self.observed = self.ordinary_steps = 0
+
 
 def clip_section_of(
     clipping: Clipping, own: Sequence[int], names: Sequence[str], sharded: Sequence[int]

@@ -144,8 +144,10 @@ class Boundary:
 
     def _context(self, optimizer: Optimizer) -> OptimizerContext | None:
         """The context of an optimizer; None where nothing was captured of it yet."""
-        captured = self._capture.capture_of(optimizer)
-        return None if captured is None else self._contexts.of(captured)
+        for captured in self._capture.captures:  # not by `capture_of`: almost every step has but one
+            if captured.optimizer is not None and captured.optimizer() is optimizer:
+                return self._contexts.of(captured)
+        return None
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = _grad_enabled()
@@ -265,7 +267,7 @@ class Boundary:
             return
         measurement = pipeline.measure(ctx, window)
         self._count(optimizer)
-        max_norm = ctx.rules.bound.max_norm
+        max_norm = measurement.bound_rules.bound.max_norm
         if max_norm is not None and ctx.closure_calls is not None:
             window.deferrable = (
                 False  # what is decided of a closure's first gradients clips the later ones too
@@ -351,7 +353,8 @@ class Boundary:
         disturbed = captured.compared != self._registrations[0]
         if captured.pruned and captured.step % RECHECK and not disturbed:
             return False  # a parameter replaced in place leaves a gap that the few hooks left show at once
-        captured.compared_at(self._registrations[0])
+        if disturbed:
+            captured.compared_at(self._registrations[0])
         return (
             list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups))))
             != captured.watched_ids
@@ -461,7 +464,7 @@ class Boundary:
         if ctx.acting.held:
             ctx.acting.release(finished=True)
         captured.advance()
-        if not captured.pruned and captured.prunable():
+        if captured.prunable():
             self._capture.prune(captured)
 
 

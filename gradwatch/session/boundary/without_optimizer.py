@@ -126,7 +126,8 @@ class LoopsWithoutOptimizer:
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if call.accumulates and not (call.nested or _tracing()):
-            self._capture.release_dead()  # their parameters may be updated by the script's own code from now on
+            if self._capture.has_dead():
+                self._capture.drop_dead()  # their parameters may be updated by the script's own code from now on
             if self._loops:
                 self._guarded(self._next_backward)
 

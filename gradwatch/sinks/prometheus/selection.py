@@ -111,6 +111,8 @@ class Selection:
         return False
 
     def _admit_named(self, record: Record) -> bool:
+        if not record.verdict.events and math.isfinite(record.snapshot.total_norm):
+            return False
         wanted = [
             name
             for event in record.verdict.events
