@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,11 +62,17 @@ def train(backend: str, watched: bool, late: bool) -> tuple[list[torch.Tensor], 
     return [param.detach().clone() for param in model.parameters()], found, len(sink.records)
 
 
+@cache
+def unwatched(backend: str) -> tuple[list[torch.Tensor], dict[str, Any], int]:
+    """The same training, bare."""
+    return train(backend, watched=False, late=False)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["attached first", "attached after compiling"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_graph_break_no_recompilation_no_other_bit(backend: str, late: bool) -> None:
     """fullgraph holds with every tap on; dynamo compiled exactly what it compiles without us; equal weights."""
-    bare, without, _ = train(backend, watched=False, late=late)
+    bare, without, _ = unwatched(backend)
     weights, with_us, steps = train(backend, watched=True, late=late)
     assert without == with_us
     assert with_us["graph_break"] == {}
