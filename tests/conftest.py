@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -35,8 +36,24 @@ def pytest_xdist_auto_num_workers() -> int:
 
 # Files whose tests start processes, servers and ranks, or compile: minutes that begin first, and so end in time.
 LONG = (
-    *("situations", "ranks", "launch", "deploy", "account", "benchmarks", "integrations", "docs", "demo"),
-    *("promises/test_compile", "promises/test_bounded", "promises/test_reported_scripts", "sinks/test_real"),
+    *(
+        "situations",
+        "ranks",
+        "launch",
+        "deploy",
+        "serve",
+        "account",
+        "benchmarks",
+        "integrations",
+        "docs",
+        "demo",
+    ),
+    *(
+        "promises/test_compile",
+        "promises/test_bounded",
+        "promises/test_reported_scripts",
+        "sinks/prometheus/test_real",
+    ),
 )
 
 
@@ -74,3 +91,11 @@ def nothing_compiled() -> None:
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
         dynamo.counters.clear()
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    return gone.pid

@@ -1,7 +1,7 @@
 """Suggested fixes: the usual cause of a NaN of one operation, and the line that fixes it.
 
 A table, not code: the first entry whose conditions a Finding meets is the one reported. Every entry is
-tried on the real operation in `tests/localise/test_suggestions.py`.
+tried on the real operation in `tests/incidents/test_suggestions.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.rules.files import parse_rules
-from tests.actions.test_skip import digest
+from tests.actions.skip.test_skip import digest
 from tests.support.kept import Kept
 
 RULES = parse_rules("version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [drop_micro]}}")

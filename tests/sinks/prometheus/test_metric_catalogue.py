@@ -20,7 +20,7 @@ from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME, METRICS, Metric
 from gradwatch.sinks.prometheus.metric_values import RunEnd, families
 from gradwatch.sinks.prometheus.run_totals import RecentMax, RunTotals
 from gradwatch.sinks.prometheus.sink import MAX_OPTIMIZERS, PrometheusSink
-from tests.sinks.test_exposition import read
+from tests.sinks.prometheus.test_exposition import read
 from tests.support.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 
 SPECIFIED = frozenset(

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradwatch.actions.skip.backup import OptimizerBackup
 from gradwatch.records.snapshot import Decision
-from tests.actions.test_skip import digest
+from tests.actions.skip.test_skip import digest
 from tests.support.recorder import Recorder
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

@@ -28,7 +28,7 @@ from tests.support import warm
 from tests.support.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Notebook(Tracker):

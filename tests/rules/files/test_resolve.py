@@ -311,7 +311,7 @@ def test_hash_seed_does_not_matter() -> None:
             capture_output=True,
             text=True,
             check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])},
         ).stdout
         for seed in ("0", "1")
     }

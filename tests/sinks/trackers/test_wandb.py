@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.sinks.wandb_file import OfflineRun, offline_runs
-from tests.sinks.wandb_job import STEPS
+from tests.sinks.trackers.wandb_file import OfflineRun, offline_runs
+from tests.sinks.trackers.wandb_job import STEPS
 from tests.support import warm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RULES = """
 version: 1
 extends: [observe-only]
@@ -48,7 +48,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Of
     """What the watched script printed, and the runs it made by job type."""
     folder = tmp_path_factory.mktemp("watched")
     (folder / "rules.gradwatch.yaml").write_text(RULES)
-    done = run_script(folder, "-m", "tests.sinks.wandb_job", "rules.gradwatch.yaml", "watch")
+    done = run_script(folder, "-m", "tests.sinks.trackers.wandb_job", "rules.gradwatch.yaml", "watch")
     assert done.returncode == 0, done.stderr
     return done.stdout, {run.job_type: run for run in offline_runs(folder)}
 
@@ -82,7 +82,7 @@ def test_the_scripts_own_run_and_training_are_as_without_us(
 ) -> None:
     """Every row of the script is there at its step, and weights and generators end bit for bit the same."""
     printed, runs = watched
-    done = run_script(tmp_path, "-m", "tests.sinks.wandb_job", "-", "plain")
+    done = run_script(tmp_path, "-m", "tests.sinks.trackers.wandb_job", "-", "plain")
     assert done.returncode == 0, done.stderr
     assert printed == done.stdout
     (plain,) = offline_runs(tmp_path)

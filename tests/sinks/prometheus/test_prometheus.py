@@ -30,7 +30,7 @@ from gradwatch.records.snapshot import RuleInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import LONGEST_LABEL, distinct, printable
 from gradwatch.sinks.prometheus.sink import PrometheusSink
-from tests.sinks.test_exposition import read, same
+from tests.sinks.prometheus.test_exposition import read, same
 from tests.support.binaries import require
 from tests.support.ports import free_port
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, serving, skip, sockets
