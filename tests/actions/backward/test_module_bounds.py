@@ -126,7 +126,7 @@ def test_a_grad_scaler_switches_it_off() -> None:
     [
         (("tap: full_backward", "tap: output"), "needs `modules: {tap: full_backward}`"),
         (("to: 0.5", "to: baseline"), "write `to: NUMBER`|baseline"),
-        (("grad_input_norm", "grad_output_norm"), "what a module passes on"),
+        (("grad_input_norm", "grad_output_norm"), "that a module passes on"),
         (("of: grad_input_norm", "of: norm"), "cannot be used with scope 'module'"),
     ],
 )
