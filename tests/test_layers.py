@@ -165,6 +165,13 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
+def begins_with(node: ast.AST) -> str:
+    """The name that a chain of attributes, calls and items begins with; "" where it begins otherwise."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def names_of_torch(tree: ast.AST) -> Iterator[str]:
     """Every name of torch that a module imports or reads off a module of torch, from `torch.` on."""
     local: dict[str, str] = {}
@@ -180,7 +187,9 @@ def names_of_torch(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and str(node.value).startswith("torch."):
             yield from [str(node.value)] * (" " not in str(node.value))
     for node in ast.walk(tree):
-        first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+        if not isinstance(node, ast.Attribute) or begins_with(node) not in local:
+            continue
+        first, _, rest = ast.unparse(node).partition(".")
         if first in local:
             yield f"{local[first]}.{rest}"
 
