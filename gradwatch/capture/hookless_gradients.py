@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwatch.capture.window import State
+from gradwatch.capture.versions import State
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.layouts import local
 

@@ -23,8 +23,9 @@ from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
 from gradwatch.capture.hookless_gradients import HooklessGradients
 from gradwatch.capture.known_scaling import KnownScaling, factor_since
-from gradwatch.capture.versions import grown_alike, replaced, versions_of
-from gradwatch.capture.window import Reading, Repeats, State, Window, is_ordinary, repeated, without
+from gradwatch.capture.pruning import HookPruning, PrunedCount
+from gradwatch.capture.versions import Reading, State, replaced, versions_of
+from gradwatch.capture.window import Window, is_ordinary, without
 from gradwatch.capture.write_probes import WriteProbes
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
@@ -84,7 +85,7 @@ class OptimizerCapture:
         self.manual_allreduce = (
             False  # other code than torch's may average over ranks: read again at the step
         )
-        self.pruned = False
+        self.pruning = HookPruning()
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
         self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
@@ -99,7 +100,7 @@ class OptimizerCapture:
         self._norms: Reading | None = None
         self._after: Reading | None = None
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
-        self._assumed = False  # the versions at the read were taken to be those of the pattern
+        self._assumed = False  # the versions at the read were taken to be those foreseen
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # no code changed a gradient between the end of backward and the last step
         self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
@@ -121,7 +122,6 @@ class OptimizerCapture:
         self.last_calls: NDArray[np.int32] | None = (
             None  # arrivals of the last step whose coverage was looked at
         )
-        self.ambiguous = False  # the few hooks left cannot tell the last step's gradient from a new one
         # Made in the middle of a window, until a window has been closed.
         self.attached_mid_window = not without_optimizer
 
@@ -278,10 +278,10 @@ class OptimizerCapture:
         with self._reading:
             grads = self.grads()
             # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
-            self._assumed = self.pruned and self._left_alone
+            self._assumed = self.pruning.pruned and self._left_alone
             self._ids = list(map(id, grads))
             current = self._arrivals.count - self._arrivals.cleared
-            self._versions = self._schedule.versions(current) if self._assumed else versions_of(grads)
+            self._versions = self.pruning.versions(current) if self._assumed else versions_of(grads)
             self._kept = grads if self._keeps else None
             self._held = (
                 [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
@@ -330,16 +330,16 @@ class OptimizerCapture:
             clipped = self._clipped(grads, versions, raw, scale)
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
-        repeats, last = None, self._last
-        # What tells whether some gradient is the last step's: its hook could, had it one.
-        if self.pruned and last is not None and isinstance(last[2], CpuNorms):
-            repeats = ids, last[0], last[2]
         state = ids, versions, raw
         self._hookless.step()
-        calls, trusted = self._presence(grads, state, current, None if ordinary else repeats)
-        uncertain = (
-            unread or self.backward_end_missed or self.spans_two_steps or self.distributed or not trusted
-        )
+        pruned: PrunedCount | None = None
+        if self.pruning.pruned:
+            pruned = self.pruning.count(self._versions, current, self._assumed, state, self._last, ordinary)
+            calls = self._arrivals.by_versions(pruned.versions)
+        else:
+            calls = self._arrived(grads, state, current)
+        miscounted = pruned is not None and not pruned.right
+        uncertain = unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
         window = Window(
             self.sites,
             self.step,
@@ -347,11 +347,10 @@ class OptimizerCapture:
             after,
             calls,
             current,
-            uncertain and self._provisional(unread, trusted, versions),
-            trusted,
+            uncertain and (miscounted or self._provisional(unread, versions)),
             scale,
-            ordinary and trusted,
-            repeats if ordinary else None,
+            ordinary and not miscounted,
+            pruned,
             loss=self.losses.total(),
         )
         self._learn(calls, backwards, current)
@@ -362,13 +361,13 @@ class OptimizerCapture:
         self.closed_at = backwards
         return window
 
-    def _provisional(self, unread: bool, trusted: bool, versions: list[int]) -> bool:
+    def _provisional(self, unread: bool, versions: list[int]) -> bool:
         """True if the norms of the window that closes may be wrong: they are shown, and never learned."""
         # A loop whose hooks are never called is read at the boundary by design; any other unread window ended early.
         unread_before_schedule = unread and not (self._schedule.expected == 0 and self.backwards == 0)
         end_missed = self.backward_end_missed and max(versions, default=0) > UNTOUCHED
         partial = self.distributed and bool(self.partial())
-        return unread_before_schedule or end_missed or self.spans_two_steps or not trusted or partial
+        return unread_before_schedule or end_missed or self.spans_two_steps or partial
 
     def advance(self) -> None:
         """Start the next window; called once per `optimizer.step()`."""
@@ -423,7 +422,6 @@ class OptimizerCapture:
             calls,
             current,
             self.backward_end_missed,
-            True,
             applied_known=after is not None,
             loss=self.losses.total(),
         )
@@ -484,26 +482,6 @@ class OptimizerCapture:
         """The norms of the gradients as they stand at the boundary, where they were read on a device."""
         return self._after if isinstance(self._after, DeviceNorms) else None
 
-    # -- removing hooks -----------------------------------------------------------------------------------
-
-    def prunable(self) -> bool:
-        """True if a few hooks would count the same arrivals as one on every parameter."""
-        return len(self.params) >= PRUNE_FROM and not self.pruned and self._schedule.steady(self.step)
-
-    def prune(self, count: int = 4) -> list[int]:
-        """All hooks go but those at these positions: spread over the capture, with a gradient in the last step."""
-        self.pruned = True
-        return self._schedule.spread(count)
-
-    def miscounted(self) -> None:
-        """The few hooks left cannot tell the last step's gradient from a new one."""
-        self.ambiguous = True
-
-    def block(self) -> None:
-        """Hooks had to be reinstalled: keep them all for a while (for good if a few cannot count right)."""
-        self.pruned = False
-        self._schedule.block(self.step, self.ambiguous)
-
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and release the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
@@ -561,19 +539,9 @@ class OptimizerCapture:
             return after
         return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
 
-    def _presence(
-        self, grads: Grads, state: State, current: int, repeats: Repeats | None
-    ) -> tuple[NDArray[np.int32], bool]:
-        """Arrivals of each gradient, and whether the few hooks left still count right."""
-        _, versions, raw = state
-        if self.pruned:
-            expected = self._versions if self._assumed else self._schedule.versions(current)
-            found = versions if self._assumed else self._versions
-            trusted = current > 0 and (found == expected or grown_alike(expected, found, self._assumed))
-            if trusted and repeats is not None:
-                self.ambiguous = repeated(repeats, raw.norms())
-                trusted = not self.ambiguous
-            return self._arrivals.by_versions(self._schedule.pattern if trusted else found), trusted
+    def _arrived(self, grads: Grads, state: State, current: int) -> NDArray[np.int32]:
+        """Arrivals of each gradient, by the hooks on all of them and by what they missed."""
+        _, versions, _ = state
         counts = self._arrivals.per_param()
         if (
             -1 in versions
@@ -587,7 +555,7 @@ class OptimizerCapture:
                     and self._hookless.is_new(k, grad, state, self._last, current)
                 ):
                     counts[k], self.hook_missed = 1, True
-        return self._arrivals.counted(), True
+        return self._arrivals.counted()
 
     def _learn(self, calls: NDArray[np.int32], backwards: int, current: int) -> None:
         # What arrived is not the whole of one step, or that of two.
@@ -595,5 +563,5 @@ class OptimizerCapture:
             self.attached_mid_window = False
             return
         self._schedule.count(self.step, backwards)
-        if not self.pruned:
-            self._schedule.note(self._versions, calls, current)
+        if not self.pruning.pruned:
+            self.pruning.note(self._versions, calls, current)

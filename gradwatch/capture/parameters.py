@@ -36,6 +36,7 @@ _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_gra
 _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
 _GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
+IN_BULK = 32  # arrivals from which numpy counts them faster
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
 
 
@@ -206,7 +207,7 @@ class Capture:
 
     def reinstall(self, captured: OptimizerCapture) -> None:
         """Hook the parameters of a capture with all its hooks that have come to want a gradient again."""
-        if not captured.pruned:
+        if not captured.pruning.pruned:
             for slot in map(int, captured.slots):
                 self._grad_ready.put(slot, self.params[slot])
 
@@ -221,14 +222,19 @@ class Capture:
 
         True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.
         """
+        hook_missed = captured.hook_missed
+        if hook_missed:
+            captured.reset_hook_missed()
+        if window.pruned is not None and not window.pruned.right:
+            self.restore(captured)
+            hook_missed = True
+        if hook_missed and not captured.backwards:
+            self.backwards_without_hook += 1
         if self.has_dead():
             self.drop_dead()
         if captured.step % REINSTALL_EVERY == 0:
             self.reinstall(captured)
-        swapped_hooks = 0
-        if captured.hook_missed or not window.trusted:
-            captured.reset_hook_missed()
-            swapped_hooks = self._rehook(captured)
+        swapped_hooks = self._rehook(captured) if hook_missed else 0
         if self.coverage.due(captured, window.calls):
             self.count_coverage()
         if swapped_hooks:
@@ -544,7 +550,7 @@ class Capture:
     def _record_arrivals(self, touched: list[int]) -> list[OptimizerCapture]:
         """Tell each capture what reached it; those that anything did."""
         root, touched_captures = self.losses.latest(), []
-        if len(touched) < PRUNE_FROM:
+        if len(touched) < IN_BULK:
             for captured in self.captures:
                 if captured.add_arrivals(touched, root):
                     touched_captures.append(captured)
@@ -570,7 +576,7 @@ class Capture:
 
     def prune(self, captured: OptimizerCapture) -> None:
         """Remove all but a few hooks of a capture whose loop is learned."""
-        keep = {int(captured.slots[k]) for k in captured.prune()}
+        keep = {int(captured.slots[k]) for k in captured.pruning.prune()}
         shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
         for slot in map(int, captured.slots):
             if slot not in keep and slot not in shared:
@@ -584,7 +590,7 @@ class Capture:
 
     def restore(self, captured: OptimizerCapture) -> None:
         """Reinstall every hook of a capture."""
-        captured.block()
+        captured.pruning.undo(captured.step)
         self.reinstall(captured)
 
 

@@ -8,6 +8,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.device import DeviceNorms
+
+Reading = CpuNorms | DeviceNorms
+State = tuple[list[int], list[int], Reading]
+"""Of K gradients: identities, versions, norms."""
 LOOKS = 64
 _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 

@@ -9,17 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwatch.capture.pruning import PrunedCount
+from gradwatch.capture.versions import Reading
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value, is_ready
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]
-Reading = CpuNorms | DeviceNorms
-State = tuple[list[int], list[int], Reading]
-"""Of K gradients: identities, versions, norms."""
-Repeats = tuple[list[int], list[int], Reading]
-"""Of K gradients: identities now, identities at the last step and norms there."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
@@ -27,9 +24,9 @@ class Window:
     """Measurements at one step boundary; `resolve()` gives the gradient norms.
 
     `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `trusted` that the few hooks left counted right; `left` the loss scale still in the
-    gradients at the boundary (fused optimizers). `deferrable`: nothing looked unusual, so `resolve` may wait a few
-    steps; `repeats` is then what tells, by then, whether some gradient was the last step's. `loss_scale` is
+    `micro` backwards; `left` the loss scale still in the gradients at the boundary (fused optimizers). `deferrable`:
+    nothing looked unusual, so `resolve` may wait a few steps. `pruned` is what a few hooks say where most are removed:
+    by `resolve` at the latest, whether they counted right. `loss_scale` is
     that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
     0, None without a scaler.
     `empty`: every micro-batch of it was dropped, so there is nothing to step by. `loss` is the sum of what its
@@ -44,10 +41,9 @@ class Window:
     calls: NDArray[np.int32]
     micro: int
     provisional: bool
-    trusted: bool
     left: Number = 1.0
     deferrable: bool = False
-    repeats: Repeats | None = None
+    pruned: PrunedCount | None = None
     loss_scale: Number | None = None
     skipped: Number | None = None
     empty: bool = False
@@ -77,22 +73,13 @@ class Window:
     def resolve(self) -> tuple[Norms, Norms]:
         """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
 
-        Only then `provisional` and `trusted` are final, where the window was ordinary.
+        Only then `provisional` is final, where the window was ordinary.
         """
         raw = self.raw.norms()
-        if self.repeats is not None and repeated(self.repeats, raw):
-            self.trusted, self.provisional = False, True
+        if self.pruned is not None:
+            self.pruned.recheck(self.raw)
+            self.provisional = self.provisional or not self.pruned.right
         return raw, raw if self.after is self.raw else self.after.norms()
-
-
-def repeated(repeats: Repeats, raw: Norms) -> bool:
-    """True if some gradient may be the last step's, not cleared and not renewed: same identity, same norm.
-
-    `raw[K]` are the norms of this step.
-    """
-    ids, last_ids, last = repeats
-    equal = np.flatnonzero((raw == last.norms()) & (raw > 0))
-    return any(ids[k] == last_ids[k] for k in equal)
 
 
 def is_ordinary(raw: Reading, after: Reading) -> bool:

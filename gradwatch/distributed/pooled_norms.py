@@ -85,7 +85,7 @@ def pooled_window(reduced: ReducedFacts, window: Window) -> Window:
         raw=reading,
         after=reading if unchanged else CpuNorms.of(applied, {}),
         calls=calls,
-        repeats=None,
+        pruned=None,
         provisional=reduced.head("provisional") > 0,
     )
 

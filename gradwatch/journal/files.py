@@ -49,7 +49,7 @@ class JournalFiles:
         self._fd: int | None = None
         self._fallocates = True
         self._dirty = False
-        self._end = self._allocated = self._sequence = self._salt = self._sampled = self._rotate_at = 0
+        self._end = self._allocated = self._sequence = self._salt = self._sampled = 0
 
     @property
     def due_for_rotation(self) -> bool:
@@ -190,7 +190,6 @@ class JournalFiles:
         if self.retention.max_bytes and size > self.retention.max_bytes // 4:
             raise ValueError(f"the names of the parameters take {size} bytes, over a quarter of max_bytes")
         self._append(preamble, essential=False)
-        self._rotate_at = max(self.retention.segment_bytes(self._name.segment), 2 * size)
 
     def _create(self, directory_fd: int) -> None:
         """The first free name: the next number of this journal, or the next attempt for a head."""

@@ -20,7 +20,6 @@ from gradwatch.records.finding import Finding
 
 FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
-IntArray = NDArray[np.integer[Any]]
 Severity = Literal["info", "warning", "critical"]
 
 CONFIRMED_JUMP, CONFIRMED_NORM = "confirmed_jump", "confirmed_norm"

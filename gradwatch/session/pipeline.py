@@ -296,8 +296,7 @@ class StepPipeline:
     def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
         """Count ordinary steps; reinstall hooks where the few left have miscounted."""
         captured, bound_rules, window = step.captured, step.bound_rules, step.window
-        if captured.pruned and not window.trusted and window.repeats is not None:
-            captured.miscounted()
+        if captured.pruning.pruned and window.pruned is not None and not window.pruned.right:
             self._sources.capture.restore(captured)
         looked_twice = step.shared.window.raw.details
         unusual = verdict.events or verdict.breaching or looked_twice or snapshot.provisional

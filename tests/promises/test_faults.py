@@ -14,7 +14,7 @@ from torch import nn
 import gradwatch
 from gradwatch.actions.skip import skip
 from gradwatch.capture import optimizer as captured
-from gradwatch.capture import parameters
+from gradwatch.capture import parameters, pruning
 from gradwatch.capture.columns import modules, norm_local, sampled
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
@@ -73,7 +73,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "decide": (BoundEngine, "decide", "engine"),
     "skip": (skip.StepSkipper, "begin", "action"),
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
-    "prunable": (captured.OptimizerCapture, "prunable", "boundary"),
+    "prunable": (pruning.HookPruning, "due", "boundary"),
     "norm_local": (norm_local, "exact_norm", "norm_local"),
     "tap": (modules, "dense", "modules"),
     "inspect": (cpu, "inspect", "capture"),

@@ -42,7 +42,7 @@ def window(norms: np.ndarray, step: int = 3, details: dict[int, Detail] | None =
     """A window with these norms, not clipped."""
     calls = np.where(norms != 0, 2, 0).astype(np.int32)
     reading = CpuNorms.of(norms, details or {})
-    return Window(make_sites(K), step, reading, reading, calls, 2, False, True)
+    return Window(make_sites(K), step, reading, reading, calls, 2, False)
 
 
 def spoken(layouts: list[Layout], windows: list[Window], **more: object) -> ReducedFacts:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
-from gradwatch.capture.window import Reading, Window
+from gradwatch.capture.versions import Reading
+from gradwatch.capture.window import Window
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value
@@ -126,7 +127,6 @@ class InBackward:
             calls=calls,
             micro=1,
             provisional=False,
-            trusted=True,
             loss=captured.losses.total(),
         )
 

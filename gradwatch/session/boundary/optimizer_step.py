@@ -42,7 +42,6 @@ from gradwatch.taps.grad_scaler import announces_steps
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
-RECHECK = 16  # steps between full comparisons of the optimizer's parameters while most hooks are removed
 
 
 class Boundary:
@@ -322,11 +321,6 @@ class Boundary:
         elif window.loss_scale is not None:
             skipped = 0.0
         window.skipped = skipped
-        distrusted = captured.pruned and not window.trusted
-        if (distrusted or captured.hook_missed) and not captured.backwards:
-            self._capture.backwards_without_hook += 1
-        if distrusted:
-            self._capture.restore(captured)
         if self._capture.maintain_hooks(captured, window):
             self._binder.bind(captured)  # tensor hooks on its parameters were disabled with gradwatch's
         return window
@@ -351,8 +345,9 @@ class Boundary:
         if captured.frozen and any(param.requires_grad for param in captured.frozen):
             return True
         disturbed = captured.compared != self._registrations[0]
-        if captured.pruned and captured.step % RECHECK and not disturbed:
-            return False  # a parameter replaced in place leaves a gap that the few hooks left show at once
+        pruning = captured.pruning
+        if pruning.pruned and not disturbed and pruning.shows_replaced(captured.step):
+            return False
         if disturbed:
             captured.compared_at(self._registrations[0])
         return (
@@ -464,7 +459,7 @@ class Boundary:
         if ctx.acting.held:
             ctx.acting.release(finished=True)
         captured.advance()
-        if captured.prunable():
+        if captured.pruning.due(captured.step):
             self._capture.prune(captured)
 
 

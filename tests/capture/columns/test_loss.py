@@ -158,7 +158,7 @@ def test_a_thinned_loop_goes_on_and_stays_calm() -> None:
     kept = Kept()
     with gradwatch.watch(model, optimizer, rules=RuleSet(), sinks=[kept], strict=True) as gw:
         expected = [plain(model, optimizer) for _ in range(70)]
-        assert session_of(gw).attached.capture.captures[0].pruned
+        assert session_of(gw).attached.capture.captures[0].pruning.pruned
         assert len(kept.records) < 70
     told = [record.snapshot.scalars.get("loss") for record in kept.records]
     assert told == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Laws of what a capture learns of its loop: where the few marks stand that are left of it."""
+"""Laws of pruning: where the few hooks stand that are left."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.capture.accumulation import AccumulationSchedule
+from gradwatch.capture.pruning import HookPruning
 
 
 @given(versions=st.lists(st.integers(-1, 3), max_size=300), count=st.integers(2, 9))
-def test_the_marks_left_stand_at_both_ends_and_evenly_between(versions: list[int], count: int) -> None:
+def test_the_hooks_left_stand_at_both_ends_and_evenly_between(versions: list[int], count: int) -> None:
     """Only where a gradient arrived, `count` of them if there are so many, the gaps equal but for one."""
-    habit = AccumulationSchedule()
-    habit.note(versions, np.array([version >= 0 for version in versions], np.int32), backwards=1)
+    pruning = HookPruning()
+    pruning.note(versions, np.array([version >= 0 for version in versions], np.int32), backwards=1)
     present = [k for k, version in enumerate(versions) if version >= 0]
-    places = [present.index(k) for k in habit.spread(count)]
+    places = [present.index(k) for k in pruning.prune(count)]
     assert len(places) == len(set(places)) == min(count, len(present))
     assert places == sorted(places)
     if places:
