@@ -339,7 +339,9 @@ class OptimizerCapture:
         else:
             calls = self._arrived(grads, state, current)
         miscounted = pruned is not None and not pruned.right
-        uncertain = unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
+        uncertain = (
+            unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
+        )
         window = Window(
             self.sites,
             self.step,

@@ -87,7 +87,7 @@ class HookPruning:
     def count(
         self, versions: list[int], backwards: int, assumed: bool, now: State, before: State | None, late: bool
     ) -> PrunedCount:
-        """The arrivals, as the few hooks left tell, of a window whose gradients had these `versions` when they were read.
+        """Arrivals, by the few hooks left, of a window whose gradients had these `versions` when they were read.
 
         `assumed`: those were taken to be as foreseen, and may have grown since by a clip. `now` and `before` are the
         states at this step and the last; `late`: the norms of `now` are compared by `PrunedCount.recheck`.
@@ -106,7 +106,7 @@ class HookPruning:
 
 
 class PrunedCount:
-    """Arrivals of one window as a few hooks tell: a gradient arrived wherever `versions` are not -1, if that is `right`."""
+    """Arrivals of one window by a few hooks: a gradient wherever `versions` are not -1, if that is `right`."""
 
     __slots__ = ("_before", "_ids", "_pruning", "right", "versions")
 
