@@ -40,7 +40,6 @@ from gradwatch.records.snapshot import Sites
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
-PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving
 NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
 # Python calls cost microseconds in the cold caches that a backward leaves; this is none.

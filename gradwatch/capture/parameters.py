@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.columns.loss import Losses, Root
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
-from gradwatch.capture.optimizer import PRUNE_FROM, OptimizerCapture
+from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard, offloaded
 from gradwatch.capture.window import Window
 from gradwatch.records.snapshot import Sites
