@@ -9,7 +9,7 @@ to a parameter makes `torch.utils.swap_tensors` raise); what is found is compare
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class ModuleRegistry:
     def _owner(self, param: Tensor) -> tuple[nn.Module, str] | None:
         place = self._owners.get(id(param))
         module = None if place is None else place.module()
-        if place is None or module is None or module._parameters.get(place.name) is not param:
+        if place is None or module is None or not _has(module._parameters, place.name, param):
             return None
         return module, place.name
 
@@ -133,7 +133,7 @@ class ModuleRegistry:
             outer = place.module()
             if outer is None or (place.since > before and place.name not in WRAPPERS):
                 continue
-            if outer._modules.get(place.name) is module:
+            if _has(outer._modules, place.name, module):
                 return outer
         return None
 
@@ -220,6 +220,11 @@ class ModuleRegistry:
             self._unread = [each for each in self._unread if each[0]() is not None]
             self._prune_at = max(self._prune_at, 2 * len(self._unread))
         self._building()
+
+
+def _has(held: Mapping[str, object], name: str, value: object) -> bool:
+    """True if it stands there by this name; a scripted module that was loaded holds what is no dict, without `get`."""
+    return name in held and held[name] is value
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import gradwatch
-from gradwatch.localise.replay import replay
+from gradwatch.localise.replay import live_recording, replay
 from gradwatch.localise.replay.backward import BackwardTracer
 from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
@@ -171,6 +171,29 @@ def test_a_fault_of_the_recording_never_reaches_the_backward(
             optimizer.step()
         assert gw.status()["internal_errors"]
     assert [record.decision.skip for record in kept.records] == [step == 1 for step in range(5)]
+
+
+def test_a_recording_that_cannot_begin_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had entered is left again: no dispatch mode, no anomaly mode; the training goes on."""
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            raise ValueError("ours")
+
+    monkeypatch.setattr(live_recording, "time", Clock)
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[kept]) as gw:
+        for step in range(4):
+            optimizer.zero_grad()
+            (model(torch.randn(5, 4)).square().mean() * (float("nan") if step == 1 else 1.0)).backward()
+            optimizer.step()
+            assert not torch.is_anomaly_enabled()
+            assert not _get_current_dispatch_mode_stack()
+        assert gw.status()["internal_errors"]
+    assert len(kept.records) == 4
 
 
 def test_recording_stays_out_of_a_mode_of_the_script() -> None:

@@ -76,6 +76,7 @@ TRAININGS = (
     Training("finetune"),
     Training("resume"),
     Training("loader_workers"),
+    Training("loaded_script", quick=True),
     Training("trainer", ("--lr", "0.05"), module=True),
     Training("ending", ("exception",), status=1),
     Training("ending", ("exit",), status=3),

@@ -49,10 +49,11 @@ class Live:
         refuse()
         self._recorder = Recorder(self._models, self._failed)
         self._trace = Trace(sources=sources(_named(self._models)))
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._recorder.forward(functions=False))
-        self._stack.enter_context(around_backward.watched(self._backward))
-        self._began = time.perf_counter()
+        with contextlib.ExitStack() as stack:  # left again where entering fails half-way
+            stack.enter_context(self._recorder.forward(functions=False))
+            stack.enter_context(around_backward.watched(self._backward))
+            self._began = time.perf_counter()
+            self._stack = stack.pop_all()
 
     @property
     def under_way(self) -> bool:
