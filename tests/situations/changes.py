@@ -115,8 +115,8 @@ def replaced_in_place() -> Training:
 
     def change(training: Training, number: int) -> None:
         if number == YOUNG:
-            model[34] = nn.Linear(6, 2)
-            model[35] = nn.Identity()
+            model[-2] = nn.Linear(6, 2)
+            model[-1] = nn.Identity()
             training.optimizers = [sgd(model)]
         if number in (YOUNG + 2, LEARNED):
             optimizer = training.optimizers[0]

@@ -136,7 +136,7 @@ def checkpointed(reentrant: bool) -> Callable[[], Training]:
         model = Call(
             lambda m, x: checkpoint(m.shared, checkpoint(m.body, m.shared(x), use_reentrant=reentrant),
                                     use_reentrant=reentrant),
-            shared=nn.Linear(6, 6), body=nn.Sequential(*net(17), nn.Dropout(0.3)),
+            shared=nn.Linear(6, 6), body=nn.Sequential(*net(), nn.Dropout(0.3)),
         )  # fmt: skip
         return plain(model, lambda: square(model(data().requires_grad_())))
 
@@ -145,7 +145,7 @@ def checkpointed(reentrant: bool) -> Callable[[], Training]:
 
 def compiled(backend: str, whole: bool = True) -> Callable[[], Training]:
     def make() -> Training:
-        model = net(17)
+        model = net()
         fast = torch.compile(model, backend=backend, fullgraph=whole)
         return plain(model, lambda: square(fast(data())))
 

@@ -23,7 +23,7 @@ from gradwatch.rules.files import parse_rules
 from tests.promises.test_bit_identity import digest, tensors
 from tests.situations.catalogue import Situation
 from tests.situations.probe import Expected, Probe, norm64
-from tests.situations.training import STEPS, Training
+from tests.situations.training import STEPS, Training, small
 from tests.support.kept import Kept
 from tests.support.zoo import EVERY_TAP
 
@@ -171,11 +171,13 @@ def copies(model: nn.Module) -> list[str]:
 
 def beside_bare(make: Callable[[], Training]) -> dict[str, str]:
     """Watched with every tap: bits and copies are those of a bare run."""
-    bare = seeded(make)
+    with small():
+        bare = seeded(make)
     for number in range(STEPS):
         bare.step(number)
     want = left_behind(bare)
-    training = seeded(make)
+    with small():
+        training = seeded(make)
     with watched(training, EVERY_TAP) as sink:
         for number in range(STEPS):
             training.step(number)

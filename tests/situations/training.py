@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +39,24 @@ def data(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 6)))
 
 
-def net(layers: int = 18, size: int = 6) -> nn.Sequential:
-    """Enough parameters for the marks to be thinned once the loop is learned."""
+LARGE, SMALL = 18, 5
+_layers = [LARGE]
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Nets made within have a few layers only."""
+    _layers[0] = SMALL
+    try:
+        yield
+    finally:
+        _layers[0] = LARGE
+
+
+def net(layers: int = 0, size: int = 6) -> nn.Sequential:
+    """Enough parameters for the marks to be thinned once the loop is learned, unless `small`."""
     parts: list[nn.Module] = []
-    for _ in range(layers):
+    for _ in range(layers or _layers[0]):
         parts += [nn.Linear(size, size), nn.Tanh()]
     return nn.Sequential(*parts)
 
