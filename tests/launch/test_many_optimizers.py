@@ -15,7 +15,7 @@ from tests.launch.test_agent import NET, ended
 from tests.launch.test_training import run
 
 EACH = 950  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 897 when written
-SAME = 520  # the same where only the optimizer is new, 470 when written; times: `python -m tests.benchmarks.adoption`
+SAME = 520  # the same where only the optimizer is new, 478 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (
     NET
