@@ -14,13 +14,14 @@ HEAD = f"""# Which law holds where
 
 Every row is a training loop of {STEPS} steps in one process, with 34 or more parameters where the situation allows
 (so that the marks are thinned on the way). Its numbers are compared at every step with a float64 computation of their
-own: *right* means within {TOLERANCE:g} relative at every step that is not provisional, for exactly the parameters that
-got a gradient. *Provisional*: the number may be the one after clipping, and the Snapshot says so. Where clipping is
-possible every loop clips, so `norm` and `norm_applied` differ. `given`: the norms after clipping are, as a set, those
-of the gradients that the optimizer was given, as a step hook of its own finds them. `bits`: watched with every tap,
-with nets of a few layers, weights, buffers, optimizer states and random generators end as without a watch. `copies`: a
-deep copy or a saved file holds nothing of ours. In every run nothing of ours fails, every parameter is covered, there is one Snapshot a step,
-and no step is skipped. An empty cell is not asked, and the last column says why.
+own: *right* means within {TOLERANCE:g} relative at every step that is not provisional, for exactly the parameters
+that got a gradient. *Provisional*: the number may be the one after clipping, and the Snapshot says so. Where clipping
+is possible every loop clips, so `norm` and `norm_applied` differ. `given`: the norms after clipping are, as a set,
+those of the gradients that the optimizer was given, as a step hook of its own finds them. `bits`: watched with every
+tap, with nets of a few layers, weights, buffers, optimizer states and random generators end as without a watch.
+`copies`: a deep copy or a saved file holds nothing of ours. In every run nothing of ours fails, every parameter is
+covered, there is one Snapshot a step, and no step is skipped. An empty cell is not asked, and the last column says
+why.
 
 Written by `python -m tests.situations`; `pytest tests/situations` measures it again, one test a row.
 """
