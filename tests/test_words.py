@@ -66,7 +66,7 @@ RETIRED = {
     "remedy": "Suggestion",
     "remedies": "suggestions",
     "mend": "fix",
-    "holding": "RecordedCalls, recording",
+    "holding": "ModelRecorder, recording",
     "holdings": "recordings",
     "lasting": "final_families",
     "unfed": "RulesWithoutData, without_data",

@@ -20,10 +20,10 @@ from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.losses import amended_by_loss
 from gradwatch.localise.diagnosis.profile import Profile, suspect
 from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.call_recorder import CallRecorder
 from gradwatch.localise.hold.fingerprint import fingerprint
+from gradwatch.localise.hold.model_recorder import Call, inner
 from gradwatch.localise.hold.pre_attach import PreAttachRecorder
-from gradwatch.localise.hold.recorded_calls import Call, inner
+from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.anomaly_mode import Raising
 from gradwatch.localise.replay.closure import ReplayableClosure, run_again
@@ -79,7 +79,7 @@ class Localiser:
         self._hold = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
-        self._recordings = CallRecorder(failed, max_bytes)
+        self._recordings = StepRecorder(failed, max_bytes)
         self._steps = 0
         self._live: Live | Raising | None = None
         self._ask = Ask()

@@ -41,8 +41,8 @@ from gradwatch.session.context import Contexts
 from gradwatch.session.extra_columns import ExtraColumns
 from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership
-from gradwatch.session.pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.publish import Publishing
+from gradwatch.session.step_pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.taps.pipeline_stages import PipelineStages
 
 REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from gradwatch.actions.apply import StepActions
 from gradwatch.actions.closures import ClosureCalls
+from gradwatch.actions.step_actions import StepActions
 from gradwatch.capture.discarded_gradients import DiscardedGradients
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership

@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from gradwatch.account.running import RunningTotals
-from gradwatch.actions.apply import Outcome
+from gradwatch.actions.step_actions import Outcome
 from gradwatch.engine.failures import failed
 from gradwatch.engine.outcome import reshaped
 from gradwatch.records.finding import Finding

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradwatch
-from gradwatch.actions import apply
+from gradwatch.actions import step_actions
 from gradwatch.errors import RuleFileError, TrainingStopped
 from gradwatch.records.snapshot import Decision, Order
 from gradwatch.rules.files import parse_rules
@@ -378,7 +378,7 @@ rules:
         def broken(*args: Any) -> None:
             raise error
 
-        monkeypatch.setattr(apply, "_reshape", broken)
+        monkeypatch.setattr(step_actions, "_reshape", broken)
         training.backward(**{"2__weight": 1000.0})
         plain.backward(**{"2__weight": 1000.0})
         if on_error == "stop":

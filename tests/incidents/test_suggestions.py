@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gradwatch.incidents.suggestions import SUGGESTIONS, suggestion_for
 from gradwatch.localise.diagnosis.diagnose import diagnose
-from gradwatch.localise.hold.recorded_calls import RecordedCalls
+from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding
 
@@ -95,7 +95,7 @@ def found(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = torch.
     def failed(*error: object) -> None:
         raise AssertionError(error)
 
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about std of one element
         loss(model(x)).backward()

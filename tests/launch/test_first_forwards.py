@@ -273,8 +273,8 @@ for step in range(4):
     optimizer.zero_grad()
     model(torch.randn(8, 4), Odd() if step == 0 else None).sum().backward()
     optimizer.step()
-from gradwatch.launch import agent
-print(agent._watches[0].health.errors(), agent._watches[0].steps)
+from gradwatch.launch import auto_watch
+print(auto_watch._watches[0].health.errors(), auto_watch._watches[0].steps)
 """
     done = run(tmp_path, script)
     assert done.stdout == "{'localise': 1} 4\n", done.stderr

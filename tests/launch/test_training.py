@@ -132,7 +132,7 @@ def test_on_means_on_until_the_script_watches_itself(tmp_path: Path) -> None:
         TRAIN
         + INSPECT
         + (
-            "import gradwatch\nfrom gradwatch.launch import agent\nfirst = agent._watches[0]\n"
+            "import gradwatch\nfrom gradwatch.launch import auto_watch\nfirst = auto_watch._watches[0]\n"
             "gw = gradwatch.watch(model, sinks=[])\nprint(not first.closed, gw.status()['active'])"
         )
     )
@@ -162,7 +162,7 @@ def test_the_scripts_own_watch_wins(tmp_path: Path) -> None:
     before, after = TRAIN.split("for _ in range(3):")
     script = (
         f"import gradwatch\n{before}gw = gradwatch.watch(model, sinks=[])\nfor _ in range(3):{after}"
-        "from gradwatch.launch import agent\nprint(agent._watches, gw.status()['steps'])"
+        "from gradwatch.launch import auto_watch\nprint(auto_watch._watches, gw.status()['steps'])"
     )
     done = run(tmp_path, script)
     assert done.stdout.splitlines()[-1] == "[] 3", done.stderr
@@ -286,8 +286,8 @@ def test_strict_lets_that_fault_through(tmp_path: Path) -> None:
 def test_the_exit_is_not_held_up(tmp_path: Path) -> None:
     """A script that ends with a live watch, an open endpoint and a connected scraper ends (P8)."""
     script = TRAIN + (
-        "import socket, sys\nfrom gradwatch.launch import agent\nfrom urllib.parse import urlsplit\n"
-        "at = urlsplit(agent._watches[0].url)\nscraper = socket.create_connection((at.hostname, at.port))\n"
+        "import socket, sys\nfrom gradwatch.launch import auto_watch\nfrom urllib.parse import urlsplit\n"
+        "at = urlsplit(auto_watch._watches[0].url)\nscraper = socket.create_connection((at.hostname, at.port))\n"
         "sys.exit(2)"
     )
     done = run(tmp_path, script, fresh=True)  # a hang would run into the timeout

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
-from gradwatch.localise.hold.recorded_calls import RecordedCalls
+from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding
 from tests.localise.models import BAD, Faulty
@@ -59,7 +59,7 @@ def trial(case: type[Faulty]) -> Trial:
     model = case()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     faults: list[tuple[str, BaseException]] = []
-    holding = RecordedCalls(model, lambda component, error: faults.append((component, error)))
+    holding = ModelRecorder(model, lambda component, error: faults.append((component, error)))
     finding = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about the very faults these models have

@@ -24,7 +24,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.runtime import own_time
 from gradwatch.runtime.health import Health
 from gradwatch.session import activity
-from gradwatch.session import pipeline as judging
+from gradwatch.session import step_pipeline as judging
 from gradwatch.session.boundary import optimizer_step
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink

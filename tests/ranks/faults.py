@@ -26,7 +26,7 @@ from gradwatch.distributed import group, rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.session import activity, session
-from gradwatch.session import pipeline as judging
+from gradwatch.session import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
 from tests.ranks.situations import Net, batch, fsdp2, loss_of

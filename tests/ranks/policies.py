@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.actions import clip
+from gradwatch.actions import clip_section
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed import rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session import pipeline as judging
+from gradwatch.session import step_pipeline as judging
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import made, take_step, watched, weights
@@ -157,5 +157,5 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
         for where, site in BEFORE_THE_EXCHANGE.items()
         for how, wrap in WRAPS.items()
     },
-    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(clip.ClipSection, "_norms")),
+    "fault measured": lambda rank: trained(rank, fsdp2, VALUE, raising(clip_section.ClipSection, "_norms")),
 }

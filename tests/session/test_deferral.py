@@ -22,7 +22,7 @@ from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Decision, Record
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import deferral, extra_columns, pipeline
+from gradwatch.session import deferral, extra_columns, step_pipeline
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN
 from gradwatch.session.deferral import LONGEST, MOST, Deferral, Deferred
 from tests.support import warm
@@ -134,7 +134,7 @@ def test_put_off_or_not_the_records_are_the_same(
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
         patch.setattr(extra_columns, "ORDINARY", 10**9)
-        patch.setattr(pipeline, "ORDINARY", 10**9)
+        patch.setattr(step_pipeline, "ORDINARY", 10**9)
         at_once, judged = run(case, layers, tmp_path / "at_once")
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)
@@ -289,7 +289,7 @@ def test_a_clip_is_in_time_though_its_verdict_waits(
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
         patch.setattr(extra_columns, "ORDINARY", 10**9)
-        patch.setattr(pipeline, "ORDINARY", 10**9)
+        patch.setattr(step_pipeline, "ORDINARY", 10**9)
         at_once, judged, wanted = clipped_run(max_norm, tmp_path / "at_once", layers, jumps)
     assert judged == list(range(1, 201))
     assert told(late) == told(at_once)

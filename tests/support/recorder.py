@@ -16,10 +16,10 @@ from gradwatch.records.snapshot import Decision, Snapshot
 from gradwatch.rules.model import RuleSet
 from gradwatch.session.context import OptimizerContext
 from gradwatch.session.extra_columns import Measurement
-from gradwatch.session.pipeline import StepPipeline
 from gradwatch.session.publish import Judged
 from gradwatch.session.session import Session
 from gradwatch.session.settings import Settings
+from gradwatch.session.step_pipeline import StepPipeline
 
 
 class Recorder:

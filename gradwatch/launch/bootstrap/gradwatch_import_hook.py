@@ -34,9 +34,9 @@ def arm() -> None:
     """Start the agent; a failure costs one line on stderr, never the script."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, TorchFinder)]
     try:
-        from gradwatch.launch import agent
+        from gradwatch.launch import auto_watch
 
-        agent.arm()
+        auto_watch.arm()
     except Exception as error:
         sys.stderr.write(f"gradwatch: not watching this process: {error!r}\n")
 

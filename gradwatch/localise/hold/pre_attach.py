@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.call_recorder import CallRecorder, Family, Inherited
-from gradwatch.localise.hold.recorded_calls import MAX_BYTES, Call, RecordedCalls, inner
+from gradwatch.localise.hold.model_recorder import MAX_BYTES, Call, ModelRecorder, inner
+from gradwatch.localise.hold.step_recorder import Family, Inherited, StepRecorder
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.taps import backward, module_calls, module_tree
 
 
-class PreAttachCalls(RecordedCalls):
+class PreAttachCalls(ModelRecorder):
     """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
     tasks: set[int] | None = None
@@ -55,7 +55,7 @@ class PreAttachCalls(RecordedCalls):
             self._discard(call)
 
 
-class PreAttachRecorder(CallRecorder):
+class PreAttachRecorder(StepRecorder):
     """Holds the calls of models from now on; `handed_over` to a Watch, or closed."""
 
     def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
@@ -131,7 +131,7 @@ class PreAttachRecorder(CallRecorder):
         self.close()
         return Inherited(going_on, criteria, [recording for recording in leaving if recording.was_called])
 
-    def _is_of(self, recording: RecordedCalls, watched: set[int]) -> bool:
+    def _is_of(self, recording: ModelRecorder, watched: set[int]) -> bool:
         model = recording.model()
         if model is None or not watched:
             return False
@@ -143,5 +143,5 @@ class PreAttachRecorder(CallRecorder):
                 recording.close()
             self._families.remove(family)
 
-    def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
+    def _recorder_of(self, module: nn.Module, **options: Any) -> ModelRecorder:
         return PreAttachCalls(module, self._failed, self._max_bytes, **options)

@@ -32,8 +32,8 @@ from gradwatch.localise.diagnosis.profile import Profile, suspect
 from gradwatch.localise.diagnosis.values import finite, tensors
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.fingerprint import fingerprint
+from gradwatch.localise.hold.model_recorder import Call, inner
 from gradwatch.localise.hold.randomness import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
-from gradwatch.localise.hold.recorded_calls import Call, inner
 from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
 from gradwatch.localise.replay.evidence import NO_GRADIENT
 from gradwatch.localise.replay.replay import replay

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.localise.hold.attributes import Refused, written_in_place
+from gradwatch.localise.hold.model_recorder import MAX_BYTES, shared
 from gradwatch.localise.hold.randomness import Generators
-from gradwatch.localise.hold.recorded_calls import MAX_BYTES, shared
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, eager, sources, unchecked

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwatch.account.rules_without_data import NOT_COMPARED, Reads
 from gradwatch.account.running import RunningTotals
 from gradwatch.actions.backward.modules import ModuleBounds
-from gradwatch.actions.clip import ClipSection
+from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.assemble import with_modules
 from gradwatch.capture.columns import sampled

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.actions.backward.clipper import BackwardClipper
-from gradwatch.actions.clip import ClipSection, NormBound
+from gradwatch.actions.clip_section import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
 from gradwatch.capture.columns.norm_local import LocalNorms

@@ -15,7 +15,7 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.records.snapshot import Decision
 from gradwatch.session.context import OptimizerContext
-from gradwatch.session.pipeline import StepPipeline
+from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import closure_calls, dispatch_modes, step_hooks
 
 

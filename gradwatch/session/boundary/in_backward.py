@@ -27,7 +27,7 @@ from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single import exact_norm
 from gradwatch.session.binding.binder import Binder
-from gradwatch.session.pipeline import StepPipeline
+from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import grad_scaler
 from gradwatch.taps.optimizers.groups import params_of
 

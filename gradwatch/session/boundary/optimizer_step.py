@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.apply import Outcome, why_stopped
+from gradwatch.actions.step_actions import Outcome, why_stopped
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window import Window
@@ -34,8 +34,8 @@ from gradwatch.session.boundary.without_optimizer import LoopsWithoutOptimizer
 from gradwatch.session.context import Contexts, OptimizerContext
 from gradwatch.session.notices import Notices
 from gradwatch.session.ownership import Ownership
-from gradwatch.session.pipeline import StepPipeline
 from gradwatch.session.publish import Judged
+from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import backward, closure_calls, dispatch_modes, grad_scaler, process_totals, step_hooks
 from gradwatch.taps.grad_scaler import announces_steps
 

@@ -27,7 +27,7 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.reading.device import Number
 from gradwatch.session.binding.binder import Binder
-from gradwatch.session.pipeline import StepPipeline
+from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.optimizers.groups import params_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.localise.diagnosis.profile import Profile
-from gradwatch.localise.hold.recorded_calls import RecordedCalls
+from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
@@ -52,7 +52,7 @@ def test_norms_are_those_of_autograd() -> None:
     """Every row of the profile against `autograd.grad` on the same chain, written out."""
     torch.manual_seed(0)
     model, x = Chain(inside=3.0, between=0.5), torch.randn(6, 4)
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     model(x).sum().backward()
     profile = Profile([model], failed)
     replay([(model, call) for call in holding.calls], [model], failed, profile)

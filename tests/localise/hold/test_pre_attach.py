@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gradwatch
+from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.hold.pre_attach import PreAttachRecorder
-from gradwatch.localise.hold.recorded_calls import RecordedCalls
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch, session_of
@@ -424,7 +424,7 @@ def test_steps_that_were_taken_let_go_of_what_led_to_them(early: PreAttachRecord
         assert not [
             one
             for one in session_of(gw).attached.causes._localiser._recordings
-            if isinstance(one, RecordedCalls) and one.calls
+            if isinstance(one, ModelRecorder) and one.calls
         ]
 
 
@@ -494,10 +494,10 @@ def test_a_fault_of_ours_is_told_and_stays_here() -> None:
     assert [(component, type(error)) for component, error in faults] == [("localise", LookupError)]
 
 
-def held_for(module: nn.Module) -> list[RecordedCalls]:
+def held_for(module: nn.Module) -> list[ModelRecorder]:
     """What holds, or may hold, calls of this very module."""
     live = [
-        each for each in gc.get_objects() if issubclass(type(each), RecordedCalls) and each.model() is module
+        each for each in gc.get_objects() if issubclass(type(each), ModelRecorder) and each.model() is module
     ]
     return [each for each in live if not each.is_over]
 

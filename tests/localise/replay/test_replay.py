@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.recorded_calls import RecordedCalls
+from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.replay import Trace, replay
 from gradwatch.taps import module_calls
 from tests.localise.jobs import KINDS, Job, train
@@ -27,7 +27,7 @@ def failed(*error: object) -> None:
     raise AssertionError(error)
 
 
-def again(model: nn.Module, holding: RecordedCalls) -> list[Trace]:
+def again(model: nn.Module, holding: ModelRecorder) -> list[Trace]:
     """The held calls of a model, run again."""
     return replay([(model, call) for call in holding.calls], [model], failed)
 
@@ -38,7 +38,7 @@ class Replaying:
     def __init__(self, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = steps
         self.grads: list[list[Tensor]] = []
-        self.holding: RecordedCalls | None = None
+        self.holding: ModelRecorder | None = None
         inner = torch.autograd.grad
 
         def grad(roots: Any, leaves: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class Replaying:
 
     def __call__(self, model: Job, step: int) -> None:
         if step < 0:
-            self.holding = RecordedCalls(model, failed)
+            self.holding = ModelRecorder(model, failed)
             return
         assert self.holding is not None
         if step in self.steps:
@@ -120,7 +120,7 @@ def test_a_replay_that_raises_leaves_no_trace() -> None:
     """Generators, buffers, anomaly flags, grad mode, attributes and `.grad` are as before."""
     torch.manual_seed(0)
     model = RaisesAgain()
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     model(torch.randn(4, 3)).square().sum().backward()
     model.armed = True
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -147,7 +147,7 @@ def test_models_are_given_back_as_found() -> None:
     import copy
 
     model = nn.Sequential(nn.Linear(2, 2))
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     model(torch.ones(1, 2)).sum().backward()
     twin = copy.deepcopy(model)
     twin(torch.ones(1, 2))
@@ -161,9 +161,9 @@ def test_models_are_given_back_as_found() -> None:
     assert "apply" not in torch.utils.checkpoint.CheckpointFunction.__dict__
 
 
-def stepped(model: nn.Module, x: Tensor) -> RecordedCalls:
+def stepped(model: nn.Module, x: Tensor) -> ModelRecorder:
     """One forward and backward, held."""
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     model(x).sum().backward()
     return holding
 
@@ -189,7 +189,7 @@ def test_refused_where_the_mode_was_switched() -> None:
 def test_refused_where_other_ranks_would_be_asked() -> None:
     """A forward with a collective in it cannot be run by one rank: it is not even held."""
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     assert "SyncBatchNorm communicates with other ranks" in holding.refused
     assert not module_calls.noticed(model)
 
@@ -198,7 +198,7 @@ def test_a_model_that_is_held_can_go() -> None:
     """Nothing that is held keeps a model alive, its buffers included."""
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_buffer("table", torch.zeros(3))
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     model(torch.ones(1, 2)).sum().backward()
     gone = weakref.ref(model)
     del model
@@ -210,7 +210,7 @@ def test_a_model_that_is_held_can_go() -> None:
 def test_large_gradients_at_the_outputs_are_let_go() -> None:
     """What exceeds the cap is not held, and the refusal says so."""
     model = nn.Linear(2, 1000)
-    holding = RecordedCalls(model, failed, max_bytes=1000)
+    holding = ModelRecorder(model, failed, max_bytes=1000)
     model(torch.ones(1, 2)).sum().backward()
     assert not holding.calls[0].gradients
     assert not holding.calls[0].args
@@ -221,7 +221,7 @@ def test_large_gradients_at_the_outputs_are_let_go() -> None:
 def test_earlier_micro_batches_are_held_as_far_as_the_cap_allows() -> None:
     """Their arguments are let go of first; the latest call is held whatever its size."""
     model = nn.Linear(100, 1)
-    holding = RecordedCalls(model, failed, max_bytes=3000)
+    holding = ModelRecorder(model, failed, max_bytes=3000)
     for _ in range(20):
         model(torch.ones(2, 100)).sum().backward()
     assert 1 < len(holding.calls) <= 5
@@ -238,7 +238,7 @@ def test_a_forward_that_writes_into_its_parameters_is_not_replayed() -> None:
                 self.weight.clamp_(-1, 1)
             return super().forward(x)
 
-    holding = RecordedCalls(model := Clamped(2, 2), failed)
+    holding = ModelRecorder(model := Clamped(2, 2), failed)
     model(torch.ones(1, 2))
     assert "writes into its own parameters" in holding.refused
 
@@ -290,7 +290,7 @@ def test_outputs_made_of_each_other_are_not_counted_twice() -> None:
             return {"loss": logits.square().sum(), "logits": logits}
 
     model, found = WithLoss(), []
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     model(torch.ones(2, 2))["loss"].backward()
     inner = torch.autograd.grad
 
@@ -323,7 +323,7 @@ def test_the_micro_batch_at_fault_is_told() -> None:
     """Of several forward calls of a step, the one that went wrong."""
     torch.manual_seed(0)
     model = SqrtAtZero()
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     for number in range(4):
         x = torch.randn(3, 4)
         if number == 2:
@@ -337,7 +337,7 @@ def test_the_loss_side_is_told_apart() -> None:
     """Finite outputs with a non-finite gradient: the model is not blamed, the line of its call is shown."""
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
-    holding = RecordedCalls(model, failed)
+    holding = ModelRecorder(model, failed)
     out = model(torch.ones(1, 2))
     (out - out.detach()).square().sum().sqrt().backward()
     finding = diagnose(again(model, holding))
@@ -352,7 +352,7 @@ def test_the_network_that_feeds_another_is_blamed_where_it_is_at_fault() -> None
     """Two watched models in a row: the backward of the second is innocent, that of the first is not."""
     torch.manual_seed(0)
     first, second = SqrtAtZero(), nn.Linear(3, 1)
-    holdings = [RecordedCalls(first, failed), RecordedCalls(second, failed)]
+    holdings = [ModelRecorder(first, failed), ModelRecorder(second, failed)]
     x = torch.randn(3, 4)
     x[0, 0] = BAD
     second(first(x)).sum().backward()

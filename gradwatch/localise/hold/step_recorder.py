@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradwatch.localise.hold.caller_scope import beside
 from gradwatch.localise.hold.model_kinds import Kind, Kinds, kind_of
-from gradwatch.localise.hold.recorded_calls import Call, Outermost, RecordedCalls
+from gradwatch.localise.hold.model_recorder import Call, ModelRecorder, Outermost
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import anything_compiled, compiles
 
@@ -27,7 +27,7 @@ WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 
 
-Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], RecordedCalls]
+Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], ModelRecorder]
 
 
 class Family:
@@ -52,7 +52,7 @@ class Family:
         """The watched model; None once it has been freed."""
         return self._whole.model()
 
-    def belongs_to(self, hold: Hold, adopt: Callable[[RecordedCalls], None]) -> None:
+    def belongs_to(self, hold: Hold, adopt: Callable[[ModelRecorder], None]) -> None:
         """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
         self._hold = hold
         for recording in dict.fromkeys((*self.recordings, self._whole, *self._whole.parts)):
@@ -121,11 +121,11 @@ class Inherited(NamedTuple):
     """Calls recorded before a watch began: whole models that go on, the criteria beside them, and calls of others."""
 
     families: list[Family]
-    criteria: Sequence[RecordedCalls]
-    former: Sequence[RecordedCalls]
+    criteria: Sequence[ModelRecorder]
+    former: Sequence[ModelRecorder]
 
 
-class CallRecorder:
+class StepRecorder:
     """The calls since the last step, of all models and criteria. Never raises into a forward.
 
     `failed` counts an internal error; `max_bytes` caps what is held per model, and per call of a criterion.
@@ -136,8 +136,8 @@ class CallRecorder:
         self._max_bytes = max_bytes
         self._families: list[Family] = []
         self.kinds: Kinds = {}
-        self._criteria: list[RecordedCalls] = []
-        self._former: list[RecordedCalls] = []  # that record no further call
+        self._criteria: list[ModelRecorder] = []
+        self._former: list[ModelRecorder] = []  # that record no further call
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
 
     def add(self, model: nn.Module) -> None:
@@ -164,7 +164,7 @@ class CallRecorder:
                 self._criteria.append(criterion)
         self._former += before.former
 
-    def _adopt(self, recording: RecordedCalls) -> None:
+    def _adopt(self, recording: ModelRecorder) -> None:
         recording.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
 
     def _release(self, model: nn.Module | None) -> None:
@@ -233,20 +233,20 @@ class CallRecorder:
         """Calls of this step that were released for their size."""
         return sum(recording.dropped for recording in self)
 
-    def __iter__(self) -> Iterator[RecordedCalls]:
+    def __iter__(self) -> Iterator[ModelRecorder]:
         return iter(self._of_models() + self._criteria)
 
-    def _of_models(self) -> list[RecordedCalls]:
-        found: list[RecordedCalls] = []
+    def _of_models(self) -> list[ModelRecorder]:
+        found: list[ModelRecorder] = []
         for family in self._families:
             found += family.recordings
         return found + self._former
 
-    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> RecordedCalls:
+    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> ModelRecorder:
         return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met)
 
-    def _recorder_of(self, module: nn.Module, **options: Any) -> RecordedCalls:
-        return RecordedCalls(module, self._failed, self._max_bytes, steps=self._steps, **options)
+    def _recorder_of(self, module: nn.Module, **options: Any) -> ModelRecorder:
+        return ModelRecorder(module, self._failed, self._max_bytes, steps=self._steps, **options)
 
     def _met(self, frame: FrameType | None) -> bool:
         """A model is called from there; True if something stands beside it."""

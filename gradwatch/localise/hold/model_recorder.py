@@ -107,10 +107,10 @@ class Outermost:
     """The outermost of several recorders of a call: what it calls in turn is a part of it."""
 
     def __init__(self) -> None:
-        self.now: RecordedCalls | None = None
+        self.now: ModelRecorder | None = None
 
 
-class RecordedCalls:
+class ModelRecorder:
     """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
@@ -132,7 +132,7 @@ class RecordedCalls:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
         self.dropped = 0
-        self.parts: Sequence[RecordedCalls] = ()  # held beside it until it is called itself
+        self.parts: Sequence[ModelRecorder] = ()  # held beside it until it is called itself
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
         self._max_bytes = max_bytes
@@ -377,7 +377,7 @@ class RecordedCalls:
 
 
 @untraced
-def _gradient(recording: RecordedCalls, call: Call, position: int, grad: Tensor) -> None:
+def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor) -> None:
     """A gradient has reached an output of the call; nothing is made of it."""
     try:
         if _tracing():

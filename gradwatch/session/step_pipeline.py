@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradwatch.actions.apply import Outcome, left_by_zeroing
-from gradwatch.actions.clip import Found, carried_scale
+from gradwatch.actions.clip_section import Found, carried_scale
+from gradwatch.actions.step_actions import Outcome, left_by_zeroing
 from gradwatch.capture.assemble import as_float32, assemble, of_norms
 from gradwatch.capture.columns.running_statistics import RunningStatistics
 from gradwatch.capture.optimizer import OptimizerCapture

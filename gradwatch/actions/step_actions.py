@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.clip import ClipSection, Found, carried_scale, put
+from gradwatch.actions.clip_section import ClipSection, Found, carried_scale, put
 from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.capture.optimizer import OptimizerCapture
