@@ -8,6 +8,7 @@ when it runs, so `--help` and everything about rule files work quickly and witho
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ __all__ = ["main"]
 
 COMMANDS = (run, rules, audit, explain, replay, serve, deploy, doctor, demo, completion, version)
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Error numbers of a file, or a device, that takes no more."""
 EPILOG = """examples:
   gradwatch demo                                       see it find three faults, in a minute
   gradwatch run -- python train.py --lr 3e-4           watch a script as it is
@@ -43,8 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # what is still buffered meets a closed pipe here, not when Python exits
         return status
     except BrokenPipeError:  # `gradwatch rules list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 1
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None or words[:1] == ["run"]:
+            raise  # of a script that runs in this process, or a defect
+        _write_no_more()
+        complain(f"gradwatch: standard output cannot be written: {error.strerror}")
+        return 1
+
+
+def _write_no_more() -> None:
+    """Keep Python from flushing at exit what standard output did not take."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _carried_out(words: list[str]) -> int:

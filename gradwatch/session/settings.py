@@ -100,8 +100,8 @@ class Settings:
         return os.path.abspath(os.path.join(self.launched_in, str(journal.options.get("dir", DEFAULT_DIR))))
 
 
-def check_directory(path: str) -> None:
-    """Raise `AttachError` where the run folder cannot be made because something in its path is no folder."""
+def check_directory(path: str, make: bool = False) -> None:
+    """Raise `AttachError` if the path of the run folder holds something else, or, with `make`, it cannot be made."""
     place = os.path.abspath(path)
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -109,6 +109,13 @@ def check_directory(path: str) -> None:
         raise AttachError(
             f"the run folder cannot be made: {place} is not a folder; give another one (--dir, run_dir)"
         )
+    if make:
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise AttachError(
+                f"the run folder cannot be made: {path}: {error.strerror}; give another one (--dir, run_dir)"
+            ) from None
 
 
 def _switched_on(env: Mapping[str, str], name: str) -> bool:

@@ -258,6 +258,18 @@ def test_a_closed_pipe_is_no_traceback(words: str) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", ["rules list --resolved", "--version"])
+def test_a_full_disk_is_one_sentence(words: str) -> None:
+    """What is long and what fits into a buffer is told to be lost, without a traceback."""
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *GRADWATCH[1:], *words.split()]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=250, env=environ)
+    assert done.returncode == 1
+    assert done.stderr == b"gradwatch: standard output cannot be written: No space left on device\n"
+
+
 def test_version_names_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:
     """Versions as text and as JSON."""
     assert main(["version"]) == 0

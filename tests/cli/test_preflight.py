@@ -59,7 +59,7 @@ def test_check_refuses_what_run_refuses(
 def test_a_file_for_a_folder_and_a_bad_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--dir` at a file, or below one, and a listen address that is none: one plain sentence, exit 2, no start."""
+    """`--dir` at a file, or where no folder can be made, and a listen address that is none: one sentence, exit 2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("")
     script = ["--", sys.executable, "-c", "print('started')"]
@@ -68,6 +68,10 @@ def test_a_file_for_a_folder_and_a_bad_address(
         said = capsys.readouterr()
         assert said.out == ""
         assert f"{tmp_path / 'taken'} is not a folder" in said.err
+    assert main(["run", "--dir", "/proc/runs", *script]) == 2  # where nothing can be made, also by root
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "the run folder cannot be made: /proc/runs: " in said.err
     monkeypatch.setenv("GRADWATCH_LISTEN", "nowhere")
     assert main(["run", *script]) == 2
     assert "not HOST:PORT" in capsys.readouterr().err
