@@ -17,7 +17,7 @@ from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.shards import local_taps
 from gradwatch.capture.user_clip import BeforeClip
-from gradwatch.capture.weights import Weights
+from gradwatch.capture.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.backward import asks_backward, drops_micro

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradwatch.capture.weights import Weights
+from gradwatch.capture.weight_health import Weights
 from gradwatch.checkpoint import joined
 from gradwatch.records.snapshot import CheckpointHealth
 from gradwatch.session.activity import Activity

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradwatch.capture.columns.modules import COLUMNS as MODULE_COLUMNS
 from gradwatch.capture.columns.sampled import COLUMNS as SAMPLED_COLUMNS
-from gradwatch.distributed.ranks import RankRequirements
+from gradwatch.distributed.meeting import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
 from gradwatch.engine.refusal import Refusal, only_at

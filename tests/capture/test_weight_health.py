@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
-from gradwatch.capture.weights import FACTOR, UNREADABLE, Weights
+from gradwatch.capture.weight_health import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
 from gradwatch.reading import device
 from gradwatch.sinks.log import LogSink
