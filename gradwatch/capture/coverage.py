@@ -157,7 +157,7 @@ class Coverage:
                 return False
             for param in module_tree.parameters(model):
                 if param.requires_grad and (
-                    param.is_meta or not (id(param) in stepped or self._measured(param, stepped))
+                    not names.has_values(param) or not self._measured(param, stepped)
                 ):
                     return False
         return True

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.capture import names
 from gradwatch.capture.columns.loss import Losses, Root
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
@@ -398,7 +399,7 @@ class Capture:
         slots: list[int] = []
         for param in fresh:
             # Those on the meta device, which have no values, lower the coverage.
-            if not param.requires_grad or isinstance(param, nn.UninitializedParameter) or param.is_meta:
+            if not param.requires_grad or is_lazy(param) or not names.has_values(param):
                 continue
             # A shard may be empty here and hold something on other ranks, which must see the same parameters.
             if param.numel() or is_shard(param):

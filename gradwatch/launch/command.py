@@ -2,7 +2,7 @@
 
 The command itself is left as typed; all that changes is the environment, so that argv, `__main__`, cwd, exit
 status, death by signal and tracebacks are plain Python's own. The one exception is `python -E/-I/-S`, which
-ignores PYTHONPATH or `site`: there gradwatch's `isolated.py` is put in front of the script, and says so.
+ignores PYTHONPATH or `site`: there gradwatch's `isolated_python.py` is put in front of the script, and says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from gradwatch.session.settings import LAUNCHED_IN, TELLER
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
-ISOLATED = Path(__file__).resolve().parent / "isolated.py"
+ISOLATED = Path(__file__).resolve().parent / "isolated_python.py"
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*t?$")
 _FLAGS_WITH_VALUE = "WX"  # python -W ignore, -X dev: the next word belongs to the flag

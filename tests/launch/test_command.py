@@ -59,7 +59,7 @@ def test_an_empty_pythonpath_does_not_put_the_cwd_on_the_path(python_path: str |
 
 @pytest.mark.parametrize("flag", ["-E", "-I", "-S", "-uE", "-IB"])
 def test_a_blinding_flag_brings_in_isolated_and_says_so(flag: str) -> None:
-    """The script is run through isolated.py with the same flags and arguments."""
+    """The script is run through isolated_python.py with the same flags and arguments."""
     launch = prepare(["python", flag, "x.py", "a"], {}, {})
     assert launch.argv == ("python", flag, str(ISOLATED), "x.py", "a")
     assert "ignores PYTHONPATH" in launch.note

@@ -11,7 +11,7 @@ import pytest
 
 from gradwatch.account import Account
 from gradwatch.journal import EndEntry, read_journal
-from tests.launch.test_agent import NET, ended
+from tests.launch.test_auto_watch import NET, ended
 from tests.launch.test_training import run
 
 EACH = 950  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 897 when written

@@ -218,7 +218,7 @@ for optimizer in (torch.optim.SGD([a], 0.1), torch.optim.SGD([("mine", b)], 0.1)
 
 @pytest.mark.parametrize("flag", ["-E", pytest.param("-I", marks=pytest.mark.soak)])
 def test_python_that_ignores_pythonpath_is_watched_in_process(tmp_path: Path, flag: str) -> None:
-    """`python -E/-I x.py` goes through isolated.py, says so, and keeps argv, __main__ and exit status."""
+    """`python -E/-I x.py` goes through isolated_python.py, says so, and keeps argv, __main__ and exit status."""
     script = (
         TRAIN + "import sys, pickle\nclass A: pass\npickle.dumps(A())\nprint(sys.argv, __name__)\nsys.exit(4)"
     )

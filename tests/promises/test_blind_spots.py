@@ -267,4 +267,4 @@ def test_gradients_of_autograd_grad_are_not_held(tmp_path: Path) -> None:
         model(X).pow(2).mean().backward()
         local = next(iter(session_of(gw).attached.rule_bindings)).local
         assert local is not None
-        assert not local._running.arriving
+        assert not local._running.pending

@@ -141,7 +141,8 @@ def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | Non
         if (  # almost every backward: both are one number on the host
             type(only) is Tensor
             and type(weight) is Tensor
-            and only.device.type == weight.device.type == "cpu"
+            and on_host(only)
+            and on_host(weight)
             and only.numel() == weight.numel() == 1
             and only.is_floating_point()
             and weight.is_floating_point()
