@@ -96,6 +96,7 @@ class FrameScanner:
         self._salt: int | None = None
         self._expected = 0
         self._suspect = -1
+        self._growing = False
         self._buffer = b""
         self._buffer_offset = 0
 
@@ -105,7 +106,9 @@ class FrameScanner:
         With `live` the file may be growing: bytes that make no frame yet are waited for (None), and count as
         damage only when a later call still finds them so although good frames follow.
         """
-        self._buffer = b"" if live else self._buffer
+        if live or self._growing:  # the last read may have been before the file's last bytes were written
+            self._buffer = b""
+        self._growing = live
         size = os.fstat(self._fd).st_size
         header = self._header_at(self.offset)
         if header is None:

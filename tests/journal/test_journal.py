@@ -32,7 +32,7 @@ from gradwatch.journal.cadence import Cadence
 from gradwatch.journal.entries import decode_entry
 from gradwatch.journal.frames import MAX_PAYLOAD, Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.payload import decode_payload, encode_payload
-from gradwatch.journal.reader import JournalName
+from gradwatch.journal.reader import JournalName, opened
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.steps import GroupNorms, step_row
 from gradwatch.records.snapshot import Column, Decision, Record, RuleInfo, Sites
@@ -465,6 +465,20 @@ def test_following_ends_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "rank0-attempt0.gwj"
     path.write_bytes(encode_frame(LostEntry(queue=1).encode(), 1, 0))
     assert list(JournalReader(path).follow(0.001, stop=lambda: True)) == [LostEntry(queue=1)]
+
+
+@pytest.mark.parametrize("reserve", [0, 4096])
+def test_what_was_written_before_the_next_file_is_read(tmp_path: Path, reserve: int) -> None:
+    """A frame that comes after a look at the end, and before the file is known to be whole, is not passed over."""
+    path = tmp_path / "rank0-attempt0.gwj"
+    frames = [encode_frame(EndEntry(at).encode(), 1, at) for at in range(2)]
+    path.write_bytes(frames[0] + bytes(reserve))
+    with opened(path) as scanner:
+        assert isinstance(scanner.read(live=True), Frame)
+        assert scanner.read(live=True) is None
+        path.write_bytes(b"".join(frames))
+        assert isinstance(scanner.read(live=False), Frame)
+        assert scanner.read(live=False) is None
 
 
 def test_a_live_reader_waits_for_what_is_being_written(tmp_path: Path) -> None:
