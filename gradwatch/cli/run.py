@@ -105,7 +105,7 @@ def check(source: str, arguments: argparse.Namespace) -> str:
     ruleset = load(source, given.run_id or "")
     kinds = [spec.kind for spec in (DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks)]
     if given.run_dir is not None or "journal" in kinds:
-        check_directory(given.run_root(ruleset), make=given.run_dir is not None)
+        check_directory(given.run_root(ruleset), writable=given.run_dir is not None)
     if given.listen is not None and "prometheus" in kinds:
         try:
             parse_listen(given.listen)

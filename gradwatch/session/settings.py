@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class Settings:
         return os.path.abspath(os.path.join(self.launched_in, str(journal.options.get("dir", DEFAULT_DIR))))
 
 
-def check_directory(path: str, make: bool = False) -> None:
-    """Raise `AttachError` if the path of the run folder holds something else, or, with `make`, it cannot be made."""
+def check_directory(path: str, writable: bool = False) -> None:
+    """Raise `AttachError` if the path of the run folder holds something else, or, with `writable`, refuses files."""
     place = os.path.abspath(path)
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -109,9 +110,9 @@ def check_directory(path: str, make: bool = False) -> None:
         raise AttachError(
             f"the run folder cannot be made: {place} is not a folder; give another one (--dir, run_dir)"
         )
-    if make:
+    if writable:  # tried, for permissions do not tell of a read-only or a virtual file system
         try:
-            os.makedirs(path, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(prefix=".gradwatch-", dir=place))
         except OSError as error:
             raise AttachError(
                 f"the run folder cannot be made: {path}: {error.strerror}; give another one (--dir, run_dir)"
