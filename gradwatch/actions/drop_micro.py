@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import CpuReader, Detail, inspect
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.foreach import multiply
@@ -184,7 +184,7 @@ class MicroDrop:
         """The step is about to be judged."""
         self._guard(self.correct)()
 
-    def collect_into(self, window: Window) -> None:
+    def collect_into(self, window: WindowNorms) -> None:
         """Tell of what was dropped, and whether anything is left.
 
         `norm` is not finite where that of a micro-batch was not; `norm_applied` is of what is left.

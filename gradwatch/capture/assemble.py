@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.device import host_value
 from gradwatch.records.snapshot import Column, Sites, Snapshot
@@ -58,19 +58,19 @@ class Extras:
 
     def ready(self) -> bool:
         """True if all columns are on the host."""
-        return all(sampled.ready() for sampled in (*self.params, *self.modules))
+        return all(pending.ready() for pending in (*self.params, *self.modules))
 
 
 def assemble(
     optimizer: int,
     sites: Sites,
-    window: Window,
+    window: WindowNorms,
     extras: Extras,
     scalars: Mapping[str, float],
     coverage: float,
 ) -> Snapshot:
     """The Snapshot of one step; waits for numbers still on their way from a device."""
-    raw, after = window.resolve()
+    raw, after = window.wait()
     count = len(raw)
     missing, details = len(sites) - count, window.raw.details
     total = _total(raw, window.calls, details)
@@ -85,7 +85,7 @@ def assemble(
         if columns and not columns["nonfinite"].values.any():  # no clip, then, and no NaN: judge what it gets
             raw, norms, total = after, wide, applied
     if extras.params or extras.modules or extras.ranks:
-        _sampled(columns, extras, count, missing)
+        _take_columns(columns, extras, count, missing)
     coef, calls = _coefficients(raw, after), window.calls
     if missing:
         norms, calls, coef = _pad(norms, missing), _pad(calls, missing), _pad(coef, missing, 1)
@@ -113,7 +113,7 @@ def assemble(
     )
 
 
-def of_norms(optimizer: int, sites: Sites, window: Window, scalars: Mapping[str, float]) -> Snapshot:
+def of_norms(optimizer: int, sites: Sites, window: WindowNorms, scalars: Mapping[str, float]) -> Snapshot:
     """The Snapshot of a step of which only the norms and scalars could be had, bit for bit those of `assemble`.
 
     Its coverage is 1: nothing else is claimed of it.
@@ -160,12 +160,12 @@ def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArr
     return np.where(np.isfinite(ratio), ratio, np.float32(1))
 
 
-def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: int) -> None:
-    for sampled in extras.params:
-        for name, column in sampled.columns().items():
+def _take_columns(columns: dict[str, Column], extras: Extras, count: int, missing: int) -> None:
+    for pending in extras.params:
+        for name, column in pending.columns().items():
             columns[name] = Column(_pad(column.values, missing), _pad(column.present, missing))
-    for sampled in extras.modules:
-        for name, column in sampled.columns().items():
+    for pending in extras.modules:
+        for name, column in pending.columns().items():
             values, present = _lead(column.values, count), _lead(column.present, count)
             ranks = count + missing - len(values)
             columns[name] = Column(_pad(values, ranks), _pad(present, ranks))
@@ -176,7 +176,7 @@ def _sampled(columns: dict[str, Column], extras: Extras, count: int, missing: in
 
 
 def _suspicions(
-    window: Window,
+    window: WindowNorms,
     details: Mapping[int, Detail],
     raw: NDArray[np.float64],
     norms: NDArray[np.float32],

@@ -25,7 +25,7 @@ from gradwatch.capture.hookless_gradients import HooklessGradients
 from gradwatch.capture.known_scaling import KnownScaling, factor_since
 from gradwatch.capture.pruning import HookPruning, PrunedCount
 from gradwatch.capture.versions import Reading, State, replaced, versions_of
-from gradwatch.capture.window import Window, is_ordinary, without
+from gradwatch.capture.window_norms import WindowNorms, is_ordinary, without
 from gradwatch.capture.write_probes import WriteProbes
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
@@ -299,7 +299,7 @@ class OptimizerCapture:
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
-    def close_window(self, scale: Number = 1.0) -> Window:
+    def close_window(self, scale: Number = 1.0) -> WindowNorms:
         """Close the window just before `optimizer.step()`: read what is unread, notice what changed.
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
@@ -307,7 +307,7 @@ class OptimizerCapture:
         with self._reading:
             return self._close_window(scale)
 
-    def _close_window(self, scale: Number) -> Window:
+    def _close_window(self, scale: Number) -> WindowNorms:
         grads = self.grads()
         ids, versions = list(map(id, grads)), versions_of(grads)
         for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)) if self._held else ():
@@ -341,7 +341,7 @@ class OptimizerCapture:
         uncertain = (
             unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
         )
-        window = Window(
+        window = WindowNorms(
             self.sites,
             self.step,
             raw,
@@ -403,7 +403,7 @@ class OptimizerCapture:
         self.advance()
         self.step -= 1
 
-    def observed(self) -> Window:
+    def observed(self) -> WindowNorms:
         """The window of a loop without an optimizer: what its last backward left, and what was made of that since.
 
         Nothing announces the move of the weights, so what they were moved by is known only where the gradients are
@@ -415,7 +415,7 @@ class OptimizerCapture:
         self._after = after = self._left(left, raw)
         calls, current = self._arrivals.counted().copy(), self._arrivals.current
         calls[np.array(self._versions) < 0] = 0
-        return Window(
+        return WindowNorms(
             self.sites,
             self.step,
             raw,
@@ -440,7 +440,7 @@ class OptimizerCapture:
         now.refine(grads)
         return None if ((now.norms() == 0) & (raw.norms() > 0)).any() else now
 
-    def divide_applied(self, window: Window, divisor: Number) -> None:
+    def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
         window.deferrable = False
         window.after = self._after = without(window.after, divisor)

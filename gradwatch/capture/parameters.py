@@ -24,7 +24,7 @@ from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard, offloaded
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.own_time import OwnTime
@@ -218,7 +218,7 @@ class Capture:
         """The share of the models' parameters that is measured, counted now."""
         return self.coverage.count(self.models(), self.captures)
 
-    def maintain_hooks(self, captured: OptimizerCapture, window: Window) -> bool:
+    def maintain_hooks(self, captured: OptimizerCapture, window: WindowNorms) -> bool:
         """At a step boundary: release what is gone, count coverage where it may have changed, reinstall lost hooks.
 
         True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.

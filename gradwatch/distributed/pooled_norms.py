@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradwatch.capture.columns.sampled import WEIGHT_NORM_FLOOR
-from gradwatch.capture.window import Norms, Window
+from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
+from gradwatch.capture.window_norms import Norms, WindowNorms
 from gradwatch.distributed.reduced_facts import Layout, ReducedFacts, Vector, plain, size_of
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
@@ -26,7 +26,7 @@ REDUCED_SAMPLES = ("zero_fraction", "weight_norm", "update_ratio")
 def pool(
     layout: Layout,
     vector: Vector,
-    window: Window,
+    window: WindowNorms,
     norms: tuple[Norms, Norms],
     columns: Mapping[str, Column],
 ) -> None:
@@ -65,7 +65,7 @@ def _addable(layout: Layout, name: str, column: Column, columns: Mapping[str, Co
     return np.square(values)
 
 
-def pooled_window(reduced: ReducedFacts, window: Window) -> Window:
+def pooled_window(reduced: ReducedFacts, window: WindowNorms) -> WindowNorms:
     """The window of the whole parameters, as every rank sees it."""
     raw = np.sqrt(reduced.column("squares"))
     applied = np.sqrt(reduced.column("applied"))

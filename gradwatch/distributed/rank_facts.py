@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradwatch.capture.window import Norms, Window
+from gradwatch.capture.window_norms import Norms, WindowNorms
 from gradwatch.distributed.pooled_norms import pool
 from gradwatch.distributed.reduced_facts import Layout, Vector
 from gradwatch.distributed.replica_divergence import compare
@@ -44,7 +44,7 @@ class Usual:
 
 def encode(
     layout: Layout,
-    window: Window,
+    window: WindowNorms,
     norms: tuple[Norms, Norms],
     values: Mapping[str, float],
     columns: Mapping[str, Column],

@@ -15,10 +15,11 @@ import numpy as np
 from torch import nn
 
 from gradwatch.capture.assemble import Extras, appended
-from gradwatch.capture.columns.sampled import Ratio, Sampled
+from gradwatch.capture.columns.pending import PendingColumns
+from gradwatch.capture.columns.update_ratio import PendingRatio
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import placements, whole
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed import (
     pooled_norms,
     rank_facts,
@@ -59,7 +60,7 @@ class Shared:
     without facts, so it learns nothing of this step, and neither may the others.
     """
 
-    window: Window
+    window: WindowNorms
     extras: Extras
     values: Mapping[str, float]
     own: Any
@@ -173,7 +174,7 @@ class Ranks:
         self,
         captured: OptimizerCapture,
         membership: RankMembership | None,
-        window: Window,
+        window: WindowNorms,
         extras: Extras,
         values: Mapping[str, float],
     ) -> Shared | None:
@@ -198,7 +199,7 @@ class Ranks:
         )
 
     def _exchange(
-        self, membership: RankMembership, window: Window, extras: Extras, values: Mapping[str, float]
+        self, membership: RankMembership, window: WindowNorms, extras: Extras, values: Mapping[str, float]
     ) -> ReducedFacts | None:
         layout, group = membership.layout, membership.group
         if layout is None or group is None or not membership.owes:
@@ -206,7 +207,7 @@ class Ranks:
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
         columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
-        vector = rank_facts.encode(layout, window, window.resolve(), values, columns, local, membership.usual)
+        vector = rank_facts.encode(layout, window, window.wait(), values, columns, local, membership.usual)
         return self._send(membership, layout, group, vector)
 
     def _send(
@@ -237,7 +238,7 @@ class Ranks:
             self._report("ranks", replica_divergence.unsent(place()[0], captured.step))
 
     def norms_alone(
-        self, membership: RankMembership | None, window: Window, values: Mapping[str, float]
+        self, membership: RankMembership | None, window: WindowNorms, values: Mapping[str, float]
     ) -> Shared | None:
         """The step as every rank sees it but for extra columns: after an internal error on it.
 
@@ -255,7 +256,9 @@ class Ranks:
             return None
         return _norms_seen_by_all(reduced, window, values)
 
-    def _catch_up(self, captured: OptimizerCapture, window: Window, reduced: ReducedFacts | None) -> None:
+    def _catch_up(
+        self, captured: OptimizerCapture, window: WindowNorms, reduced: ReducedFacts | None
+    ) -> None:
         """Count steps as the rank that has seen most of them: one that paused has missed some."""
         if reduced is not None and reduced.head("facts"):
             ahead = int(reduced.by_rank("step").max()) - 1 - window.step
@@ -284,7 +287,7 @@ def _reduced(models: list[nn.Module]) -> bool:
 def _seen_by_all(
     reduced: ReducedFacts,
     membership: RankMembership,
-    window: Window,
+    window: WindowNorms,
     extras: Extras,
     values: Mapping[str, float],
 ) -> Shared:
@@ -297,7 +300,7 @@ def _seen_by_all(
     return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
 
 
-def _norms_seen_by_all(reduced: ReducedFacts, window: Window, values: Mapping[str, float]) -> Shared:
+def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mapping[str, float]) -> Shared:
     values = dict(values)
     if reduced.loss is not None:
         values["loss"] = reduced.loss
@@ -317,7 +320,7 @@ def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
     return {
         reduced_facts.size_of(name): Column(ratio.size(), columns[name].present)
         for one in extras.params
-        if isinstance(one, Sampled)
+        if isinstance(one, PendingColumns)
         for name, ratio in one.parts.items()
-        if isinstance(ratio, Ratio) and name in columns
+        if isinstance(ratio, PendingRatio) and name in columns
     }

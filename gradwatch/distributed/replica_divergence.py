@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.capture.window import Norms
+from gradwatch.capture.window_norms import Norms
 from gradwatch.distributed.reduced_facts import Layout, ReducedFacts, Vector
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Column

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradwatch.capture.assemble import Extras
 from gradwatch.capture.columns.loss import without_scale
 from gradwatch.capture.columns.modules import ModuleTaps
-from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.columns.pending import PendingColumns
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
@@ -35,7 +35,7 @@ class Measurement:
 
     captured: OptimizerCapture
     bound_rules: OptimizerRules
-    window: Window
+    window: WindowNorms
     extras: Extras
     scalars: dict[str, Any]
     clock: Clock
@@ -79,17 +79,19 @@ class ExtraColumns:
         self._count += 1
         self._observed[name] = (self._count, start_copy(value))
 
-    def measure(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: Window) -> Measurement:
+    def measure(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms) -> Measurement:
         """Read everything about a window that must be read now.
 
         Where a rule may fire at once, `window.deferrable` is taken away.
         """
         captured = ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
-        params: list[Sampled] = []
-        if bound_rules.sampler.wanted and window.step not in bound_rules.sampler.idle:
-            sampled = bound_rules.sampler.collect(window.step, captured.params, captured.grads, window.left)
-            params += [] if sampled is None else [sampled]
+        params: list[PendingColumns] = []
+        if bound_rules.column_reader.wanted and window.step not in bound_rules.column_reader.idle:
+            pending = bound_rules.column_reader.collect(
+                window.step, captured.params, captured.grads, window.left
+            )
+            params += [] if pending is None else [pending]
         scale = 1.0 if window.loss_scale is None else window.loss_scale
         if bound_rules.local is not None:
             params.append(bound_rules.local.collect(scale))
@@ -108,7 +110,7 @@ class ExtraColumns:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.deferrable:
-            extra = bool(params or modules or bound_rules.sampler.awaiting)
+            extra = bool(params or modules or bound_rules.column_reader.awaiting)
             window.deferrable = not extra and self._deferrable(ctx, bound_rules, window, scalars)
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         now = time.perf_counter()
@@ -117,7 +119,7 @@ class ExtraColumns:
         return Measurement(captured, bound_rules, window, extras, scalars, clock)
 
     def _deferrable(
-        self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: Window, scalars: dict[str, Any]
+        self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms, scalars: dict[str, Any]
     ) -> bool:
         """True if this ordinary window may be judged later."""
         finite = True

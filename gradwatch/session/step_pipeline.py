@@ -18,7 +18,7 @@ from gradwatch.capture.assemble import as_float32, assemble, of_norms
 from gradwatch.capture.columns.running_statistics import RunningStatistics
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine import Engine
 from gradwatch.engine.actions import without_overridden
@@ -50,7 +50,7 @@ class StepContext(NamedTuple):
     ctx: OptimizerContext
     captured: OptimizerCapture  # what was captured when the step was measured
     bound_rules: OptimizerRules  # the rules that were bound then
-    window: Window
+    window: WindowNorms
     clock: Clock
     shared: Shared
     found: Snapshot
@@ -112,7 +112,7 @@ class StepPipeline:
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def measure(self, ctx: OptimizerContext, window: Window) -> Measurement:
+    def measure(self, ctx: OptimizerContext, window: WindowNorms) -> Measurement:
         """Read everything about a window that must be read now."""
         bound_rules = ctx.rules
         if bound_rules.clipper is not None:
@@ -124,7 +124,7 @@ class StepPipeline:
         return self._extra_columns.measure(ctx, bound_rules, window)
 
     def observe(
-        self, captured: OptimizerCapture, window: Window, failed: Callable[[Exception], None]
+        self, captured: OptimizerCapture, window: WindowNorms, failed: Callable[[Exception], None]
     ) -> None:
         """Measure, judge and publish a window that no action is carried out on; on a device a step later."""
         ctx = self._rule_bindings.context(captured)
@@ -212,7 +212,7 @@ class StepPipeline:
         """The decision on a step with its reasons: everything for its Record."""
         captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
         decision, snapshot = self._foreseen(step, decision, grads_present)
-        if bound_rules.sampler.awaiting:
+        if bound_rules.column_reader.awaiting:
             self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
         broken = not math.isfinite(found.total_norm)
@@ -291,7 +291,7 @@ class StepPipeline:
         """Note the weights that this step is going to change, for a sampled column that compares them."""
         moved = (step.window.calls > 0) & (step.found.norm[step.shared.own] > 0)
         moved &= not (decision.skip or step.rejected)
-        step.bound_rules.sampler.moved(moved, step.window.step)
+        step.bound_rules.column_reader.moved(moved, step.window.step)
 
     def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
         """Count ordinary steps; reinstall hooks where the few left have miscounted."""
@@ -327,7 +327,7 @@ class StepPipeline:
     ) -> tuple[Decision, dict[int, float]]:
         """The norms that elementwise policies will leave; the decision without them where they are refused."""
         captured, own = step.captured, step.shared.own
-        norms: Sequence[float] = step.shared.window.resolve()[1][own].tolist()  # sync: numpy
+        norms: Sequence[float] = step.shared.window.wait()[1][own].tolist()  # sync: numpy
         grads, clip_section = captured.grads(), step.bound_rules.clip_section
         factors = factors_of(decision.at(own), total, len(grads))
         try:

@@ -110,7 +110,7 @@ def test_the_norm_is_right(dtype: torch.dtype, layout: str, on_device: bool) -> 
         want = exact(grad)
         captured = capture_of([grad], on_device)
         captured.read()
-        (norm,), _ = captured.close_window().resolve()
+        (norm,), _ = captured.close_window().wait()
         assert norm == pytest.approx(want, rel=1e-5), magnitude
 
 
@@ -122,7 +122,7 @@ def test_large_tensors_lose_no_digits(size: int, dtype: torch.dtype, on_device: 
     for grad in (base(dtype, 1.0, size), torch.full((210 * size,), 0.1, dtype=dtype)):
         captured = capture_of([grad] * 5, on_device)  # five of a shape are stacked where they are small
         captured.read()
-        norms, _ = captured.close_window().resolve()
+        norms, _ = captured.close_window().wait()
         assert norms.tolist() == pytest.approx([exact(grad)] * 5, rel=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_float64_gradients_beyond_the_squares_of_float64() -> None:
         grad = base(torch.float64, magnitude)
         captured = capture_of([grad, grad], on_device=False)
         captured.read()
-        norms, _ = captured.close_window().resolve()
+        norms, _ = captured.close_window().wait()
         assert norms.tolist() == pytest.approx([exact(grad)] * 2, rel=1e-5)
         seen = snapshot_of([grad, grad], on_device=False)
         assert seen.total_norm == pytest.approx(2**0.5 * exact(grad), rel=1e-5)
@@ -153,7 +153,7 @@ def test_any_finite_float32_gradient(values: np.ndarray, on_device: bool) -> Non
     grad = torch.from_numpy(values)
     captured = capture_of([grad], on_device)
     captured.read()
-    (norm,), _ = captured.close_window().resolve()
+    (norm,), _ = captured.close_window().wait()
     assert norm == pytest.approx(exact(grad), rel=1e-5)
     seen = snapshot_of([grad], on_device)
     overflow = exact(grad) > FLOAT32_MAX

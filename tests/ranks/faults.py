@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.columns import norm_local
-from gradwatch.capture.columns.sampled import Sampler
+from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.distributed import group, rank_facts, ranks
 from gradwatch.engine import BoundEngine
@@ -116,7 +116,7 @@ def acting(rank: int, wrap: Callable[[nn.Module], nn.Module], text: str = ACTING
 SITES: dict[str, tuple[Any, str]] = {
     "settle": (OptimizerCapture, "close_window"),
     "read": (OptimizerCapture, "read"),
-    "sample": (Sampler, "collect"),
+    "sample": (ColumnReader, "collect"),
     "local": (norm_local.LocalNorms, "collect"),
     "encode": (rank_facts, "encode"),
     "hear": (ranks, "_seen_by_all"),

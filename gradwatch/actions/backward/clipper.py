@@ -30,7 +30,7 @@ from gradwatch.actions.backward.clip_state import BackwardClipState
 from gradwatch.actions.backward.pre_clip_norms import before_acting
 from gradwatch.actions.elementwise import Elementwise
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.plan import SMALL
 from gradwatch.reading.rows import ROW
@@ -91,7 +91,7 @@ class BackwardClipper:
         """The running backward has come to its end: what was done in it counts."""
         self._state.ended()
 
-    def collect_into(self, window: Window) -> None:
+    def collect_into(self, window: WindowNorms) -> None:
         """Give a window the norms found before the hooks multiplied; its batched read is what they left."""
         acted = self._state.collect()
         if acted:

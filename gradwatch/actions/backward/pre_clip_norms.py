@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import AsyncCopy, DeviceNorms
 
@@ -17,7 +17,7 @@ Acted = float | Tensor
 """The norm a hook found before it multiplied; a 0-dim tensor on a device, loss scale included."""
 
 
-def before_acting(window: Window, acted: dict[int, Acted]) -> CpuNorms | DeviceNorms:
+def before_acting(window: WindowNorms, acted: dict[int, Acted]) -> CpuNorms | DeviceNorms:
     """The window's reading with the norms found before the hooks multiplied.
 
     Where several backwards were accumulated it is the larger of what the hooks saw and what they left.

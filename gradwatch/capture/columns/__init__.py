@@ -1,1 +1,1 @@
-"""Columns beyond the norms: losses, module taps, norms before the reduction, sampled looks."""
+"""Columns beyond the norms: loss, module taps, norms before the reduction, values of gradients, update ratios."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
-from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.columns.pending import PendingColumns
 from gradwatch.capture.names import named_modules
 from gradwatch.engine.columns_needed import BURSTS, Needs
 from gradwatch.errors import AttachError
@@ -95,10 +95,10 @@ class ModuleTaps:
                 around = _FullBackward(self._backward(m), failed)
                 self._ignore.append(module_calls.listen(module, around.before, around.after))
 
-    def collect(self, step: int, scale: Number) -> Sampled:
+    def collect(self, step: int, scale: Number) -> PendingColumns:
         """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients."""
         self._step = step + 1
-        sampled = Sampled(len(self.names))
+        pending = PendingColumns(len(self.names))
         for column, collected in self._collected.items():
             if not collected:
                 continue
@@ -110,31 +110,31 @@ class ModuleTaps:
                 async_copy = AsyncCopy([stack.sqrt()], positions, len(self.names), scale=scale)
             else:
                 async_copy = AsyncCopy([stack], positions, len(self.names))
-            sampled.parts[column] = async_copy
-            sampled.present[column] = present
+            pending.parts[column] = async_copy
+            pending.present[column] = present
             collected.clear()
-        for column in ACTIVATION_COLUMNS & sampled.parts.keys():
-            self._named_by_cadence(column, step, sampled)
+        for column in ACTIVATION_COLUMNS & pending.parts.keys():
+            self._named_by_cadence(column, step, pending)
         if self.bounds is not None:
-            self._bounded(self.bounds.taken(), sampled)
-        return sampled
+            self._bounded(self.bounds.taken(), pending)
+        return pending
 
-    def _named_by_cadence(self, column: str, step: int, sampled: Sampled) -> None:
+    def _named_by_cadence(self, column: str, step: int, pending: PendingColumns) -> None:
         """Put what was measured of a column where the rules that are due at this step look for it."""
-        part, present = sampled.parts.pop(column), sampled.present.pop(column)
+        part, present = pending.parts.pop(column), pending.present.pop(column)
         for name in (column, column + BURSTS):
             if self._needs.due(name, step):
-                sampled.parts[name], sampled.present[name] = part, present
+                pending.parts[name], pending.present[name] = part, present
 
-    def _bounded(self, factors: Mapping[int, float | Tensor], sampled: Sampled) -> None:
+    def _bounded(self, factors: Mapping[int, float | Tensor], pending: PendingColumns) -> None:
         """Tell by which factors hooks have multiplied what modules pass on."""
         if factors:
             positions = np.array(sorted(factors), np.intp)
             present = np.zeros(len(self.names), bool)
             present[positions] = True
             stack = torch.stack([torch.as_tensor(factors[int(m)]) for m in positions])
-            sampled.parts["coef"] = AsyncCopy([stack], positions, len(self.names))
-            sampled.present["coef"] = present
+            pending.parts["coef"] = AsyncCopy([stack], positions, len(self.names))
+            pending.present["coef"] = present
 
     def close(self) -> None:
         """Notice no further call of the modules."""

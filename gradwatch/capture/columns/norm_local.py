@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.columns.pending import PendingColumns
 from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.rows import ROW, UNDERFLOW
@@ -51,11 +51,11 @@ class LocalNorms:
             handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
             self._taps[id(param)] = k, param, contents(param), handles
 
-    def collect(self, scale: Number) -> Sampled:
+    def collect(self, scale: Number) -> PendingColumns:
         """The local norms of this step; starts the next one."""
         if backward.current() == backward.NONE:
             self.backward_ended()
-        sampled = Sampled(self._count)
+        pending = PendingColumns(self._count)
         present = np.zeros(self._count, bool)
         present[list(self._norms)] = True
         on_host = {k: norm for k, norm in self._norms.items() if not isinstance(norm, Tensor)}
@@ -69,10 +69,10 @@ class LocalNorms:
             # In float64 to the end, and never rounded to 0 or past float32 without need: as `norm` is.
             stacks.append(torch.tensor(list(on_host.values()), dtype=torch.float64, device="cpu"))
             order += on_host
-        sampled.parts["norm_local"] = AsyncCopy(stacks, np.array(order, np.intp), self._count, scale=scale)
-        sampled.present["norm_local"] = present
+        pending.parts["norm_local"] = AsyncCopy(stacks, np.array(order, np.intp), self._count, scale=scale)
+        pending.present["norm_local"] = present
         self.discard()
-        return sampled
+        return pending
 
     def backward_ended(self) -> None:
         """The running backward has come to its end: what was measured in it counts."""

@@ -14,9 +14,9 @@ from gradwatch.actions.backward.modules import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.assemble import with_modules
-from gradwatch.capture.columns import sampled
+from gradwatch.capture.columns import column_reader
+from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.norm_local import LocalNorms
-from gradwatch.capture.columns.sampled import Sampler
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard
 from gradwatch.checkpoint import CheckpointHealthTracker
@@ -142,13 +142,13 @@ class RuleBindings:
             bound = (self._at_step if moved else self._engine).bind(sites)
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
-        sampler = Sampler(bound.needs.only(sampled.COLUMNS))
+        reader = ColumnReader(bound.needs.only(column_reader.COLUMNS))
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
             health_tracker.carry_on(before.health_tracker)
         bound_rules = ctx.bound_rules = OptimizerRules(
-            bound, state, bound.sites, sampler, local, health_tracker, captured
+            bound, state, bound.sites, reader, local, health_tracker, captured
         )
         if not alike:
             self._count_parameters()

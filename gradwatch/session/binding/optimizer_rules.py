@@ -13,8 +13,8 @@ from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.clip_section import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
+from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.norm_local import LocalNorms
-from gradwatch.capture.columns.sampled import Sampler
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
@@ -35,12 +35,12 @@ class Clock(NamedTuple):
 
 @dataclass(slots=True)
 class OptimizerRules:
-    """Rules of one capture: its bound rules and their state, its samplers, its clock."""
+    """Rules of one capture: its bound rules and their state, what reads its columns, its clock."""
 
     bound: BoundEngine
     state: EngineState
     sites: Sites
-    sampler: Sampler
+    column_reader: ColumnReader
     local: LocalNorms | None
     health_tracker: CheckpointHealthTracker
     captured: OptimizerCapture
@@ -56,7 +56,7 @@ class OptimizerRules:
     def begin_anew(self, captured: OptimizerCapture) -> None:
         """Another optimizer steps from now on: baselines go on, its pace and its weights are its own."""
         self.captured = captured
-        self.sampler.discard()
+        self.column_reader.discard()
         self.last_step = self.record = None
         self.observed = self.ordinary_steps = 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gradwatch.capture.columns.column_reader import COLUMNS as READER_COLUMNS
 from gradwatch.capture.columns.modules import COLUMNS as MODULE_COLUMNS
-from gradwatch.capture.columns.sampled import COLUMNS as SAMPLED_COLUMNS
 from gradwatch.distributed.meeting import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
@@ -40,7 +40,7 @@ def rank_requirements(engine: Engine) -> RankRequirements:
         facts=bool(RANK_COLUMNS & engine.columns)
         or any(rule.acts and REDUCED_COLUMNS.intersection(rule.detect.columns) for rule in rules),
         ranked=bool(RANK_COLUMNS & engine.columns),
-        sampled=tuple(sorted(engine.needs.only(SAMPLED_COLUMNS).columns)),
+        sampled=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
         refused="\n".join(one.sentence(engine.ruleset) for one in _on_local(engine)),
     )
 

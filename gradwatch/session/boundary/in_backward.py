@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.versions import Reading
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value
@@ -111,7 +111,7 @@ class InBackward:
             self._binder.bind(self._captured)
         return self._captured
 
-    def _window(self, captured: OptimizerCapture) -> Window:
+    def _window(self, captured: OptimizerCapture) -> WindowNorms:
         """Gradients that the steps of this backward got; K positions of the capture."""
         found = [self._norms.get(key, 0.0) for key in captured.param_ids]
         details = {k: self._details[key] for k, key in enumerate(captured.param_ids) if key in self._details}
@@ -119,7 +119,7 @@ class InBackward:
         norms = CpuNorms.of(np.array(found, np.float64), details) if captured.on_cpu else _on_device(found)
         calls = np.array([self._calls.get(key, 0) for key in captured.param_ids], np.int32)
         captured.losses.add(self._capture.losses.latest())
-        return Window(
+        return WindowNorms(
             sites=captured.sites,
             step=captured.step,
             raw=norms,

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gradwatch.actions.step_actions import Outcome, why_stopped
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
-from gradwatch.capture.window import Window
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device import capturing, host_value, on_host, start_copy
@@ -307,7 +307,9 @@ class Boundary:
         except Exception as error:  # a stop must not be lost for it
             self._judging_failed(error)
 
-    def _closed_window(self, optimizer: Optimizer, ctx: OptimizerContext, rejected: bool = False) -> Window:
+    def _closed_window(
+        self, optimizer: Optimizer, ctx: OptimizerContext, rejected: bool = False
+    ) -> WindowNorms:
         """Close the window; `rejected`: a scaler has found an overflow, and does not call the optimizer."""
         captured = ctx.captured
         amp = grad_scaler.divisors(optimizer) if rejected else grad_scaler.at_step(optimizer)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.capture.columns.modules import COLUMNS, ModuleTaps, preflight
-from gradwatch.capture.columns.sampled import Sampled
+from gradwatch.capture.columns.pending import PendingColumns
 from gradwatch.capture.names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.errors import AttachError
@@ -27,7 +27,7 @@ def taps_on(model: nn.Module, kind: str) -> ModuleTaps:
     return ModuleTaps(list(named_modules([model])), kind, Needs(COLUMNS), fail)  # type: ignore[arg-type]
 
 
-def values(sampled: Sampled, taps: ModuleTaps, column: str) -> dict[str, float]:
+def values(sampled: PendingColumns, taps: ModuleTaps, column: str) -> dict[str, float]:
     found = sampled.columns()[column]
     return {n: v for n, v, p in zip(taps.names, found.values.tolist(), found.present, strict=True) if p}
 

@@ -1,4 +1,4 @@
-"""Measurements at one step boundary, some of which may become known a few steps later."""
+"""Norms of one accumulation window, some of which are known only a few steps later."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from gradwatch.records.snapshot import Sites
 Norms = NDArray[np.float64]
 
 
-@dataclass(slots=True, eq=False)  # not frozen: what was put off is settled in `resolve`
-class Window:
-    """Measurements at one step boundary; `resolve()` gives the gradient norms.
+@dataclass(slots=True, eq=False)  # not frozen: a pruned count is checked again in `wait`
+class WindowNorms:
+    """Norms of one accumulation window of one optimizer, K parameters; on a device still on their way to the host.
 
-    `sites` and `step` say what it belongs to; `calls[K]` arrivals; `details` the second looks by position;
-    `micro` backwards; `left` the loss scale still in the gradients at the boundary (fused optimizers). `deferrable`:
-    nothing looked unusual, so `resolve` may wait a few steps. `pruned` is what a few hooks say where most are removed:
-    by `resolve` at the latest, whether they counted right. `loss_scale` is
-    that of the scaler these gradients went through (None = none), `skipped` whether it rejects the step: 1 or
-    0, None without a scaler.
-    `empty`: every micro-batch of it was dropped, so there is nothing to step by. `loss` is the sum of what its
-    backwards started from, a loss scale still in it; None where that is not known. `applied_known` False: nothing is
-    known of what came of the gradients, and `after` stands for nothing.
+    sites, step: the K parameters, and the index of the step that ends the window.
+    raw, after: norms before any clipping, and as the optimizer gets them; both may be the same object.
+    calls: int32[K], times that each gradient arrived; 0 = absent.
+    micro: backwards.
+    provisional: some number may not be what was measured everywhere else, for instance after hooks were missed.
+    left: loss scale still in the gradients at the boundary (fused optimizers unscale inside their step).
+    deferrable: nothing unusual so far, so that `wait` may be put off for a few steps.
+    pruned: arrivals counted by a few hooks only; `wait` checks that they counted right.
+    loss_scale: of the GradScaler of these gradients; None without one.
+    skipped: 1 if that scaler rejects the step, 0 if not; None without one.
+    empty: every micro-batch was dropped, so that there is nothing to step by.
+    loss: sum of the roots of its backwards, loss scale included; None where unknown.
+    applied_known: False where it is unknown what became of the gradients; `after` then stands for nothing.
     """
 
     sites: Sites
@@ -52,28 +56,28 @@ class Window:
 
     @property
     def details(self) -> Mapping[int, Detail]:
-        """The second looks at gradients whose norm is not finite, or so small that squares were flushed."""
+        """Exact reads, by position, of gradients whose norm is not finite or so small that squares underflow."""
         return self.raw.details
 
     def ready(self) -> bool:
-        """True if `resolve()` would return without waiting."""
+        """True if `wait()` would return without waiting."""
         numbers = (self.left, self.loss_scale or 1.0, self.skipped or 0.0)
         return self.raw.ready() and self.after.ready() and all(map(is_ready, numbers))
 
     def total_applied(self) -> float:
-        """Root sum of squares of what the optimizer gets, gradients that no backward renewed included."""
+        """L2 norm over all parameters of what the optimizer gets, gradients of earlier windows included."""
         norms = self.after.norms()
         return float(np.sqrt(np.dot(norms, norms)))
 
     def total(self) -> float:
-        """The total norm before clipping, of every gradient there is."""
+        """L2 norm over all parameters before clipping, gradients of earlier windows included."""
         raw = self.raw.norms()
         return float(np.sqrt(np.dot(raw, raw)))
 
-    def resolve(self) -> tuple[Norms, Norms]:
-        """float64[K] norms (before anybody's clipping, as the optimizer gets them), loss scale removed.
+    def wait(self) -> tuple[Norms, Norms]:
+        """(float64[K] norms before any clipping, float64[K] as the optimizer gets them), loss scale removed.
 
-        Only then `provisional` is final, where the window was ordinary.
+        Blocks until a device has sent them. `provisional` is final only afterwards.
         """
         raw = self.raw.norms()
         if self.pruned is not None:
