@@ -119,7 +119,7 @@ KEYS = {"told_by"}  # on disk
 # is missing; steps of which a journal keeps fewer.
 OTHER_SENSE = {
     "seat": {"sinks/prometheus/selection.py"},
-    "settle": {"detectors/scale.py"},
+    "settle": {"detectors/loss_scale.py"},
     "standing": {"engine/", "records/snapshot.py"},
     "torn": {"journal/frames.py"},
     "thin": {"journal/retention.py"},

@@ -22,7 +22,7 @@ from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.versions import versions_of
-from gradwatch.engine.outcome import factors_of, uniform_factor
+from gradwatch.engine.action_outcome import factors_of, uniform_factor
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device
 from gradwatch.reading.device import clip_factor, host_value, start_copy

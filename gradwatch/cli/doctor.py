@@ -20,7 +20,7 @@ from gradwatch.cli.version import versions
 from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
-    from gradwatch.launch.cost import Factory
+    from gradwatch.launch.watching_cost import Factory
     from gradwatch.rules.model import RuleSet
 
 Status = Literal["ok", "note", "fail"]
@@ -222,7 +222,7 @@ def check_taps() -> Iterator[Check]:
 
 def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[Check]:
     """Cost of a step with and without gradwatch, and the rules that match nothing in this model."""
-    from gradwatch.launch.cost import idle_rules, measure_cost, own_model
+    from gradwatch.launch.watching_cost import idle_rules, measure_cost, own_model
 
     factory = own_model if model is None else load_factory(model)
     for rule, reason in idle_rules(factory, ruleset).items():

@@ -9,7 +9,6 @@ the others), `rank` (a rank against the others), `scale` (a GradScaler's loss sc
 from __future__ import annotations
 
 from gradwatch.detectors.baseline import LossSpike, Spike
-from gradwatch.detectors.constant import Above, Below, Dead, UpdateRatio
 from gradwatch.detectors.detector import (
     DETECTORS,
     ENTRY_POINT_GROUP,
@@ -28,10 +27,11 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.finiteness import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.jump import Jump
+from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.presence import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.rank import RankMismatch, RankOutlier
-from gradwatch.detectors.scale import ScaleCollapse
 from gradwatch.detectors.share import DepthRatio, Drop
+from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
 from gradwatch.detectors.trend import Drift
 
 __all__ = [

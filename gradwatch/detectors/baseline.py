@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gradwatch.detectors.constant import Finite, Positive
 from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
+from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 RING = 20

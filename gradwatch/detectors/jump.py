@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.constant import Positive
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
+from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import CONFIRMED_JUMP, CONFIRMED_NORM, BoolArray, FloatArray
 
 LEAST = 2

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gradwatch.detectors.constant import Dimensions, Positive
 from gradwatch.detectors.detector import (
     STRICT,
     Comparison,
@@ -20,6 +19,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.thresholds import Dimensions, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 

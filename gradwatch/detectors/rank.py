@@ -25,9 +25,9 @@ from gradwatch.detectors.baseline import (
     mature,
     restart_level,
 )
-from gradwatch.detectors.constant import Finite, Positive
 from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
 from gradwatch.detectors.share import ZERO_NORM
+from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray
 
 

@@ -19,7 +19,6 @@ from gradwatch.detectors.baseline import (
     gain,
     mature,
 )
-from gradwatch.detectors.constant import Dimensions, Positive
 from gradwatch.detectors.detector import (
     STRICT,
     Comparison,
@@ -30,6 +29,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.thresholds import Dimensions, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 ZERO_NORM = 1e-30

@@ -20,8 +20,8 @@ from gradwatch.detectors.baseline import (
     log_of,
     mature,
 )
-from gradwatch.detectors.constant import Positive
 from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
+from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.escalation import due_actions
-from gradwatch.engine.plan import Plan, RulePlan
+from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
 from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
 from gradwatch.rules.action_kinds import ACTIONS, changing_gradients

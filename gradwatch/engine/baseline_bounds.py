@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State
-from gradwatch.engine.plan import NO_BANK, Plan, RulePlan
+from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.state import EngineState
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.rules.model import Action

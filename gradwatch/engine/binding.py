@@ -10,16 +10,16 @@ import numpy as np
 
 from gradwatch.detectors import State
 from gradwatch.engine.actions import by_rule, orders, rescaled, without_overridden
-from gradwatch.engine.backward import Asked, asked, bounds, module_bounds, only_in_backward
+from gradwatch.engine.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.clipping import Failed, clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.fast_path import FastPath
 from gradwatch.engine.judge import Step, firing_now
-from gradwatch.engine.plan import NO_BANK, Plan, make_plan
-from gradwatch.engine.refusal import Refusal
+from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.state import EngineState, empty_state
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
+from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.snapshot import BoolArray, Decision, Due, RuleInfo, Sites, Snapshot, Verdict

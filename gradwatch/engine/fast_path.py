@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
-from gradwatch.engine.plan import NO_BANK, Bank, Plan, RulePlan
+from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import COUNT_COLUMNS, Reader
 from gradwatch.engine.state import EngineState
 from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, Snapshot

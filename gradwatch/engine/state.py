@@ -13,7 +13,7 @@ import numpy as np
 
 from gradwatch.detectors import State
 from gradwatch.engine.pending_firing import IDLE, NEVER, Track, awake
-from gradwatch.engine.plan import Plan
+from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Verdict

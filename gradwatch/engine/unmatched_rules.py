@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gradwatch.engine.clipping import misfits
-from gradwatch.engine.plan import idle_reason
-from gradwatch.engine.refusal import Refusal, refuse
+from gradwatch.engine.rule_plan import idle_reason
 from gradwatch.engine.series import group_masks, labels, series_of
+from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.rules.model import Rule, RuleSet

@@ -16,7 +16,7 @@ from gradwatch.session.watch import Watch, session_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from gradwatch.integrations.session import Options
+    from gradwatch.integrations.callback_session import Options
 
 with requires("accelerate", "accelerate"):
     from accelerate import Accelerator

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gradwatch.integrations.session import resume
+from gradwatch.integrations.callback_session import resume
 from gradwatch.runtime.files import write_whole
 from gradwatch.session.watch import Watch, session_of
 

@@ -9,14 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradwatch.session.attach
+from gradwatch.integrations.callback_session import observe_number
 from gradwatch.integrations.requirement import requires
-from gradwatch.integrations.session import observe_number
 from gradwatch.session.watch import Watch, session_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from gradwatch.integrations.session import Options
+    from gradwatch.integrations.callback_session import Options
 
 with requires("ignite", "ignite"):
     from ignite.engine import Engine, Events

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradwatch.integrations.session import Options, Session
+from gradwatch.integrations.callback_session import Options, Session
 from gradwatch.session.watch import Watch
 
 

@@ -10,7 +10,7 @@ from gradwatch.integrations.requirement import requires
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from gradwatch.integrations.session import Options
+    from gradwatch.integrations.callback_session import Options
 
 with requires("pytorch_lightning", "lightning"):
     from pytorch_lightning import Callback

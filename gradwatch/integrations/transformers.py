@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.integrations import checkpoint_file
+from gradwatch.integrations.callback_session import Session
 from gradwatch.integrations.requirement import requires
-from gradwatch.integrations.session import Session
 from gradwatch.session.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from gradwatch.integrations.session import Options
+    from gradwatch.integrations.callback_session import Options
 
 with requires("transformers", "transformers"):
     from transformers import TrainerCallback

@@ -17,7 +17,7 @@ from gradwatch.account.launch_total import Part, by_launch, launch_total
 from gradwatch.incidents.explanation import sentence
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.incidents import better
-from gradwatch.journal.parts import Recorded
+from gradwatch.journal.process_summary import Recorded
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Event, Order
 from gradwatch.runtime.process import alive

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnfitRulesError
-from gradwatch.launch import exit_summary, refusal
+from gradwatch.launch import exit_summary, strict_rules
 from gradwatch.launch.discovery import discover, parameters_of, trains
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
@@ -175,7 +175,7 @@ class Agent:
             return self._attach(ready, models)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
             exit_summary.not_watched("the rules do not fit, and --strict-rules refuses them")
-            sentence = refusal.words(str(error))
+            sentence = strict_rules.words(str(error))
             if sentence:
                 stderr.say(f"gradwatch: {sentence}")
             raise SystemExit(2) from None

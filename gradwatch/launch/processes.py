@@ -83,7 +83,7 @@ def _parts() -> Iterator[Part]:
         return
     # Here, not at the top: this is for processes that train, or whose children do.
     from gradwatch.journal import JournalReader
-    from gradwatch.journal.parts import part_of
+    from gradwatch.journal.process_summary import part_of
 
     for path in found:
         try:

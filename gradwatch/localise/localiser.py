@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
-from gradwatch.localise.diagnosis.losses import amended_by_loss
-from gradwatch.localise.diagnosis.profile import Profile, suspect
+from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
+from gradwatch.localise.diagnosis.module_gain import Profile, suspect
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.fingerprint import fingerprint
 from gradwatch.localise.hold.model_recorder import Call, inner

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine import Engine
+from gradwatch.engine.action_outcome import reshaped, unclipped, with_clip_order
 from gradwatch.engine.columns_needed import BURSTS
-from gradwatch.engine.outcome import reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.records.snapshot import Column, Decision, Event, Order, Snapshot

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradwatch.account import Account, Ending, Taken, merged
-from gradwatch.account.running import RunningTotals
+from gradwatch.account.running_totals import RunningTotals
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.session.settings import told_by
 from gradwatch.taps.process_totals import TOTALS

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.assemble import with_modules
-from gradwatch.capture.columns.modules import ModuleTaps
+from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.columns.running_statistics import RunningStatistics
 from gradwatch.capture.fsdp1 import FlatTaps
 from gradwatch.capture.optimizer import OptimizerCapture
@@ -20,8 +20,8 @@ from gradwatch.capture.user_clip import BeforeClip
 from gradwatch.capture.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
-from gradwatch.engine.backward import asks_backward, drops_micro
-from gradwatch.engine.refusal import Refusal
+from gradwatch.engine.backward_clips import asks_backward, drops_micro
+from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
 from gradwatch.reading.device import capturing

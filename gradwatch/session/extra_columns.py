@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwatch.capture.assemble import Extras
 from gradwatch.capture.columns.loss import without_scale
-from gradwatch.capture.columns.modules import ModuleTaps
+from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.columns.pending import PendingColumns
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.window_norms import WindowNorms

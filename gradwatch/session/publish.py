@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from gradwatch.account.running import RunningTotals
+from gradwatch.account.running_totals import RunningTotals
 from gradwatch.actions.step_actions import Outcome
-from gradwatch.engine.failures import failed
-from gradwatch.engine.outcome import reshaped
+from gradwatch.engine.action_outcome import reshaped
+from gradwatch.engine.failed_actions import failed
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Record, Snapshot, Verdict
 from gradwatch.runtime.exit_status import end_with_status

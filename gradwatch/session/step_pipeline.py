@@ -21,8 +21,8 @@ from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine import Engine
+from gradwatch.engine.action_outcome import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.actions import without_overridden
-from gradwatch.engine.outcome import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import host_value, start_copy

@@ -18,7 +18,7 @@ from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import one_line, printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.alert_names import alert_name
-from gradwatch.sinks.post import checked_url, post_json
+from gradwatch.sinks.http_post import checked_url, post_json
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 from gradwatch.sinks.prometheus.targets import target_labels
 

@@ -19,7 +19,7 @@ from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.dependencies import require
 from gradwatch.runtime.health import Health
 from gradwatch.sinks import state_restored
-from gradwatch.sinks.post import checked_url, post
+from gradwatch.sinks.http_post import checked_url, post
 from gradwatch.sinks.prometheus.exposition import Family, Labels
 from gradwatch.sinks.prometheus.periodic_export import PeriodicExport
 from gradwatch.sinks.prometheus.targets import target_labels

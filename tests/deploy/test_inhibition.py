@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradwatch.sinks.alert_names import FALLBACK
-from gradwatch.sinks.post import post_json
+from gradwatch.sinks.http_post import post_json
 from tests.deploy.servers import alertmanager, wait_until, webhook
 
 RUN = {"run_id": "a", "rank": "0"}

@@ -15,7 +15,7 @@ import gradwatch
 from gradwatch.detectors import Above, NonFinite, Spike
 from gradwatch.engine.escalation import climbed, remembered
 from gradwatch.engine.pending_firing import IDLE
-from gradwatch.engine.plan import RulePlan
+from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.snapshot import Event
 from gradwatch.rules.files import parse_rules

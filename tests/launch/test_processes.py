@@ -17,10 +17,10 @@ from gradwatch.cli import main
 from gradwatch.journal import EndEntry, EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.files import JournalFiles
-from gradwatch.journal.parts import Recorded
+from gradwatch.journal.process_summary import Recorded
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.steps import step_row
-from gradwatch.launch import processes, refusal
+from gradwatch.launch import processes, strict_rules
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.session.settings import ROOT, TELLER, told_by
 from tests.launch.test_training import run
@@ -156,12 +156,12 @@ def test_ranks_that_refuse_the_rules_say_so_once(tmp_path: Path) -> None:
 
 def test_a_rank_says_of_a_refusal_what_rank_0_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing where it is the same; its own reason, or any where rank 0 has none, under its number."""
-    monkeypatch.setattr(refusal, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(strict_rules, "WAIT_SECONDS", 0.1)
     store = dist.HashStore()
-    assert refusal.words_of_rank("no", 1, store) == "rank 1: no"
-    assert refusal.words_of_rank("no", 0, store) == "no"
-    assert refusal.words_of_rank("no", 1, store) == ""
-    assert refusal.words_of_rank("never", 1, store) == "rank 1: never"
+    assert strict_rules.words_of_rank("no", 1, store) == "rank 1: no"
+    assert strict_rules.words_of_rank("no", 0, store) == "no"
+    assert strict_rules.words_of_rank("no", 1, store) == ""
+    assert strict_rules.words_of_rank("never", 1, store) == "rank 1: never"
 
 
 # -- who tells, and what is found ------------------------------------------------------------------------

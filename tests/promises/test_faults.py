@@ -15,7 +15,7 @@ import gradwatch
 from gradwatch.actions.skip import skip
 from gradwatch.capture import optimizer as captured
 from gradwatch.capture import parameters, pruning
-from gradwatch.capture.columns import modules, norm_local, sampled
+from gradwatch.capture.columns import column_reader, module_statistics, norm_local
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading import cpu
@@ -64,9 +64,9 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "maintain_hooks": (parameters.Capture, "maintain_hooks", "boundary"),
     "adopt": (optimizer_step.Boundary, "_current", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
-    "sample": (sampled.Sampler, "collect", "boundary"),
+    "sample": (column_reader.ColumnReader, "collect", "boundary"),
     "local_collect": (norm_local.LocalNorms, "collect", "boundary"),
-    "taps_collect": (modules.ModuleTaps, "collect", "boundary"),
+    "taps_collect": (module_statistics.ModuleTaps, "collect", "boundary"),
     "assemble": (judging, "assemble", "boundary"),
     "at_step_scale": (grad_scaler, "at_step", "boundary"),
     "evaluate": (BoundEngine, "evaluate", "engine"),
@@ -75,7 +75,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
     "prunable": (pruning.HookPruning, "due", "boundary"),
     "norm_local": (norm_local, "exact_norm", "norm_local"),
-    "tap": (modules, "dense", "modules"),
+    "tap": (module_statistics, "dense", "modules"),
     "inspect": (cpu, "inspect", "capture"),
     "prometheus": (PrometheusSink, "write", "prometheus"),
     "journal": (JournalSink, "write", "journal"),

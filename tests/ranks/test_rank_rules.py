@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradwatch.capture.assemble import appended
 from gradwatch.detectors import RankOutlier, Sample
 from gradwatch.engine import BoundEngine, Engine
-from gradwatch.engine.refusal import refuse
+from gradwatch.engine.unsupported_rules import refuse
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules

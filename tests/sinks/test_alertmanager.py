@@ -169,7 +169,7 @@ def test_a_server_that_never_answers_delays_no_step_and_the_exit_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody accepts: neither `write` nor `close` waits for the end of a request; the fault is counted."""
-    monkeypatch.setattr("gradwatch.sinks.post.TIMEOUT_SECONDS", 3600.0)
+    monkeypatch.setattr("gradwatch.sinks.http_post.TIMEOUT_SECONDS", 3600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         health = Health()
         sink = AlertmanagerSink(f"http://127.0.0.1:{silent.getsockname()[1]}")

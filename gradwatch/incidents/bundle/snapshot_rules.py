@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwatch.engine.refusal import Refusal
+from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import MissingDependencyError
 from gradwatch.rules.model import Action, RuleSet
 from gradwatch.runtime.dependencies import require

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.frames import Callers
-from gradwatch.localise.diagnosis.losses import Losses
+from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.values import tensors
 from gradwatch.localise.hold.buffers import Buffers
 from gradwatch.localise.hold.model_kinds import Kind

@@ -28,7 +28,7 @@ from gradwatch.incidents.bundle.document import (
 from gradwatch.incidents.bundle.reading import BundleError
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.frames import OURS, TORCH
-from gradwatch.localise.diagnosis.profile import Profile, suspect
+from gradwatch.localise.diagnosis.module_gain import Profile, suspect
 from gradwatch.localise.diagnosis.values import finite, tensors
 from gradwatch.localise.hold.attributes import Refused
 from gradwatch.localise.hold.fingerprint import fingerprint

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.diagnosis.calls import Calls
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
+from gradwatch.localise.diagnosis.torch_functions import Calls
 from gradwatch.localise.replay.backward import BackwardTracer, Culprit
 from gradwatch.localise.replay.forward import ForwardTracer, Origin
 from gradwatch.taps.dispatch_modes import innermost_dispatch

@@ -8,20 +8,20 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.actions.backward.clipper import BackwardClipper
-from gradwatch.actions.backward.modules import ModuleBounds
+from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.shards import is_shard
 from gradwatch.engine import BoundEngine
-from gradwatch.engine.backward import (
+from gradwatch.engine.backward_clips import (
     asks_backward,
     asks_of_modules,
     clips_in_backward,
     drop_micro_rules,
     drops_micro,
 )
-from gradwatch.engine.refusal import Refusal
+from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.rules.model import RuleSet
 from gradwatch.rules.objections import clip_places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradwatch.capture.columns.modules import ModuleTaps
+from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.shards import local_taps

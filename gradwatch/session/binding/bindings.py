@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.account.rules_without_data import NOT_COMPARED, Reads
-from gradwatch.account.running import RunningTotals
-from gradwatch.actions.backward.modules import ModuleBounds
+from gradwatch.account.running_totals import RunningTotals
+from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.assemble import with_modules
@@ -22,7 +22,7 @@ from gradwatch.capture.shards import is_shard
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.engine.backward import asks_backward, at_step, drops_micro
+from gradwatch.engine.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradwatch.capture.columns.column_reader import COLUMNS as READER_COLUMNS
-from gradwatch.capture.columns.modules import COLUMNS as MODULE_COLUMNS
+from gradwatch.capture.columns.module_statistics import COLUMNS as MODULE_COLUMNS
 from gradwatch.distributed.meeting import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
-from gradwatch.engine.refusal import Refusal, only_at
+from gradwatch.engine.unsupported_rules import Refusal, only_at
 from gradwatch.records.snapshot import RANK_COLUMNS, Sites
 from gradwatch.rules.objections import clip_places
 

@@ -20,7 +20,7 @@ from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.runtime.worker import Job, background_worker
-from gradwatch.sinks.post import TIMEOUT_SECONDS, checked_url
+from gradwatch.sinks.http_post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
 from gradwatch.sinks.prometheus.final_metrics import final_families
 from gradwatch.sinks.prometheus.metric_values import RunEnd, View, families

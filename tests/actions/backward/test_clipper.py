@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.engine.outcome import unclipped, with_clip_order
+from gradwatch.engine.action_outcome import unclipped, with_clip_order
 from gradwatch.records.snapshot import Decision
 from gradwatch.rules.files import parse_rules
 from tests.reading.test_device import WAITING, Operations

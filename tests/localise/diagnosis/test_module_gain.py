@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.localise.diagnosis.profile import Profile
+from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.replay import replay
 from gradwatch.records.finding import Finding

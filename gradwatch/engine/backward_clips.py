@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.baseline_bounds import bounds_of_rules, own_state
-from gradwatch.engine.plan import Plan, RulePlan
+from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.engine.state import EngineState
 from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwatch.account.running import RunningTotals
+from gradwatch.account.running_totals import RunningTotals
 from gradwatch.runtime.own_time import OwnTime
 from tests.support.sink_records import make_record, make_sites
 

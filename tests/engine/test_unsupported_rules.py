@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.engine.refusal import Refusal, disarmed
+from gradwatch.engine.unsupported_rules import Refusal, disarmed
 from gradwatch.errors import AttachError, UnfitRulesError
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of

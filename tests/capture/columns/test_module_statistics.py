@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.capture.columns.modules import COLUMNS, ModuleTaps, preflight
+from gradwatch.capture.columns.module_statistics import COLUMNS, ModuleTaps, preflight
 from gradwatch.capture.columns.pending import PendingColumns
 from gradwatch.capture.names import named_modules
 from gradwatch.engine.columns_needed import Needs
@@ -100,7 +100,7 @@ def test_preflight_names_what_full_backward_would_break() -> None:
     message = str(caught.value)
     assert "act: ReLU(inplace=True)" in message
     assert "out += x" in message
-    assert "test_modules.py:" in message
+    assert "test_module_statistics.py:" in message
     assert "tap: output" in message
     preflight(named_modules([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]))
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gradwatch.detectors.constant import Positive
 from gradwatch.detectors.detector import (
     STRICT,
     Comparison,
@@ -23,6 +22,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray
 
 JUMP = 4.0
