@@ -37,14 +37,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from gradwatch.records.snapshot import (
-    CONFIRMED_JUMP,
-    CONFIRMED_NORM,
-    CheckpointHealth,
-    Decision,
-    Snapshot,
-    Verdict,
-)
+from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
+from gradwatch.records.snapshot import CheckpointHealth, Decision, Snapshot, Verdict
 from gradwatch.runtime.files import write_whole
 
 FORMAT = 1

@@ -34,7 +34,7 @@ def handle(arguments: argparse.Namespace) -> int:
     import shtab
 
     from gradwatch.cli import build_parser
-    from gradwatch.rules.files import pack_names
+    from gradwatch.rules.packs import pack_names
 
     rules = rule_files(pack_names())
     by_destination = {"rules": rules, "files": rules, "tests": shtab.glob("*.yaml", "*.yml")}

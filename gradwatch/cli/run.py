@@ -7,10 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from gradwatch.cli.terminal import complain, paint
 from gradwatch.errors import AttachError, GradwatchError, RuleFileError
+
+if TYPE_CHECKING:
+    from gradwatch.rules.model import RuleSet
 
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
@@ -97,12 +100,11 @@ def check(source: str, arguments: argparse.Namespace) -> str:
         RuleFileError: with everything wrong in the rule file, and what of it cannot be had here.
         AttachError: for a run folder that cannot be made, and an address that is none.
     """
-    from gradwatch.cli.preflight import load
     from gradwatch.endpoint.listen import parse_listen
     from gradwatch.session.settings import DEFAULT_SINKS, Settings, check_directory
 
     given = Settings.resolve(source, env={**os.environ, **settings(arguments)})
-    ruleset = load(source, given.run_id or "")
+    ruleset = checked(source, given.run_id or "")
     kinds = [spec.kind for spec in (DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks)]
     if given.run_dir is not None or "journal" in kinds:
         check_directory(given.run_root(ruleset), writable=given.run_dir is not None)
@@ -112,6 +114,20 @@ def check(source: str, arguments: argparse.Namespace) -> str:
         except ValueError as error:
             raise AttachError(str(error)) from None
     return given.run_root(ruleset)
+
+
+def checked(source: str, run: str) -> RuleSet:
+    """The rule set of a file, as far as `check` asks for it. Raises `RuleFileError` with everything wrong in it."""
+    from gradwatch.rules.model import RuleSet
+    from gradwatch.rules.packs import pack_path
+
+    # Packs are right, and leave sinks to the defaults (tests/rules/test_packs.py): to read one takes 0.2 s, and the
+    # script's own process reads it anyway.
+    if pack_path(source) is not None:
+        return RuleSet()
+    from gradwatch.cli.preflight import load
+
+    return load(source, run)
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:
@@ -141,7 +157,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
 
 def anchored(rules: str) -> str:
     """The name of a shipped pack as it is, any other file by its absolute path."""
-    from gradwatch.rules.files import pack_names
+    from gradwatch.rules.packs import pack_names
 
     return rules if rules in pack_names() else os.path.abspath(os.path.expanduser(rules))
 

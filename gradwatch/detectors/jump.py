@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.snapshot import CONFIRMED_JUMP, CONFIRMED_NORM, BoolArray, FloatArray
+from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 LEAST = 2
 """Samples that must be known before one is judged: the first may be anything, the second may be its like."""

@@ -11,11 +11,13 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from gradwatch.records.snapshot import RunInfo
 from gradwatch.runtime.files import make_directory, read_regular, write_whole
 from gradwatch.runtime.process import start_ticks
+
+if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
+    from gradwatch.records.snapshot import RunInfo
 
 DEFAULT_LISTEN = "127.0.0.1:29440"
 _BACKLOG = 128

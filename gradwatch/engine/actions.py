@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from gradwatch.engine.escalation import due_actions
 from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
-from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, BoolArray, Decision, Due, Order, Snapshot
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.records.snapshot import BoolArray, Decision, Due, Order, Snapshot
 from gradwatch.rules.action_kinds import ACTIONS, changing_gradients
 from gradwatch.rules.model import Action
 

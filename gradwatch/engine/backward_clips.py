@@ -15,7 +15,8 @@ from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.engine.state import EngineState
 from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.snapshot import MODULE_COLUMNS, BoolArray
+from gradwatch.records.columns import MODULE_COLUMNS
+from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.model import Action, RuleSet
 from gradwatch.rules.objections import BOUNDED, at_backward
 

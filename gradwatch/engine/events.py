@@ -11,15 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.series import Series
-from gradwatch.records.snapshot import (
-    RANK_COLUMNS,
-    BoolArray,
-    Event,
-    EventKind,
-    FloatArray,
-    Severity,
-    Snapshot,
-)
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot
 from gradwatch.rules.model import Rule
 
 NAMED = 5

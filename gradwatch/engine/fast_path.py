@@ -24,7 +24,8 @@ from gradwatch.detectors import Detector, State, first_crossed, may_breach
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import COUNT_COLUMNS, Reader
 from gradwatch.engine.state import EngineState
-from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS, Snapshot
+from gradwatch.records.columns import RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.snapshot import Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).smallest_subnormal)

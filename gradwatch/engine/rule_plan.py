@@ -13,7 +13,8 @@ from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.series import FREE_COLUMNS, Reader, Series, roots_of, series_of
-from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS, FloatArray, Sites
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.records.snapshot import FloatArray, Sites
 from gradwatch.rules.model import Action, Rule, RuleSet
 
 NO_BANK = -1

@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.columns_needed import BURSTS, source_of
-from gradwatch.records.snapshot import (
-    MODULE_COLUMNS,
-    RANK_COLUMNS,
-    SCALAR_COLUMNS,
-    BoolArray,
-    FloatArray,
-    Sites,
-    Snapshot,
-)
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.snapshot import BoolArray, FloatArray, Sites, Snapshot
 from gradwatch.rules.model import SAMPLED, Group, Rule, RuleSet
 
 SeriesScope = Literal["param", "group", "total", "scalar"]

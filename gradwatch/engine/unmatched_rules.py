@@ -9,7 +9,8 @@ from gradwatch.engine.rule_plan import idle_reason
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
-from gradwatch.records.snapshot import RANK_COLUMNS, Sites
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import Sites
 from gradwatch.rules.model import Rule, RuleSet
 from gradwatch.rules.objections import objections
 

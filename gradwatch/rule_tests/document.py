@@ -12,7 +12,8 @@ import numpy as np
 from gradwatch.detectors.detector import Column
 from gradwatch.engine.series import COUNT_COLUMNS
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.records.snapshot import CLIP_SECTION, MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS, Sites
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.snapshot import CLIP_SECTION, Sites
 from gradwatch.rule_tests.notation import NotationError, expand
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
 from gradwatch.rules.fields import Model

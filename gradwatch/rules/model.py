@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from gradwatch.records.snapshot import SCALAR_COLUMNS, OnError, Severity
+from gradwatch.records.columns import SCALAR_COLUMNS
+
+if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
+    from gradwatch.records.snapshot import OnError, Severity
 
 Scope = Literal["param", "group", "total"]
 Mode = Literal["act", "shadow"]

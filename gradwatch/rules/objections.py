@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from gradwatch.policies import POLICIES, find_policy
-from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.rules.action_kinds import changing_gradients
 from gradwatch.rules.model import NOT_BUILT, Action, Clip, Rule, RuleSet
 

@@ -19,7 +19,7 @@ from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
-from gradwatch.records.snapshot import RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.context import OptimizerContext
 

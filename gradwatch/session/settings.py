@@ -1,4 +1,7 @@
-"""Sources of a setting: an explicit argument, then `GRADWATCH_*`, then the rule file."""
+"""Sources of a setting: an explicit argument, then `GRADWATCH_*`, then the rule file.
+
+`gradwatch run` starts by this module: what only a watch needs (numpy, metadata) is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import os
 import platform
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import RuleInfo, RunInfo
 from gradwatch.rules.model import RuleSet, SinkSpec
+
+if TYPE_CHECKING:
+    from gradwatch.records.snapshot import RuleInfo, RunInfo
 
 DEFAULT_SINKS = (SinkSpec("prometheus"), SinkSpec("journal"), SinkSpec("log"))
 DEFAULT_DIR = "gradwatch-runs"
@@ -111,6 +114,8 @@ def check_directory(path: str, writable: bool = False) -> None:
             f"the run folder cannot be made: {place} is not a folder; give another one (--dir, run_dir)"
         )
     if writable:  # tried, for permissions do not tell of a read-only or a virtual file system
+        import tempfile
+
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".gradwatch-", dir=place))
         except OSError as error:
@@ -145,6 +150,8 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
 
 def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) -> RunInfo:
     """The identity of this run and rank, from the launcher's environment (torchrun sets RANK and so on)."""
+    from gradwatch.records.snapshot import RunInfo
+
     env = os.environ
     run_id = _as_folder(settings.run_id or _shared_id(env)) or _fresh_id()
     return RunInfo(
@@ -176,6 +183,8 @@ def package_version() -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

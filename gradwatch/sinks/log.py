@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TextIO, get_args
-
-import structlog
 
 from gradwatch.account import Account, gaps
 from gradwatch.account.text import fields
@@ -24,6 +23,7 @@ from gradwatch.runtime import stderr
 from gradwatch.runtime.health import Health
 from gradwatch.runtime.numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
+from gradwatch.sinks import state_restored
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 
 LogFormat = Literal["console", "json"]
@@ -99,13 +99,19 @@ class LogSink:
     ) -> None:
         if format not in FORMATS:
             raise ValueError(f"format: {format!r} is not one of {', '.join(FORMATS)}")
-        self._logger = make_logger(format, stream)
+        self._format, self._stream = format, stream
         self._clock = clock
         self._said: dict[str, _Said] = {}
         # When a rule's cause was last logged, and how exact it was.
         self._caused: dict[str, tuple[float, int]] = {}
         self._next_due = math.inf
         self._muted = False
+
+    @cached_property
+    def _logger(self) -> Any:
+        # Made for the first line: structlog imports rich, 0.1 s that the start of a run should not take.
+        with state_restored():
+            return make_logger(self._format, self._stream)
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Get ready; every rank but 0 stays silent."""
@@ -196,6 +202,8 @@ def make_logger(format: LogFormat = "console", stream: TextIO | None = None) -> 
 
     Every string is made printable, so one call is one line and no escape sequence reaches a terminal.
     """
+    import structlog
+
     writer = _Lines(stream)
     render = _as_json if format == "json" else _console(writer)
     return structlog.wrap_logger(
@@ -304,9 +312,11 @@ def _harmless(logger: Any, method: str, fields: MutableMapping[str, Any]) -> Map
 
 
 def _console(writer: _Lines) -> Callable[[Any, str, MutableMapping[str, Any]], str]:
-    def renderer(colors: bool) -> structlog.dev.ConsoleRenderer:
-        return structlog.dev.ConsoleRenderer(
-            colors=colors, sort_keys=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+    from structlog.dev import ConsoleRenderer, plain_traceback
+
+    def renderer(colors: bool) -> ConsoleRenderer:
+        return ConsoleRenderer(
+            colors=colors, sort_keys=False, pad_event_to=0, exception_formatter=plain_traceback
         )
 
     plain, coloured = renderer(False), renderer(True)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from gradwatch.cli import main
-from gradwatch.rules.files.files import pack_names
+from gradwatch.rules.packs import pack_names
 
 K8S = Path(__file__).resolve().parents[2] / "deploy" / "k8s"
 

@@ -19,7 +19,7 @@ from gradwatch.monitoring.alerts import alerts, health_alerts, rule_alerts, run_
 from gradwatch.monitoring.export import stack_directory
 from gradwatch.monitoring.intervals import Pace, duration
 from gradwatch.rules.files import load_rules, parse_rules
-from gradwatch.rules.files.files import pack_names
+from gradwatch.rules.packs import pack_names
 from gradwatch.sinks.alert_names import FALLBACK, RULE_ALERTS, alert_name
 from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME, METRICS, SERVE_METRICS
 

@@ -24,8 +24,9 @@ from gradwatch.rule_tests import Case, compared, load_tests, simulate
 from gradwatch.rule_tests.document import sites_of
 from gradwatch.rule_tests.notation import MOST_STEPS, NotationError, expand
 from gradwatch.rules.codes import CODES
-from gradwatch.rules.files import load_rules, pack_directory, pack_names, parse_rules
+from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.model import RuleSet
+from gradwatch.rules.packs import pack_directory, pack_names
 from gradwatch.rules.yaml.nodes import Mark, Source
 from tests.support.kept import Kept
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import gradwatch
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.files.files import pack_names
+from gradwatch.rules.packs import pack_names
 from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
 from tests.support.kept import Kept
 

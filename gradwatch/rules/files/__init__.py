@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from gradwatch.rules.files.canonical import canonical, digest
 from gradwatch.rules.files.clips import clip
-from gradwatch.rules.files.files import Collector, locate, pack_directory, pack_names, read, start
+from gradwatch.rules.files.files import Collector, locate, read, start
 from gradwatch.rules.files.items import named_items, sinks
 from gradwatch.rules.files.jsonschema import json_schema
 from gradwatch.rules.files.merge import merge_documents
@@ -25,7 +25,7 @@ from gradwatch.rules.model import Modules, RuleSet
 from gradwatch.rules.objections import Objection, objections
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data
 
-__all__ = ["canonical", "json_schema", "load_rules", "pack_directory", "pack_names", "parse_rules"]
+__all__ = ["canonical", "json_schema", "load_rules", "parse_rules"]
 
 
 Refuse = Callable[[RuleSet], Iterable[tuple[str, str]]]

@@ -5,37 +5,20 @@ never hangs.
 from __future__ import annotations
 
 import os
-import re
 import stat
-from pathlib import Path
 
-import gradwatch
 from gradwatch.rules.files.schema import MOST_FILES
+from gradwatch.rules.packs import SUFFIX, pack_names, pack_path
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, Seq, Source, quoted
 from gradwatch.rules.yaml.text import MAX_BYTES, decode, parse
-
-SUFFIX = ".gradwatch.yaml"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-
-
-def pack_directory() -> Path:
-    """The folder of the shipped packs: inside the wheel, or `rules/` of a checkout."""
-    package = Path(gradwatch.__file__).parent
-    inside = package / "_rules"
-    return inside if inside.is_dir() else package.parent / "rules"
-
-
-def pack_names() -> list[str]:
-    """The shipped packs, sorted."""
-    return sorted(path.name.removesuffix(SUFFIX) for path in pack_directory().glob("*" + SUFFIX))
 
 
 def locate(reference: str, beside: str) -> str:
     """The path that a pack name or a relative path means; `beside` is the file that mentions it ("" =
     none).
     """
-    pack = pack_directory() / (reference + SUFFIX)
-    if _NAME.fullmatch(reference) and pack.is_file():
+    pack = pack_path(reference)
+    if pack is not None:
         return str(pack)
     return os.path.normpath(os.path.join(os.path.dirname(beside), os.path.expanduser(reference)))
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from gradwatch.detectors.detector import Detector, rule_keys
-from gradwatch.records.snapshot import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.check import check, keys_of

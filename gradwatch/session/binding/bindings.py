@@ -25,7 +25,8 @@ from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.engine.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import RANK_COLUMNS, Sites
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import Sites
 from gradwatch.session.activity import Activity
 from gradwatch.session.binding.backward_rules import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of

@@ -11,7 +11,8 @@ from gradwatch.distributed.meeting import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.clipping import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
-from gradwatch.records.snapshot import RANK_COLUMNS, Sites
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import Sites
 from gradwatch.rules.objections import clip_places
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}

@@ -19,7 +19,7 @@ from gradwatch.detectors import DETECTORS, Detector, register_detector
 from gradwatch.engine import Engine
 from gradwatch.errors import RuleFileError
 from gradwatch.records.snapshot import Column, Sites, Snapshot
-from gradwatch.rules.files import canonical, json_schema, load_rules, pack_names, parse_rules
+from gradwatch.rules.files import canonical, json_schema, load_rules, parse_rules
 from gradwatch.rules.files.annotations import PLACEHOLDERS
 from gradwatch.rules.files.resolve import BUILT_IN
 from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
@@ -33,6 +33,7 @@ from gradwatch.rules.model import (
     RuleSet,
     SinkSpec,
 )
+from gradwatch.rules.packs import pack_names
 
 SPIKE = "version: 1\nrules:\n  r:\n    detect: {kind: spike}\n"
 

@@ -18,8 +18,9 @@ from gradwatch.detectors import DETECTORS
 from gradwatch.errors import RuleFileError
 from gradwatch.policies import POLICIES
 from gradwatch.rules.action_kinds import ACTIONS
-from gradwatch.rules.files import json_schema, pack_directory, parse_rules
+from gradwatch.rules.files import json_schema, parse_rules
 from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.rules.packs import pack_directory
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}
 """What a schema can see; the other codes need the rest of the file, or the text itself."""
