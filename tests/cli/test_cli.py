@@ -307,3 +307,17 @@ def test_a_closed_stream_is_no_reason_not_to_run(closed: str, tmp_path: Path) ->
     """`gradwatch run` becomes the command all the same, and has its exit status."""
     command = f"{shlex.join([*GRADWATCH, 'run', '--', sys.executable, '-c', 'raise SystemExit(7)'])} {closed}"
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=250, check=False).returncode == 7
+
+
+@pytest.mark.parametrize("words", [["run", "--", "true"], ["--version"], ["audit", "--help"]])
+def test_it_starts_without_what_takes_long_to_import(words: list[str]) -> None:
+    """Under a pack `gradwatch run` becomes its command before numpy, pydantic or a YAML parser are there."""
+    check = (
+        "import os, sys\n"
+        "from gradwatch.cli import main\n"
+        "os.execvpe = lambda *_: sys.exit(0)\n"
+        f"assert main({words}) == 0\n"
+        "heavy = {'numpy', 'pydantic', 'ruamel.yaml', 'structlog', 'rich', 'torch'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)

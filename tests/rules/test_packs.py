@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradwatch
+from gradwatch.cli import preflight
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.packs import pack_names
 from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
@@ -208,6 +209,12 @@ def test_every_profile_is_shipped() -> None:
     for name in PROFILES:
         rules = {rule.id for rule in load_rules(name).rules}
         assert rules >= {rule.id for rule in load_rules("default").rules}
+
+
+@pytest.mark.parametrize("name", pack_names())
+def test_a_pack_is_what_run_takes_it_for(name: str) -> None:
+    """`gradwatch run` does not read a pack before it starts the script: nothing in it is refused, no sink is named."""
+    assert preflight.load(name).sinks is None
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))

@@ -8,6 +8,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -344,3 +346,19 @@ def test_nobody_elses_logging_is_touched_or_heeded(capsys: pytest.CaptureFixture
     assert not structlog.is_configured()
     assert (logging.getLogger().level, logging.getLogger().handlers) == (root, handlers)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_line_draws_no_random_number() -> None:
+    """structlog is imported for it, which draws from Python's generator; the training goes on as without."""
+    check = (
+        "import random, sys, warnings\n"
+        "from gradwatch.sinks.log import LogSink\n"
+        "sink = LogSink()\n"
+        "assert 'structlog' not in sys.modules\n"
+        "before = random.getstate(), list(warnings.filters)\n"
+        "sink.internal_error('part', ValueError())\n"
+        "assert (random.getstate(), list(warnings.filters)) == before\n"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "gradwatch internal error" in done.stderr
