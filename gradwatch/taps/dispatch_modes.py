@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -49,6 +50,33 @@ def innermost_dispatch() -> Any:
     return _dispatch_at(depth - 1) if depth else None
 
 
+def beneath(mode: TorchDispatchMode) -> bool:
+    """True if another dispatch mode was entered since `mode`, and neither has been left."""
+    return any(_dispatch_at(at) is mode for at in range(dispatching() - 1))
+
+
+def enter(mode: TorchDispatchMode | TorchFunctionMode) -> None:
+    """Make a mode the innermost of its kind in this thread."""
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def leave_dispatch(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode that is the innermost one; does nothing where another is, or none."""
+    if innermost_dispatch() is mode:
+        try:
+            mode.__exit__(None, None, None)
+        finally:
+            if innermost_dispatch() is mode:  # broken off inside torch
+                _pop_dispatch(None)
+
+
+def leave_function(mode: TorchFunctionMode) -> None:
+    """Leave a function mode that is the innermost one; does nothing where another is, or none."""
+    depth = functions()
+    if depth and _function_at(depth - 1) is mode:
+        mode.__exit__(None, None, None)
+
+
 class _Here(threading.local):
     outermost: Aside | None = None  # of this thread
 
@@ -65,12 +93,13 @@ class Aside:
         self.take()
 
     def take(self) -> None:
-        """Take what is on the stacks now."""
-        self._dispatch = [_dispatch_at(k) for k in range(dispatching())]
-        self._function = [_function_at(k) for k in range(functions())]
-        if _here.outermost is None:
-            _here.outermost = self
+        """Take what is on the stacks now; called again before `put_back`, only make sure that it is off them."""
+        if _here.outermost is not self:
+            self._dispatch = [_dispatch_at(k) for k in range(dispatching())]
+            self._function = [_function_at(k) for k in range(functions())]
         try:
+            if _here.outermost is None:
+                _here.outermost = self
             self._leave(self._devices(), [])
         except BaseException:  # the script's, from a signal handler: its modes must be there
             self.put_back()
@@ -78,9 +107,9 @@ class Aside:
 
     def put_back(self) -> None:
         """Both stacks as they were found."""
-        if _here.outermost is self:
-            _here.outermost = None
         try:
+            if _here.outermost is self:
+                _here.outermost = None
             self._leave(self._function, self._dispatch)
         finally:  # once more: what arrived at the first must not leave the script without its modes
             self._leave(self._function, self._dispatch)
@@ -114,7 +143,10 @@ def as_found() -> Iterator[None]:
     try:
         yield
     finally:
-        aside.take()
+        try:
+            aside.take()
+        finally:  # once more, as in `put_back`
+            aside.take()
 
 
 @untraced

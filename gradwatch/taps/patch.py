@@ -57,19 +57,27 @@ class Patch(Generic[L]):
 
         Raises `AttributeError` where there is no such attribute, and `TypeError` for a class that cannot be changed.
         """
-        with _lock.held:
-            layer = self._layer
-            if layer is None or not (layer.listeners or self._in_place() is layer.made):
-                layer = self._put()
-            layer.listeners += (listener,)
-        waiting = [layer]
+        waiting: list[Layer[L]] = []
 
         def remove() -> None:
             with _lock.held:
                 if waiting:
-                    self._remove(waiting.pop(), listener)
+                    self._remove(waiting[0], listener)
+                    waiting.clear()  # last: where a signal has broken it off, the next call does the rest
 
-        return remove
+        try:
+            with _lock.held:
+                layer = self._layer
+                if layer is None or not (layer.listeners or self._in_place() is layer.made):
+                    layer = self._put()
+                waiting.append(layer)
+                layer.listeners += (listener,)
+            return remove
+        except BaseException:  # what nothing listens to must not stay in place
+            with _lock.held:
+                if self._layer is not None:
+                    self._remove(self._layer, listener)
+            raise
 
     @contextlib.contextmanager
     def listening(self, listener: L) -> Iterator[None]:
@@ -85,12 +93,12 @@ class Patch(Generic[L]):
         self._inherited = found is _ABSENT
         layer = Layer[L](_inherited(self.owner, self.name) if self._inherited else found)
         layer.made = self._make(layer)
-        _set(self.owner, self.name, layer.made)
         self._layer = layer
+        _set(self.owner, self.name, layer.made)
         return layer
 
     def _remove(self, layer: Layer[L], listener: L) -> None:
-        at = next(i for i, one in enumerate(layer.listeners) if one is listener)
+        at = next((i for i, one in enumerate(layer.listeners) if one is listener), len(layer.listeners))
         layer.listeners = layer.listeners[:at] + layer.listeners[at + 1 :]
         if not layer.listeners and self._in_place() is layer.made:
             if self._inherited:

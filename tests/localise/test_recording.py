@@ -196,6 +196,59 @@ def test_a_recording_that_cannot_begin_leaves_nothing_behind(monkeypatch: pytest
     assert len(kept.records) == 4
 
 
+class Raises(torch.autograd.Function):
+    """A function of the script's whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ValueError("the script's")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["bare", "own anomaly mode"])
+def test_a_backward_that_raises_in_a_recorded_step_warns_of_nothing(own: bool) -> None:
+    """torch shows the lines of the forward under anomaly mode: only where the script has switched that on."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    shown = warnings._showwarnmsg  # type: ignore[attr-defined]
+    with (
+        warnings.catch_warnings(record=True) as told,
+        gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[Kept()]),
+    ):
+        warnings.simplefilter("always")
+        (model(torch.randn(5, 4)).square().mean() * float("nan")).backward()
+        optimizer.step()
+        assert torch.is_anomaly_enabled()
+        with (
+            torch.autograd.set_detect_anomaly(True) if own else _AS_IT_IS,
+            pytest.raises(ValueError, match="the script's"),
+        ):
+            Raises.apply(model(torch.randn(5, 4))).sum().backward()
+    assert ["Error detected in RaisesBackward" in str(one.message) for one in told] == [True] * own
+    assert warnings._showwarnmsg is shown  # type: ignore[attr-defined]
+
+
+def test_the_scripts_own_anomaly_check_raises_in_recorded_steps_too() -> None:
+    """A recording leaves a mode that it finds switched on as it is, with its check."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    (model(torch.randn(5, 4)).sum() * float("nan")).backward()
+    with gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[Kept()]):
+        with torch.autograd.set_detect_anomaly(True):
+            optimizer.step()
+            assert len(_get_current_dispatch_mode_stack()) == 1
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                (model(torch.zeros(5, 4)) * 0).sqrt().sum().backward()
+            assert torch.is_anomaly_check_nan_enabled()
+        assert not torch.is_anomaly_enabled()
+    assert not torch.is_anomaly_enabled()
+
+
 def test_recording_stays_out_of_a_mode_of_the_script() -> None:
     """Inside a dispatch mode of the user's nothing is recorded, and it is said."""
 

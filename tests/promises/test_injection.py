@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import threading
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,10 +44,11 @@ RULES = {
 }
 PASSED_ON = {
     "result = func(*args, **(kwargs or {}))",
-    "return result",
     "return original(roots, *args, **kwargs)",
 }
 """Lines of a recording that only run what torch was about to run: what is raised there is not caught."""
+RUN_BACKWARD = torch.autograd._engine_run_backward
+SHOW_WARNING = warnings._showwarnmsg  # type: ignore[attr-defined]
 AT = 2  # the step into which the exception goes
 LINES = 20  # of each kind in the short version
 
@@ -125,20 +127,44 @@ def job(
     return reached, [param.detach().clone() for param in model.parameters()]
 
 
-def escaped(rules: str, kind: type[BaseException], every: int, folder: Path) -> list[str]:
-    """The lines at which it went wrong, of every so-many-th that the step executes."""
+def left_behind() -> list[str]:
+    """What a recording switches on in torch, and is on; it is switched off, so that it is told once."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+    found = {
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "a dispatch mode": bool(modes),
+        "a hook on every module": any(hooks),
+        "a function around the backward": torch.autograd._engine_run_backward is not RUN_BACKWARD,
+        "a function that shows warnings": warnings._showwarnmsg is not SHOW_WARNING,  # type: ignore[attr-defined]
+    }
+    torch.set_anomaly_enabled(False)
+    for _ in modes:
+        torch._C._pop_torch_dispatch_stack(None)
+    for each in hooks:
+        each.clear()
+    return [what for what, on in found.items() if on]
+
+
+def escaped(
+    rules: str, kind: type[BaseException], every: int, folder: Path, files: tuple[str, ...] = ("",)
+) -> list[str]:
+    """The lines at which it went wrong, of every so-many-th that the step executes in files that end so."""
     seen = Injected(-1, kind)
     assert job(rules, seen, folder)[0] is None
     bare = job(None, Injected(-1, kind), folder)[1]
     wrong = []
-    for at in range(0, len(seen.lines), every or max(1, len(seen.lines) // LINES)):
+    lines = [at for (file, _), at in seen.lines.items() if file.endswith(files)]
+    for at in lines[:: every or max(1, len(lines) // LINES)]:
         injected = Injected(at, kind)
         reached, weights = job(rules, injected, folder)
+        left = left_behind()
         if (
             not injected.where or injected.where == "try:"
         ):  # that of the guard itself, or a line of a busier step
             continue
         place = [f"{Path(file).name}:{line}" for file, line in injected.lines][-1] + f" {injected.where}"
+        wrong += [f"{place}: {one} left" for one in left]
         if kind is RuntimeError:
             if reached is not None and not (rules == "record" and injected.where in PASSED_ON):
                 wrong.append(f"{place}: {reached!r}")
@@ -159,6 +185,13 @@ KINDS = [RuntimeError, KeyboardInterrupt, SentError]
 def test_a_sample_of_lines(rules: str, kind: type[BaseException], tmp_path: Path) -> None:
     """Twenty lines of each kind, spread over the step."""
     assert escaped(rules, kind, 0, tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_line_that_begins_or_ends_a_recording(kind: type[BaseException], tmp_path: Path) -> None:
+    """None of them leaves on in torch what a recording switches on."""
+    files = ("recorder.py", "live_recording.py", "anomaly.py", "dispatch_modes.py", "patch.py")
+    assert escaped("record", kind, 1, tmp_path / "run", files) == []
 
 
 @pytest.mark.soak

@@ -44,10 +44,9 @@ class ModuleAttribution:
         self._last: dict[int, Any] = {}
 
     def __enter__(self) -> ModuleAttribution:
-        self._handles = [
-            register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._ran, always_call=True),
-        ]
+        # One by one: an exception between the two must leave the first to be removed.
+        self._handles.append(register_module_forward_pre_hook(self._enters))
+        self._handles.append(register_module_forward_hook(self._ran, always_call=True))
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -90,6 +90,7 @@ class ForwardTracer(DispatchMode):
             if before is not None:
                 self._guarded(self._makes, func, result)
                 self._guarded(self._after, func, args, kwargs or {}, result, before)
+            return result
         except Exception as error:
             guard.fault("localise", error)
         return result

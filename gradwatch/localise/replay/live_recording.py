@@ -7,7 +7,6 @@ recording ends by itself.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,43 +33,60 @@ class Live:
         self.seconds = 0.0
         self._models = models
         self._failed = failed
-        self._stack: contextlib.ExitStack | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | None = None  # while a step is being recorded
+        self._unwatch: Callable[[], None] | None = None
         self._trace = Trace()
         self._began = 0.0
 
     def begin(self) -> None:
         """A step has ended: record the next one. Raises `Refused` where that could disturb the job."""
-        if self._stack is None and self.left > 0:
-            with dispatch_modes.as_found():  # the hooks of a step run with the modes of the script set aside
-                self._enter()
+        if self._recorder is None and self.left > 0:
+            try:
+                # The hooks of a step run with the modes of the script set aside.
+                with dispatch_modes.as_found():
+                    refuse()
+                    self._enter()
+            except BaseException:
+                with dispatch_modes.as_found():
+                    self._leave()
+                raise
 
     def _enter(self) -> None:
-        refuse()
-        self._recorder = Recorder(self._models, self._failed)
         self._trace = Trace(sources=sources(_named(self._models)))
-        with contextlib.ExitStack() as stack:  # left again where entering fails half-way
-            stack.enter_context(self._recorder.forward(functions=False))
-            stack.enter_context(around_backward.watched(self._backward))
-            self._began = time.perf_counter()
-            self._stack = stack.pop_all()
+        self._recorder = Recorder(self._models, self._failed)
+        self._recorder.enter(functions=False)
+        self._unwatch = around_backward.listen(self._backward)
+        self._began = time.perf_counter()
+
+    def _leave(self) -> None:
+        try:
+            self._leave_all()
+        finally:  # once more: what arrived at the first must not leave anything on
+            self._leave_all()
+
+    def _leave_all(self) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if self._recorder is not None:
+            self._recorder.leave()
+            self._recorder = None
 
     @property
     def under_way(self) -> bool:
         """True if a step is being recorded."""
-        return self._stack is not None
+        return self._recorder is not None
 
     def end(self) -> Trace | None:
         """The next step is about to be taken; None where nothing was being recorded."""
-        if self._stack is None or self._recorder is None:
+        if self._recorder is None:
             return None
         with dispatch_modes.as_found():
-            if not self._recorder.innermost:
+            if self._recorder.beneath:
                 # The script has entered a dispatch mode of its own since, and is still in it: ours is beneath.
                 self._recorder.sleep()
                 return None
-            self._stack.close()
-        self._stack = None
+            self._leave()
         self.left -= 1
         self.seconds += time.perf_counter() - self._began
         return self._trace

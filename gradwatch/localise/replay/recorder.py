@@ -10,21 +10,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.torch_functions import Calls
 from gradwatch.localise.replay.backward import BackwardTracer, Culprit
 from gradwatch.localise.replay.forward import ForwardTracer, Origin
-from gradwatch.taps.dispatch_modes import innermost_dispatch
+from gradwatch.taps.graph.anomaly import AnomalyMode
+from gradwatch.taps.dispatch_modes import beneath, enter, leave_dispatch, leave_function
 
 
 class Recorder:
-    """Follows `models`; enter `forward()`, then `backward(outputs)`; ask `origin_of` and `culprits` after."""
+    """Follows `models`; enter `forward()`, then `backward(outputs)`; ask `origin_of` and `culprits` after.
+
+    `enter` and `leave` are for a forward that no block encloses.
+    """
 
     def __init__(self, models: Iterable[nn.Module], failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
+        self._anomaly = AnomalyMode()
         self._where = ModuleAttribution(models)
         self._calls = Calls()
         self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now)
@@ -34,8 +38,33 @@ class Recorder:
     @contextlib.contextmanager
     def forward(self, functions: bool = True) -> Iterator[None]:
         """Watch the operations of a forward; with `functions` the torch functions they belong to as well."""
-        with anomaly_recorded(), self._where, self._calls if functions else _NOTHING, self._forward:
+        try:
+            self.enter(functions)
             yield
+        finally:
+            self.leave()
+
+    def enter(self, functions: bool = True) -> None:
+        """Begin to watch; to be followed by `leave`, also where this raises."""
+        self._anomaly.enter()
+        self._where.__enter__()
+        if functions:
+            enter(self._calls)
+        enter(self._forward)
+
+    def leave(self) -> None:
+        """Leave all of it, as far as it was entered; does nothing the second time."""
+        try:
+            self._leave()
+        finally:  # once more: what arrived at the first must not leave a mode on
+            self._leave()
+
+    def _leave(self) -> None:
+        leave_dispatch(self._inside_custom)
+        leave_dispatch(self._forward)
+        leave_function(self._calls)
+        self._where.__exit__()
+        self._anomaly.leave()
 
     @contextlib.contextmanager
     def backward(self, roots: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -43,17 +72,19 @@ class Recorder:
         slept, self._forward.asleep = self._forward.asleep, True  # the nodes are looked at, not their kernels
         try:
             self._backward.attach(roots)
-            # The backward of a custom Function is Python of the user's: its line can be told too.
-            with self._inside_custom if self._backward.has_custom else contextlib.nullcontext():
-                yield self._backward.leaves
+            if self._backward.has_custom:
+                # The backward of a custom Function is Python of the user's: its line can be told too.
+                enter(self._inside_custom)
+            yield self._backward.leaves
         finally:
+            leave_dispatch(self._inside_custom)
             self._forward.asleep = slept
             self._backward.close()
 
     @property
-    def innermost(self) -> bool:
-        """True if no dispatch mode was entered since `forward()` was entered, and not left it."""
-        return innermost_dispatch() is self._forward
+    def beneath(self) -> bool:
+        """True if another dispatch mode was entered since this was, and is still active: `leave` cannot remove it."""
+        return beneath(self._forward)
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """A write into one of these is restored, so it is not reported."""
@@ -65,8 +96,9 @@ class Recorder:
         return self._forward.stray
 
     def sleep(self) -> None:
-        """Look at nothing any more."""
+        """Look at nothing any more, and leave all that can be left."""
         self._forward.asleep = True
+        self.leave()
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Origin of the non-finite values in an output of the forward."""
@@ -83,17 +115,3 @@ class Recorder:
             return None
         written = (one for one in self._inside_custom.origins if one.frames and not one.intended)
         return next(written, None)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def anomaly_recorded() -> Iterator[None]:
-    """Anomaly mode without its check: nodes remember their Python lines, nothing is ever raised."""
-    enabled, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    torch.set_anomaly_enabled(True, False)
-    try:
-        yield
-    finally:
-        torch.set_anomaly_enabled(enabled, checks)

@@ -34,8 +34,13 @@ def possible() -> bool:
     return hasattr(torch.autograd, RUN_BACKWARD)
 
 
+def listen(watch: Watch) -> Callable[[], None]:
+    """Have `watch(roots)` called before every backward of this thread; the returned call ends that."""
+    return _run_backward.listen(_Watcher(threading.get_ident(), os.getpid(), watch))
+
+
 def watched(watch: Watch) -> AbstractContextManager[None]:
-    """Have `watch(roots)` called before every backward of this thread, in this block."""
+    """`listen` for the length of a block."""
     return _run_backward.listening(_Watcher(threading.get_ident(), os.getpid(), watch))
 
 
