@@ -16,8 +16,8 @@ from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.torch_functions import Calls
 from gradwatch.localise.replay.backward import BackwardTracer, Culprit
 from gradwatch.localise.replay.forward import ForwardTracer, Origin
-from gradwatch.taps.graph.anomaly import AnomalyMode
 from gradwatch.taps.dispatch_modes import beneath, enter, leave_dispatch, leave_function
+from gradwatch.taps.graph.anomaly import AnomalyMode
 
 
 class Recorder:
