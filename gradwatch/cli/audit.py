@@ -90,10 +90,7 @@ def report(audit: Audit, where: Path) -> str:
         f"  {paint('unrecorded', 'yellow')}: {count} incidents of rule {rule} ({action}) after the last step recorded"
         for (rule, action), count in sorted(audit.unrecorded.items())
     ]
-    if audit.unfinished:
-        parts.append(
-            "  the journal has no end (killed, or still running): the steps of its last second may be missing"
-        )
+    parts += without_end(audit)
     parts += [
         f"  {paint('failed', 'red')}: the actions of rule {rule} could not be carried out {count} times"
         for rule, count in sorted(audit.failed.items())
@@ -119,6 +116,15 @@ def counts(audit: Audit) -> Iterable[str]:
             f"  no data: {rule}: {reason}" for rule, reason in sorted(never_evaluated(account).items())
         )
         yield from (f"  not armed: {rule}: {why}" for rule, why in sorted(not_armed(account).items()))
+
+
+def without_end(audit: Audit) -> Iterable[str]:
+    """A line where a process ended without its account, or has not ended."""
+    if audit.unfinished:
+        yield (
+            "  the journal has no end (ended by os._exit, killed, or still running): "
+            "the steps of its last second may be missing"
+        )
 
 
 def fired(audit: Audit) -> Iterable[str]:

@@ -70,7 +70,11 @@ def handle(arguments: argparse.Namespace) -> int:
     audit = None if arguments.incident else audited(where)
     if arguments.json:
         documents = [document(one) for one in best]
-        fired = {} if audit is None else {"fired": [asdict(one) for one in audit.fired()]}
+        fired: dict[str, Any] = (
+            {}
+            if audit is None
+            else {"fired": [asdict(one) for one in audit.fired()], "unfinished": audit.unfinished}
+        )
         print(json.dumps({"run": str(where), "findings": documents, **fired}, indent=2, allow_nan=False))
     elif arguments.markdown:
         from gradwatch.incidents.page import markdown
@@ -94,12 +98,14 @@ def audited(where: Path) -> Audit:
         for rule, one in found.rules.items():
             if one.times > getattr(everything.rules.get(rule), "times", 0):
                 everything.rules[rule] = one
+        everything.unfinished |= found.unfinished
         everything.take_findings(found.causes.values())
     return everything
 
 
 def listed(audit: Audit | None) -> Iterable[str]:
     """As `summary`, in Markdown."""
+    from gradwatch.cli.audit import without_end
     from gradwatch.incidents.page import markdown
 
     if audit is not None:
@@ -108,14 +114,15 @@ def listed(audit: Audit | None) -> Iterable[str]:
             f"{one.cause or 'cause not known'}"
             for one in audit.fired()
         )
-        yield markdown(["## What fired", "", *rules])
+        ends = (f"- {line.strip()}" for line in without_end(audit))
+        yield markdown(["## What fired", "", *rules, *ends])
 
 
 def summary(audit: Audit, where: Path) -> str:
     """Every rule that fired, with the cause where one is known."""
-    from gradwatch.cli.audit import fired
+    from gradwatch.cli.audit import fired, without_end
 
-    return "\n".join([f"{where}: what fired", *fired(audit)])
+    return "\n".join([f"{where}: what fired", *fired(audit), *without_end(audit)])
 
 
 def chosen(where: Path, name: str | None) -> list[Incident]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import gradwatch
 from gradwatch.cli import main
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules
+from tests.promises.launched import execute
+from tests.support.launch_cases import GRADWATCH
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +74,29 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "name the folder of a run" in capsys.readouterr().err
     assert main(["explain", "--dir", str(tmp_path / "absent")]) == 2
     assert "gradwatch run -- python train.py" in capsys.readouterr().err
+
+
+def test_a_run_that_ended_without_its_account(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a process was killed or left by `os._exit`, "no rule fired" is said of the steps recorded only."""
+    said = "the journal has no end"
+    assert main(["explain", "--dir", str(runs)]) == 0
+    assert said not in capsys.readouterr().out
+    code = (
+        "import os, torch\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "for step in range(3):\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "os._exit(3)\n"
+    )
+    assert execute([*GRADWATCH, "run", "--", sys.executable, "-c", code], tmp_path).status == 3
+    folder = str(tmp_path / "gradwatch-runs")
+    assert main(["explain", "--dir", folder]) == 1
+    assert said in capsys.readouterr().out
+    assert main(["explain", "--markdown", "--dir", folder]) == 1
+    assert said in capsys.readouterr().out
+    assert main(["explain", "--json", "--dir", folder]) == 1
+    assert json.loads(capsys.readouterr().out)["unfinished"] is True
