@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gradwatch.engine.pending_firing import Track
+from gradwatch.engine.firing import Track
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.model import Action

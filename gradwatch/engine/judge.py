@@ -18,7 +18,7 @@ from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
-from gradwatch.engine.pending_firing import NEVER, Moved, Track, at_rest, move
+from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import Reader
 from gradwatch.engine.state import EngineState

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradwatch.detectors import State
-from gradwatch.engine.pending_firing import IDLE, NEVER, Track, awake
+from gradwatch.engine.firing import IDLE, NEVER, Track, awake
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.errors import GradwatchError

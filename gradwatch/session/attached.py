@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.assemble import with_modules
+from gradwatch.capture.columns.batch_norm import RunningStatistics
 from gradwatch.capture.columns.module_statistics import ModuleTaps
-from gradwatch.capture.columns.running_statistics import RunningStatistics
 from gradwatch.capture.fsdp1 import FlatTaps
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gradwatch.actions.clip_section import Found, carried_scale
 from gradwatch.actions.step_actions import Outcome, left_by_zeroing
 from gradwatch.capture.assemble import as_float32, assemble, of_norms
-from gradwatch.capture.columns.running_statistics import RunningStatistics
+from gradwatch.capture.columns.batch_norm import RunningStatistics
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.parameters import Capture
 from gradwatch.capture.window_norms import WindowNorms

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from gradwatch.detectors import Above, AllZero, Below, Drift, NonFinite, Spike, Stale
 from gradwatch.engine import Engine, EngineState
-from gradwatch.engine.pending_firing import IDLE, at_rest, move
+from gradwatch.engine.firing import IDLE, at_rest, move
 from gradwatch.records.snapshot import Decision, Order, Snapshot
 from gradwatch.rules.model import Action, Rule, RuleSet
 from tests.detectors import reference

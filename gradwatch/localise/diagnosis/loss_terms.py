@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradwatch.localise.diagnosis import loss_side
+from gradwatch.localise.diagnosis import loss_code
 from gradwatch.localise.diagnosis.frames import NOT_OF_USER, frame_of
 from gradwatch.localise.diagnosis.operations import of_node
 from gradwatch.records.finding import Finding
@@ -29,7 +29,7 @@ MOST = 32  # nodes of a loss
 def amended_by_loss(finding: Finding, calls: Sequence[Call]) -> Finding:
     """Amend a Finding by the loop's own tensors of a loss computed after all of these calls, else by other losses."""
     since = max(call.ended for call in calls)
-    found = loss_side.amended(finding, since)
+    found = loss_code.amended(finding, since)
     return calls[-1].losses.amended(finding, since - calls[-1].ended) if found is finding else found
 
 
@@ -64,7 +64,7 @@ class Losses:
         suspects = [name for _, name, infinite, _ in nodes if infinite]
         if len(set(suspects)) != 1:
             return finding.amended(note=note)
-        if any(constant for *_, constant in nodes) and (held := loss_side.nonfinite_constant()):
+        if any(constant for *_, constant in nodes) and (held := loss_code.nonfinite_constant()):
             return finding.amended(note=f"{note}; `{held}`, which no gradient flows to, was not finite")
         op = of_node(suspects[-1])
         note += f"; of these only {op} can be infinite, or have an infinite slope"
@@ -103,7 +103,7 @@ def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool, bool], ...]:
     oldest_first = sorted(found, key=found.__getitem__)
     described = []
     for node in oldest_first:
-        infinite, constant = loss_side.singular(node), loss_side.takes_constant(node)
+        infinite, constant = loss_code.singular(node), loss_code.takes_constant(node)
         described.append((found[node] - since, node.name(), infinite, constant))
     return tuple(described)
 

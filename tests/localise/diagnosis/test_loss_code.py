@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.incidents.explanation import sentence
-from gradwatch.localise.diagnosis import loss_side
+from gradwatch.localise.diagnosis import loss_code
 from gradwatch.records.finding import Finding
 from tests.support.kept import Kept
 
@@ -159,12 +159,11 @@ def test_losses_that_differ_from_step_to_step_tell_nothing() -> None:
 @pytest.mark.parametrize("broken", [ValueError, RecursionError])
 def test_a_fault_of_ours_leaves_the_answer(broken: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails in looking at the loop costs the detail, not the finding, nor the training."""
-    from gradwatch.localise.diagnosis import loss_side
 
     def fail(*args: object) -> Any:
         raise broken("ours")
 
-    monkeypatch.setattr(loss_side, "amended", fail)
+    monkeypatch.setattr(loss_code, "amended", fail)
     torch.manual_seed(0)
     model, kept = nn.Linear(4, 1), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -187,7 +186,7 @@ def test_a_tensor_exponent_is_not_asked_of_a_freed_graph() -> None:
     node = powers.grad_fn
     powers.sum().backward()
     assert node is not None
-    assert loss_side.singular(node)
+    assert loss_code.singular(node)
 
 
 def trained(loss_of: Callable[[Tensor, Tensor, bool], Tensor]) -> Finding:
