@@ -18,8 +18,8 @@ from gradwatch.rule_tests.notation import NotationError, expand
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
 from gradwatch.rules.fields import Model
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.files.check import check
-from gradwatch.rules.files.files import locate, read, start
+from gradwatch.rules.files.extends import locate, read, start
+from gradwatch.rules.files.validation import check
 from gradwatch.rules.model import RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
 from gradwatch.rules.yaml.text import parse

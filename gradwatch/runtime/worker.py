@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from gradwatch.runtime.backoff import Backoff
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 
 THREAD_NAME = "gradwatch-worker"
 _BACKOFF_SECONDS = (1.0, 60.0)  # after the first failure, and at most

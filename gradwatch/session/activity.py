@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from gradwatch.errors import TrainingStopped
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process import here
 
 FAILURES = 3  # internal errors in a row before watching pauses

@@ -28,7 +28,7 @@ from gradwatch.localise.replay.evidence import Evidence, gather
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Decision, Event, Record, RunInfo, Snapshot, Verdict
 from gradwatch.rules.model import Action, RuleSet
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.causes import SUSPICIONS, Causes, incident_of
 from gradwatch.sinks import state_restored
 

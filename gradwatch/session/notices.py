@@ -8,7 +8,7 @@ from gradwatch.engine.unmatched_rules import described
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.model import RuleSet
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.sinks.breaker import Breaker
 

@@ -23,7 +23,7 @@ from gradwatch.errors import AttachError
 from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo
 from gradwatch.rules.model import RuleSet
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process import here
 from gradwatch.session.accounting import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.activity import Activity

@@ -12,7 +12,7 @@ from gradwatch.account.exit_reason import ended_by
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RunInfo
 from gradwatch.rules.model import RuleSet
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.numbers import json_number
 from gradwatch.session.session import Session
 

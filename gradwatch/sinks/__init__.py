@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
-from gradwatch.runtime.health import Health
 from gradwatch.runtime.imports import filters_kept
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.spelling import did_you_mean
 
 __all__ = ["Sink", "find_sink", "make_sink", "register_sink", "sink_names"]

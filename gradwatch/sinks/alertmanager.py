@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from gradwatch.records.snapshot import Event, Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import one_line, printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.alert_names import alert_name

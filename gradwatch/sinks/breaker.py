@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.sinks import Sink
 

@@ -20,7 +20,7 @@ from gradwatch.journal.entries import EndEntry, LostEntry
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.retention import Retention
 from gradwatch.records.snapshot import Event, Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 
 MAX_QUEUE = 1024
 _FOR_EVENTS = 256

@@ -20,7 +20,7 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Event, Order, Record, RunInfo
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.runtime import stderr
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
 from gradwatch.sinks import state_restored

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.dependencies import require
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import state_restored
 from gradwatch.sinks.http_post import checked_url, post
 from gradwatch.sinks.prometheus.exposition import Family, Labels

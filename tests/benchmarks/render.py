@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.support.sink_records import make_record, make_run, make_sites
 

@@ -11,7 +11,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradwatch.records.snapshot import Decision, Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.scanner import Fleet, Scanner
 from gradwatch.serve.summary import Summaries

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import Stack, running, stack, wait_until

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.benchmarks.endpoint import KINDS, measure
 from tests.support.sink_records import make_record, make_run, make_sites

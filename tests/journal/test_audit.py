@@ -14,7 +14,7 @@ import torch
 from gradwatch.cli import main
 from gradwatch.journal import read_journal
 from gradwatch.records.snapshot import CLIP_SECTION, Order, Record
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support import warm
 from tests.support.acting_cases import Training, run_folder, watched

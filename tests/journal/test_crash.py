@@ -16,7 +16,7 @@ import pytest
 
 from gradwatch.journal import Damage, JournalReader, read_journal
 from gradwatch.journal.frames import Frame, FrameScanner
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites
 

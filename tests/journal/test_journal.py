@@ -36,7 +36,7 @@ from gradwatch.journal.reader import JournalName, opened
 from gradwatch.journal.recorder import Recorder
 from gradwatch.journal.steps import GroupNorms, step_row
 from gradwatch.records.snapshot import Column, Decision, Record, RuleInfo, Sites
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.alphabet import UNICODE
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip

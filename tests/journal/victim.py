@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from gradwatch.records.snapshot import Event
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites
 

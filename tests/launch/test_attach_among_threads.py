@@ -12,7 +12,7 @@ from torch import nn
 import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.records.snapshot import RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from tests.support import warm
 from tests.support.kept import Kept
 from tests.support.launch_cases import GRADWATCH

@@ -22,7 +22,7 @@ from gradwatch.reading import cpu
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.rules.files import parse_rules
 from gradwatch.runtime import own_time
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.session import activity
 from gradwatch.session import step_pipeline as judging
 from gradwatch.session.boundary import optimizer_step

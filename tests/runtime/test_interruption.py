@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.interruption import by_signal_handler, not_ours
 from tests.support.kept import Kept
 

@@ -17,7 +17,7 @@ import pytest
 
 from gradwatch.journal.entries import LostEntry
 from gradwatch.records.snapshot import Decision
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.page import fleet_page
 from gradwatch.serve.responses import metrics, sd

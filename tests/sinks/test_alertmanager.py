@@ -17,7 +17,7 @@ import pytest
 
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Decision, Record
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.worker import THREAD_NAME, background_worker
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.alertmanager import AlertmanagerSink

@@ -10,7 +10,7 @@ import pytest
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker
 from tests.support.sink_records import make_record, make_run, make_sites

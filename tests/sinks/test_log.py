@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from gradwatch.account.account import Account, Taken, Watched
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Decision, Event, Order
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.log import LogFormat, LogSink
 from tests.support.alphabet import UNICODE
 from tests.support.sink_records import make_event, make_record, make_run, make_sites

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.otlp import OTLPSink
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.metric_values import families

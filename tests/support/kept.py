@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 
 
 class Kept:

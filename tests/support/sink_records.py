@@ -22,7 +22,7 @@ from gradwatch.records.snapshot import (
     Snapshot,
     Verdict,
 )
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 RULES = (

@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 
 from gradwatch.rules.files.canonical import canonical, digest
 from gradwatch.rules.files.clips import clip
-from gradwatch.rules.files.files import Collector, locate, read, start
+from gradwatch.rules.files.extends import Collector, locate, read, start
 from gradwatch.rules.files.items import named_items, sinks
 from gradwatch.rules.files.jsonschema import json_schema
 from gradwatch.rules.files.merge import merge_documents
-from gradwatch.rules.files.resolve import Resolver, groups
+from gradwatch.rules.files.rule_building import Resolver, groups
 from gradwatch.rules.files.schema import MOST_OVERRIDES
 from gradwatch.rules.files.structure import structure
 from gradwatch.rules.model import Modules, RuleSet

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwatch.policies import POLICIES, AnyPolicy, find_policy
-from gradwatch.rules.files.check import check
 from gradwatch.rules.files.schema import ClipEntry, policy_model
+from gradwatch.rules.files.validation import check
 from gradwatch.rules.model import Clip, ClipPolicy
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, quoted, shown, without
 

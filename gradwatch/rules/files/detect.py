@@ -9,8 +9,8 @@ from typing import Any
 
 import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
-from gradwatch.rules.files.check import check, keys_of
 from gradwatch.rules.files.schema import RuleEntry, detector_model
+from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of the rule: write it beside `detect:`")

@@ -7,8 +7,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gradwatch.rules.action_kinds import ACTIONS
-from gradwatch.rules.files.check import check
 from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.rules.files.validation import check
 from gradwatch.rules.model import Action, SinkSpec
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
 

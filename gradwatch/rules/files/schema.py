@@ -1,7 +1,7 @@
 """The shape of a rule file as pydantic models: which keys there are, of what type, in what range.
 
 The models are flat (one per map of the file); what a word *means* (is there such a group? does this kind
-have a baseline?) is checked in `gradwatch.rules.files.resolve`. Everything is strict: no text becomes a
+have a baseline?) is checked in `gradwatch.rules.files.rule_building`. Everything is strict: no text becomes a
 number, no number a truth value.
 """
 

@@ -8,7 +8,6 @@ from dataclasses import fields
 from gradwatch.detectors.detector import DETECTORS
 from gradwatch.rules.fields import NAME, Model
 from gradwatch.rules.files.annotations import check_annotations, check_labels
-from gradwatch.rules.files.check import check, keys_of
 from gradwatch.rules.files.items import actions, sinks
 from gradwatch.rules.files.schema import (
     ClipEntry,
@@ -20,6 +19,7 @@ from gradwatch.rules.files.schema import (
     Override,
     RuleEntry,
 )
+from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted, shown
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.prometheus.exposition import Family, Labels

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from gradwatch.account import Account
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.http_post import TIMEOUT_SECONDS, checked_url

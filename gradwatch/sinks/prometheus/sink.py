@@ -21,7 +21,7 @@ from gradwatch.endpoint.listen import (
 from gradwatch.endpoint.protocol import Content, plain
 from gradwatch.endpoint.server import Endpoint, Limits
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
 from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels

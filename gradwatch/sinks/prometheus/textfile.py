@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.runtime.files import write_whole
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.periodic_export import PeriodicExport
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.worker import BackgroundWorker, Job
 from gradwatch.sinks import state_restored
 from gradwatch.sinks.trackers.points import Point, Points

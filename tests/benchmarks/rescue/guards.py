@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradwatch.records.snapshot import Record, RunInfo
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.model import NOT_BUILT, RuleSet
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from tests.benchmarks.rescue.faults import Fault
 
 HERE = Path(__file__).parent

@@ -27,7 +27,7 @@ from gradwatch.endpoint.listen import Address, rank_address
 from gradwatch.endpoint.server import THREAD_NAME
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RuleInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import LONGEST_LABEL, distinct, printable
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from tests.sinks.prometheus.test_exposition import read, same
@@ -357,7 +357,7 @@ def test_names_are_not_resolved() -> None:
 KILLED = """
     import os, sys, time
     from pathlib import Path
-    from gradwatch.runtime.health import Health
+    from gradwatch.runtime.internal_errors import Health
     from gradwatch.sinks.prometheus.sink import PrometheusSink
     from tests.support.sink_records import make_run
     sink = PrometheusSink(f"127.0.0.1:{sys.argv[1]}")
@@ -397,7 +397,7 @@ def test_a_restart_after_sigkill_gets_its_port_back(tmp_path: Path) -> None:
 FORKED = """
     import os, sys, threading
     from pathlib import Path
-    from gradwatch.runtime.health import Health
+    from gradwatch.runtime.internal_errors import Health
     from gradwatch.sinks.prometheus.sink import PrometheusSink
     from tests.support.sink_records import make_record, make_run, make_sites, sockets
     sink = PrometheusSink("127.0.0.1:0")

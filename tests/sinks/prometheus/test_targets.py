@@ -17,7 +17,7 @@ import pytest
 
 from gradwatch.endpoint.listen import Address
 from gradwatch.errors import AttachError
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process import is_running, start_ticks
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.prometheus.targets import (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gradwatch.records.snapshot import Decision
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.trackers.mlflow import MLflowSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
@@ -77,7 +77,7 @@ def test_a_new_experiment_leaves_the_generator_alone(
 
 TELEMETRY = """
 import os, sys
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
 from gradwatch.records.snapshot import RunInfo
 before = os.environ.get("MLFLOW_DISABLE_TELEMETRY")

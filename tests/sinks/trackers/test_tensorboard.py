@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.trackers.tensorboard import EVENTS, TensorBoardSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import RunInfo
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.worker import BackgroundWorker
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.prometheus.run_totals import RunTotals

@@ -93,7 +93,7 @@ def test_the_scripts_own_run_and_training_are_as_without_us(
 
 NO_KEY = """
 from pathlib import Path
-from gradwatch.runtime.health import Health
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.trackers.wandb import WandbSink
 from tests.support.sink_records import make_record, make_run, make_sites
 health = Health(lambda component, error: print(component, error))

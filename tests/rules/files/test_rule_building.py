@@ -21,7 +21,7 @@ from gradwatch.errors import RuleFileError
 from gradwatch.records.snapshot import Column, Sites, Snapshot
 from gradwatch.rules.files import canonical, json_schema, load_rules, parse_rules
 from gradwatch.rules.files.annotations import PLACEHOLDERS
-from gradwatch.rules.files.resolve import BUILT_IN
+from gradwatch.rules.files.rule_building import BUILT_IN
 from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
 from gradwatch.rules.model import (
     NOT_BUILT,
