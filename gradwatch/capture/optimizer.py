@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -36,6 +35,7 @@ from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.rows import UNDERFLOW
 from gradwatch.reading.single import norm_of
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.locks import ForkSafeLock
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 Grads = Sequence[Tensor | None]
@@ -110,7 +110,7 @@ class OptimizerCapture:
         )
         self._read_at = 0
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
-        self._reading = threading.RLock()
+        self._reading = ForkSafeLock()
         self.losses = WindowLoss()
         self._hookless = HooklessGradients()
         self._arrivals = ArrivalCounts(params)
@@ -263,7 +263,7 @@ class OptimizerCapture:
         Waits for a read that is under way. Gradients that the script assigns are read where they are among the
         clipped: before a clip of others (of the model they are copied from) they may be those of the last step.
         """
-        with self._reading:
+        with self._reading.held:
             if self.overdue and (clipped is None or not self._set_by_hand or self.holds(clipped)):
                 self.read()
 
@@ -274,7 +274,7 @@ class OptimizerCapture:
 
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
-        with self._reading:
+        with self._reading.held:
             grads = self.grads()
             # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
             self._assumed = self.pruning.pruned and self._left_alone
@@ -304,7 +304,7 @@ class OptimizerCapture:
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
         """
-        with self._reading:
+        with self._reading.held:
             return self._close_window(scale)
 
     def _close_window(self, scale: Number) -> WindowNorms:

@@ -9,7 +9,6 @@ may take the place of the one it was taken of.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -23,6 +22,7 @@ from gradwatch.capture.unoptimized_weights import UnoptimizedWeights
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader, inspect
 from gradwatch.reading.layouts import dense
+from gradwatch.runtime.locks import ForkSafeLock
 
 FACTOR = 10.0
 """A root mean square beyond this many times the larger of its own and the model's is no training any more."""
@@ -62,7 +62,7 @@ class Weights:
         self._named = named
         self._unoptimized = UnoptimizedWeights(unoptimized)
         self._reader = CpuReader()
-        self._lock = threading.Lock()  # a thread that saves may ask while another trains
+        self._lock = ForkSafeLock()  # a thread that saves may ask while another trains
         self._reference: dict[str, float] = {}
         self._level = 0.0
         self._latest: Looked | None = None
@@ -82,14 +82,14 @@ class Weights:
         names = {name for name, _ in named}
         if names <= self._known or not readable(named):
             return
-        with self._lock:
+        with self._lock.held:
             self._known |= names
             self._met.append(self._begin(named)[1])
             self._rest(began)
 
     def renew(self) -> None:
         """The weights of the latest look are healthy: from now on they are what others are compared with."""
-        with self._lock:
+        with self._lock.held:
             if self._latest is not None:
                 self._arrive()
                 self._remember(self._latest, only_new=False)
@@ -112,14 +112,14 @@ class Weights:
 
     def to_dict(self) -> dict[str, Any]:
         """The reference, JSON-safe, for a checkpoint."""
-        with self._lock:
+        with self._lock.held:
             self._arrive()
             return {"rms": dict(self._reference), "level": self._level}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from `to_dict()`; None (an earlier version wrote it): the weights are met anew."""
         saved = saved or {"rms": {}, "level": 0.0}
-        with self._lock:
+        with self._lock.held:
             self._met.clear()
             self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
             self._known = set(self._reference)
@@ -132,7 +132,7 @@ class Weights:
         named = self._trained()
         if not readable(named):
             return (UNREADABLE,)
-        with self._lock:
+        with self._lock.held:
             self._copies = None
             return self._judged(self._begin(named)[1]()) + self._unoptimized.check()
 
@@ -145,7 +145,7 @@ class Weights:
         now = time.perf_counter()
         if self._copies is None and not urgent and now < self._next:
             return None
-        with self._lock:
+        with self._lock.held:
             if self._copies is None:
                 named = self._trained()
                 if not readable(named):

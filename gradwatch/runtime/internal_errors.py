@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.locks import ForkSafeLock
 
 MOST_NOTICES = 64
 
@@ -21,7 +21,7 @@ class Health:
 
     def __init__(self, on_first: Callable[[str, BaseException], None] | None = None) -> None:
         self.on_first = on_first
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._errors: dict[str, int] = {}
         self._up: dict[str, bool] = {}
         self._inactive: dict[str, str] = {}
@@ -33,14 +33,14 @@ class Health:
         """Count one internal error of `component`; raise it again if it is the script's own."""
         if not_ours(error):
             raise error
-        with self._lock:
+        with self._lock.held:
             count = self._errors.get(component, 0) + 1
             self._errors[component] = count
         if count == 1 and self.on_first is not None:
             try:
                 self.on_first(component, error)
             except Exception:
-                with self._lock:
+                with self._lock.held:
                     self._errors["log"] = self._errors.get("log", 0) + 1
 
     def notice(self, component: str, text: str) -> None:
@@ -48,7 +48,7 @@ class Health:
 
         After `MOST_NOTICES` different ones no more are said.
         """
-        with self._lock:
+        with self._lock.held:
             if (component, text) in self._noticed or len(self._noticed) >= MOST_NOTICES:
                 return
             self._noticed.add((component, text))
@@ -60,22 +60,22 @@ class Health:
 
     def mark(self, component: str, up: bool) -> None:
         """Say whether a component works at present."""
-        with self._lock:
+        with self._lock.held:
             self._up[component] = up
 
     def errors(self) -> dict[str, int]:
         """Internal errors so far by component; a copy."""
-        with self._lock:
+        with self._lock.held:
             return dict(self._errors)
 
     def up(self) -> dict[str, bool]:
         """State of each component (True = up); a copy."""
-        with self._lock:
+        with self._lock.held:
             return dict(self._up)
 
     def set_inactive(self, reasons: Mapping[str, str]) -> None:
         """Replace what `inactive` returns."""
-        with self._lock:
+        with self._lock.held:
             self._inactive = dict(reasons)
 
     def counts(
@@ -97,5 +97,5 @@ class Health:
 
         Rules and groups with `optional: true` are not listed.
         """
-        with self._lock:
+        with self._lock.held:
             return dict(self._inactive)
