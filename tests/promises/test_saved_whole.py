@@ -141,7 +141,6 @@ def trained(build: Callable[[], nn.Module], rules: Any) -> tuple[list[bytes], li
     return during, written(model), seen
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of such hooks
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("build", BUILDS)
 def test_files_are_byte_equal_to_bare(build: str, rules: str) -> None:

@@ -241,10 +241,22 @@ class _FullBackward:
             while self._open:  # a forward that raised has left its own
                 opened, around = self._open.pop()
                 if opened == number:
+                    if around.input_tensors_index is None:
+                        self._without_inputs(around)
                     return around.setup_output_hook(output)
         except Exception as error:
             self._failed("modules", error)
         return None
+
+    def _without_inputs(self, around: BackwardHook) -> None:
+        """Call the hook where no input wants a gradient when the output's arrives: so does torch, with a warning."""
+        none = (None,) * around.n_inputs
+
+        def arrives(module: nn.Module, grad_output: Any) -> None:
+            self._hook(module, none, grad_output)
+
+        around.user_pre_hooks.append(arrives)
+        around.input_tensors_index = []
 
 
 def _call_number() -> int:

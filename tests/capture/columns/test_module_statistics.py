@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -76,6 +77,25 @@ def test_full_backward_tap_sees_inputs_too() -> None:
     sampled = taps.collect(0, 1.0)
     assert values(sampled, taps, "grad_input_norm")["0"] == pytest.approx(want, rel=1e-5)
     assert "2" in values(sampled, taps, "grad_output_norm")
+    taps.close()
+
+
+def test_full_backward_tap_where_no_input_wants_a_gradient() -> None:
+    """The output's gradient is read as torch's own hook would, without torch's warning; a hook of the script warns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    out = model(X)
+    out.retain_grad()
+    out.square().sum().backward()
+    taps = taps_on(model, "full_backward")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X).square().sum().backward()
+    got = values(taps.collect(0, 1.0), taps, "grad_output_norm")
+    assert got["0"] == pytest.approx(float(out.grad.norm()), rel=1e-5)
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="Full backward hook is firing"):
+        model(X).square().sum().backward()
     taps.close()
 
 
