@@ -256,7 +256,7 @@ class _FullBackward:
             self._hook(module, none, grad_output)
 
         around.user_pre_hooks.append(arrives)
-        around.input_tensors_index = []
+        around.input_tensors_index = []  # type: ignore[assignment]  # torch sets it to None or a list
 
 
 def _call_number() -> int:
