@@ -5,29 +5,36 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 from gradwatch.journal import read_journal
+from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
 SCRIPT = Path(__file__).with_name("elastic.py")
+NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "rank 0", "rank 1")
 
 
 def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
-    """The second attempt meets again, both ranks skip the step that rank 1 poisoned, and each has its journal."""
+    """The second attempt meets again, both ranks skip the step that rank 1 poisoned, and each has its journal.
+
+    Names lack the wrapper's prefix, and of each attempt rank 0 alone prints an account. The ranks are Pythons of their
+    own, as torchrun starts them; torchrun itself is forked from one that has imported torch.
+    """
     options = ["--dir", str(tmp_path / "runs"), "--run-id", "r", "--listen", "127.0.0.1:0"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run(
+    done = warm.run(
         [*GRADWATCH, "run", *options, "--", sys.executable, *torchrun, str(SCRIPT), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
+    accounts = [
+        line for line in done.stderr.splitlines() if line.startswith("gradwatch: ") and "steps" in line
+    ]
+    # The first attempt's rank 0 may be ended by torchrun before it has printed its own.
+    counts = [line.split(" steps watched")[0] for line in accounts]
+    assert counts in (["gradwatch: 3 of 3", "gradwatch: 6 of 6"], ["gradwatch: 6 of 6"]), done.stderr
     homes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert homes[0] == homes[1]
     assert homes[0]["attempt"] == 1
@@ -38,6 +45,7 @@ def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
     for journal in journals:
         if journal.attempt == 1:
             records = [step.record for step in journal.records()]
+            assert records[0].snapshot.sites.names == NAMES
             assert [one.snapshot.step for one in records if one.decision.skip] == [4]
             named = [
                 (event.step, event.sites)

@@ -2,9 +2,10 @@
 
 For tests of what becomes of a script and its training, bare or under `gradwatch run`. The forked process is a Python's
 from there on: environment, working folder, `sitecustomize`, `__main__`, argv, exit status, exit functions, death by
-signal. gradwatch is imported afresh. What differs: torch is in `sys.modules` before the script's first line, where the
-launcher's import hook finds it, and modules are not torn down at the end. Tests of the start itself, of `import torch`,
-of flags of the interpreter and of what is left at its end start a Python of their own.
+signal. gradwatch is imported afresh. What differs: torch and the libraries that gradwatch needs (LIBRARIES) are in
+`sys.modules` before the script's first line, where the launcher's import hook finds torch, and modules are not torn
+down at the end. Tests of the start itself, of imports, of flags of the interpreter and of what is left at its end start
+a Python of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import array
 import atexit
 import builtins
+import gc
 import importlib
 import json
 import multiprocessing.process
@@ -24,6 +26,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +37,8 @@ ROOT = str(Path(__file__).resolve().parent.parent.parent)
 SERVER = (
     f"import sys; sys.path.insert(0, {ROOT!r}); from tests.support import warm; warm.serve(int(sys.argv[1]))"
 )
+LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "ruamel.yaml", "structlog")
+"""What gradwatch would import."""
 LONGEST = 1 << 20  # bytes of a request
 
 
@@ -169,8 +174,14 @@ class Replaced(BaseException):
 
 def serve(number: int) -> NoReturn:
     """Fork a process for every request."""
+    gc.disable()
     # torch itself, and what the first optimizer would import: it takes as long.
     importlib.import_module("torch._dynamo")
+    with warnings.catch_warnings():  # a script whose gradwatch imports nothing has none of their filters
+        for name in LIBRARIES:
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a process forked from this one looks at what that one has made, and copies no page
+    gc.enable()
 
     path = sys.path[2:]  # less what SERVER and `-c` put there
     asked = socket.socket(fileno=number)
