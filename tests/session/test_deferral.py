@@ -29,6 +29,8 @@ from tests.support import warm
 from tests.support.kept import Kept
 
 LEARNED = ORDINARY + 10
+STEPS = 130
+"""Of a run: whatever its deeds lead to has fired by step 110."""
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
 
 Deed = Callable[[nn.Module], None]
@@ -84,7 +86,7 @@ def hooked(model: nn.Module, at: set[int], factor: float) -> None:
 
 CASES: dict[str, Callable[[nn.Module], dict[int, Deed]]] = {
     "nothing": lambda model: {},
-    "a clip on some steps": lambda model: {step: scaled(0.5) for step in range(70, 140, 7)},
+    "a clip on some steps": lambda model: {step: scaled(0.5) for step in range(70, STEPS, 7)},
     "one gradient shrunk by the user": lambda model: {90: scaled(0.1, "1.")},
     "a parameter without a gradient": lambda model: {90: forgotten, 91: forgotten},
     "a spike of one parameter": lambda model: hooked(model, {100, 101}, 1e4) or {},
@@ -113,7 +115,7 @@ def told(records: list[Record]) -> list[Any]:
     ]
 
 
-def run(case: str, layers: int, path: Path, steps_of: int = 200) -> tuple[list[Record], list[int]]:
+def run(case: str, layers: int, path: Path, steps_of: int = STEPS) -> tuple[list[Record], list[int]]:
     """The Records of a run, and how many had been judged after each step."""
     model, optimizer = build(layers)
     deeds = CASES[case](model)
@@ -124,7 +126,7 @@ def run(case: str, layers: int, path: Path, steps_of: int = 200) -> tuple[list[R
     return sink.records, judged
 
 
-@pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
+@pytest.mark.parametrize("layers", [2, 16], ids=["every mark", "sentinels"])
 @pytest.mark.parametrize("case", CASES)
 def test_put_off_or_not_the_records_are_the_same(
     case: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +138,7 @@ def test_put_off_or_not_the_records_are_the_same(
         patch.setattr(extra_columns, "ORDINARY", 10**9)
         patch.setattr(step_pipeline, "ORDINARY", 10**9)
         at_once, judged = run(case, layers, tmp_path / "at_once")
-    assert judged == list(range(1, 201))
+    assert judged == list(range(1, STEPS + 1))
     assert told(late) == told(at_once)
 
 
@@ -144,7 +146,7 @@ def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
     """At most a few steps are not judged yet, and all are once the run is closed."""
     records, judged = run("nothing", 2, tmp_path)
     assert all(step + 1 - count < MOST for step, count in enumerate(judged))
-    assert [record.snapshot.step for record in records] == list(range(200))
+    assert [record.snapshot.step for record in records] == list(range(STEPS))
 
 
 def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +228,11 @@ def clipped_run(max_norm: float, path: Path, layers: int = 2, jumps: bool = Fals
     """(Records, how many had been judged after each step, weights) of a run that is clipped by a rule file."""
     model, optimizer = build(layers)
     if jumps:
-        hooked(model, set(range(70, 140, 9)), 1.6)
+        hooked(model, set(range(70, STEPS, 9)), 1.6)
     sink, judged = Kept(), []
     rules = parse_rules(CLIPPED % max_norm)
     with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=path):
-        for _ in steps(model, optimizer, 200):
+        for _ in steps(model, optimizer, STEPS):
             judged.append(len(sink.records))
     return sink.records, judged, [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -239,10 +241,10 @@ def totals(layers: int, jumps: bool) -> list[float]:
     """The total norms of an unwatched run."""
     model, optimizer = build(layers)
     if jumps:
-        hooked(model, set(range(70, 140, 9)), 1.6)
+        hooked(model, set(range(70, STEPS, 9)), 1.6)
     return [
         float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-        for _ in steps(model, optimizer, 200)
+        for _ in steps(model, optimizer, STEPS)
     ]
 
 
@@ -276,7 +278,7 @@ def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
     assert len(at_once) <= 2 * (120 - LEARNED) / MOST
 
 
-@pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
+@pytest.mark.parametrize("layers", [2, 16], ids=["every mark", "sentinels"])
 @pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.7, 1.1])
 def test_a_clip_is_in_time_though_its_verdict_waits(
@@ -284,14 +286,14 @@ def test_a_clip_is_in_time_though_its_verdict_waits(
 ) -> None:
     """Weights and Records are those of a run whose every step is judged at once, wherever the bound lies."""
     norms = sorted(totals(layers, jumps))
-    max_norm = 1.1 * norms[-1] if share > 1 else max(1e-6, norms[int(share * 199)] * (1 if share else 1e-3))
+    max_norm = 1.1 * norms[-1] if share > 1 else max(1e-6, norms[int(share * (STEPS - 1))] * (1 if share else 1e-3))
     late, judged, weights = clipped_run(max_norm, tmp_path / "late", layers, jumps)
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
         patch.setattr(extra_columns, "ORDINARY", 10**9)
         patch.setattr(step_pipeline, "ORDINARY", 10**9)
         at_once, judged, wanted = clipped_run(max_norm, tmp_path / "at_once", layers, jumps)
-    assert judged == list(range(1, 201))
+    assert judged == list(range(1, STEPS + 1))
     assert told(late) == told(at_once)
     assert all(torch.equal(*pair) for pair in zip(weights, wanted, strict=True))
     bitten = sum(bool((record.snapshot.coef < 1).any()) for record in late)
@@ -372,7 +374,7 @@ def test_who_asks_gets_the_present(asking: str, tmp_path: Path) -> None:
     gw.close()
 
 
-@pytest.mark.parametrize("layers", [2, 30], ids=["every mark", "sentinels"])
+@pytest.mark.parametrize("layers", [2, 16], ids=["every mark", "sentinels"])
 @pytest.mark.parametrize("case", ["a gradient that vanishes", "a gradient of zeros", "zeros from then on"])
 def test_a_second_look_is_never_too_late(case: str, layers: int, tmp_path: Path) -> None:
     """A gradient of zeros, or so small that its squares underflow, has its exact norm and is learned at once."""
