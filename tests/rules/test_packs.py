@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import gradwatch
 from gradwatch.cli import preflight
+from gradwatch.records.snapshot import Record
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.packs import pack_names
 from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
@@ -190,8 +191,21 @@ JOBS: dict[str, tuple[str, Callable[[int | None], Job], str]] = {
 }
 
 
-def fired(pack: str, job: Job, steps: int, path: Path) -> tuple[set[str], Kept]:
-    """Rules above info that fired within so many steps."""
+HEALTHY = 250
+"""Steps before a run goes wrong."""
+
+
+@dataclass
+class Ran:
+    """What a job was told while it went well, and, in the same run where that can be, while it did not."""
+
+    kind: str
+    healthy: list[Record]
+    broken: list[Record]
+
+
+def records_of(pack: str, job: Job, steps: int, path: Path) -> list[Record]:
+    """The Records of so many steps."""
     sink = Kept()
     with gradwatch.watch(
         job.models, job.optimizers, rules=pack, sinks=[sink], strict=True, run_dir=path
@@ -199,8 +213,7 @@ def fired(pack: str, job: Job, steps: int, path: Path) -> tuple[set[str], Kept]:
         for k in range(steps):
             job.step(k)
         assert gw.health.errors() == {}
-    events = [event for record in sink.records for event in record.verdict.events]
-    return {event.rule for event in events if event.kind == "firing" and event.severity != "info"}, sink
+    return sink.records
 
 
 def test_every_profile_is_shipped() -> None:
@@ -227,28 +240,41 @@ def test_rules_of_a_pack_are_optional(name: str) -> None:
     gradwatch.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), rules=pack, sinks=[]).close()
 
 
-@pytest.mark.parametrize("kind", JOBS)
-def test_a_healthy_run_of_its_kind_raises_no_warning(kind: str, tmp_path: Path) -> None:
-    """Nothing above info fires, and no step is changed but by the cap that a pack announces."""
-    pack, build, _ = JOBS[kind]
-    rules, sink = fired(pack, build(None), 250, tmp_path)
-    assert rules == set()
-    assert not any(record.decision.skip for record in sink.records)
-    if load_rules(pack).clip is None:
-        assert all((record.snapshot.coef == 1).all() for record in sink.records)
-
-
-@pytest.mark.parametrize("kind", JOBS)
-def test_what_goes_wrong_in_its_kind_is_told(kind: str, tmp_path: Path) -> None:
-    """The rule made for it fires; where it acts, the step is skipped or clipped."""
-    pack, build, expected = JOBS[kind]
+@pytest.fixture(scope="module", params=JOBS)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run of each kind, healthy for so long; where it goes wrong from the start on, another one that does."""
+    pack, build, expected = JOBS[request.param]
     # Weights are looked at in the first three steps of a hundred: a rate is too high from the start on.
-    at = {"expert-starved": 20, "update-too-big": 0}.get(expected, 220)
-    rules, sink = fired(pack, build(at), 228, tmp_path)
-    assert expected in rules
+    early = {"expert-starved": (20, 228), "update-too-big": (0, 8)}.get(expected)
+    path = tmp_path_factory.mktemp("runs")
+    healthy = records_of(pack, build(None if early else HEALTHY), HEALTHY + (0 if early else 8), path)
+    return Ran(
+        request.param, healthy, records_of(pack, build(early[0]), early[1], path) if early else healthy
+    )
+
+
+def warnings_of(records: list[Record]) -> set[str]:
+    """Rules above info that fired."""
+    events = [event for record in records for event in record.verdict.events]
+    return {event.rule for event in events if event.kind == "firing" and event.severity != "info"}
+
+
+def test_a_healthy_run_of_its_kind_raises_no_warning(job: Ran) -> None:
+    """Nothing above info fires, and no step is changed but by the cap that a pack announces."""
+    records = [record for record in job.healthy if record.snapshot.step < HEALTHY]
+    assert warnings_of(records) == set()
+    assert not any(record.decision.skip for record in records)
+    if load_rules(JOBS[job.kind][0]).clip is None:
+        assert all((record.snapshot.coef == 1).all() for record in records)
+
+
+def test_what_goes_wrong_in_its_kind_is_told(job: Ran) -> None:
+    """The rule made for it fires; where it acts, the step is skipped or clipped."""
+    expected = JOBS[job.kind][2]
+    assert expected in warnings_of(job.broken)
     if expected == "non-finite":
-        assert any(record.decision.skip for record in sink.records)
+        assert any(record.decision.skip for record in job.broken)
     if expected == "total-norm-spike-severe":
-        record = next(one for one in sink.records if one.snapshot.step == 220)
+        record = next(one for one in job.broken if one.snapshot.step == HEALTHY)
         assert (record.snapshot.coef < 1e-2).all()
         assert record.snapshot.total_norm_applied <= 1.0 + 1e-5

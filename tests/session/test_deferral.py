@@ -286,7 +286,9 @@ def test_a_clip_is_in_time_though_its_verdict_waits(
 ) -> None:
     """Weights and Records are those of a run whose every step is judged at once, wherever the bound lies."""
     norms = sorted(totals(layers, jumps))
-    max_norm = 1.1 * norms[-1] if share > 1 else max(1e-6, norms[int(share * (STEPS - 1))] * (1 if share else 1e-3))
+    max_norm = (
+        1.1 * norms[-1] if share > 1 else max(1e-6, norms[int(share * (STEPS - 1))] * (1 if share else 1e-3))
+    )
     late, judged, weights = clipped_run(max_norm, tmp_path / "late", layers, jumps)
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:

@@ -159,6 +159,8 @@ class Problems:
         self.checked: dict[tuple[int, type], tuple[Node, Any]] = {}
         self._suggestions = 0
         self.omitted = 0
+        self.reported = 0
+        """How often `add` was called."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -175,6 +177,7 @@ class Problems:
     def add(self, mark: Mark, code: str, message: str, hint: str = "") -> None:
         """Report a problem at a place; the same one twice counts once."""
         assert code in CODES, code
+        self.reported += 1
         path = mark.source.path
         self.file(path)
         key = (path, mark.line, mark.column, code, message)

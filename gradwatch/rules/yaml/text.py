@@ -115,7 +115,32 @@ def decode(data: bytes, path: str, problems: Problems) -> str | None:
 
 
 def parse(text: str, path: str, problems: Problems) -> Map | None:
-    """The document's top-level map, or None (with a problem) when there is none to be had."""
+    """The document's top-level map, or None (with a problem) when there is none to be had.
+
+    It is not to be changed: the same text of the same file is read once. To read the default pack takes as long as the
+    rest of what makes a watch, and a process with many trainings makes many.
+    """
+    known = _read.get((path, text))
+    if known is None:
+        before = problems.reported
+        known = _parse(text, path, problems)
+        if known is not None and problems.reported == before:
+            _keep((path, text), known)
+    return known
+
+
+_MOST_READ = 4
+_read: dict[tuple[str, str], Map] = {}
+"""The documents read last in which nothing was wrong, by path and text."""
+
+
+def _keep(key: tuple[str, str], document: Map) -> None:
+    global _read
+    # A new dict: another thread may be reading the old one.
+    _read = {**dict([*_read.items()][1 - _MOST_READ :]), key: document}
+
+
+def _parse(text: str, path: str, problems: Problems) -> Map | None:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     source = Source(path, text)
     if not _bounded(text, source, problems):

@@ -454,3 +454,26 @@ def test_observe_only_is_default_without_actions() -> None:
     ]
     assert bare[0] == bare[1]
     assert default.groups == observing.groups
+
+
+def test_what_was_read_before_is_read_the_same(tmp_path: Path) -> None:
+    """Rules made of a pack leave it as it was; a changed file is read anew; what is wrong is told each time."""
+    plain = load_rules("default")
+    path = tmp_path / "mine.gradwatch.yaml"
+    path.write_text(
+        "version: 1\nextends: [default]\nrules: {non-finite: {severity: info, detect: {kind: nonfinite}}}\n"
+        "overrides: [{match: {run: x}, defaults: {cooldown: 3}}]\n"
+    )
+    mine = load_rules(path, run="x")
+    assert mine.rule("non-finite").severity == "info"
+    assert load_rules("default") == plain
+    assert load_rules(path, run="x") == mine
+    path.write_text("version: 1\nextends: [default]\n")
+    assert load_rules(path).rule("non-finite") == plain.rule("non-finite")
+    told = []
+    for _ in range(2):
+        with pytest.raises(RuleFileError) as caught:
+            parse_rules("version: 1\nrules: {a: &b {detect: {kind: nonfinite}}}\n", "bad.yaml")
+        told.append(str(caught.value))
+    assert "GW007" in told[0]
+    assert told[0] == told[1]
