@@ -525,6 +525,10 @@ class Capture:
             self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         self.adopt_waiting(from_first_backward=True)
         touched_captures = self._record_arrivals(touched)
+        self._ended(touched_captures)
+        if self.after_backward is not _nothing and not backward.nested():
+            self.after_backward()
+        # Last: optimizers that have stepped inside the backward own theirs by now.
         unowned = self._unowned_slots
         if unowned is None:
             unowned = self.unowned_slots()
@@ -532,9 +536,6 @@ class Capture:
             reached = [slot for slot in touched if slot in unowned]
             if reached:
                 self.unowned(reached, self.losses.latest())
-        self._ended(touched_captures)
-        if self.after_backward is not _nothing and not backward.nested():
-            self.after_backward()
 
     def expect(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose hooks are not called (FSDP1)."""

@@ -187,3 +187,16 @@ def test_a_backward_that_raises_reports_the_steps_it_took() -> None:
     assert 0 < len(partial) < 4
     assert seen(sink.records[2]) == pytest.approx(want, rel=1e-5)
     assert set(sink.records[2].snapshot.calls.tolist()) == {1}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named at attach", "found"])
+def test_the_first_backward_counts_no_gradients_as_cleared_unused(named: bool) -> None:
+    """Each is gone at the end of the backward, and its optimizer has used it in there."""
+    model = build()[0]
+    inside = Inside(model)
+    given = inside.optimizers if named else None
+    with gradwatch.watch(model, given, sinks=[Kept()], strict=True) as gw:
+        for _ in range(3):
+            inside.backward(model(X).square().mean())
+        watched = gw.status()["account"]["watched"]
+    assert (watched["steps"], watched["cleared"]) == (3 * len(inside.optimizers), 0)
