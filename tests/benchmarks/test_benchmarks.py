@@ -5,9 +5,12 @@ No test here decides anything by a time it measured.
 
 from __future__ import annotations
 
+import multiprocessing
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -364,8 +367,12 @@ def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no_such_library not installed" in report([result], "here", markdown=True)
 
 
-def test_rounds_are_divided_among_processes() -> None:
+def test_rounds_are_divided_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What several processes measured is put together round by round, and nobody's rounds are lost."""
+    forked = multiprocessing.get_context(
+        "fork"
+    )  # where times do not matter, they need not be Pythons of their own
+    monkeypatch.setattr(overhead.multiprocessing, "get_context", lambda method: forked)
     panel = overhead.Panel("handover", Turns(rounds=3, settle=0, steps=2), 1, ["bare", "floor"])
     timings, complaints = overhead.measure_apart("tiny", panel, 2)
     assert {name: seconds.shape for name, seconds in timings.wall.items()} == {
@@ -405,6 +412,14 @@ def test_memory_end_to_end() -> None:
     assert memory.main(["--steps", "20000"]) == 0
 
 
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that take turns are forked from a Python that has imported torch: their times do not matter here."""
+    pipes = SimpleNamespace(Popen=warm.Worker, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(versions, "subprocess", pipes)
+
+
+@pytest.mark.usefixtures("warm_workers")
 def test_a_checkout_is_compared_with_another() -> None:
     """Both step the same training in turns, each with its own gradwatch; here with itself: all three have times."""
     row = versions.compared(versions.SMALL, str(versions.ROOT), starts=1, rounds=2)
@@ -424,6 +439,7 @@ def test_a_fast_path_is_switched_off() -> None:
     assert done.stdout.split() == ["80"], done.stderr
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_what_a_fast_path_saves_is_measured() -> None:
     """A process without it takes turns with one that has it."""
     row = ablations.compared("deferral", versions.CLIPPED, starts=1, rounds=2)
@@ -431,6 +447,8 @@ def test_what_a_fast_path_saves_is_measured() -> None:
         assert saved.low <= saved.value <= saved.high
 
 
-def test_what_a_new_optimizer_costs_is_measured() -> None:
+def test_what_a_new_optimizer_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watched process of its own answers with a number of microseconds."""
+    run = SimpleNamespace(run=lambda command, cwd, env, **_: warm.run(command, cwd, env, check=True))
+    monkeypatch.setattr(adoption, "subprocess", run)
     assert adoption.measured(adoption.COPIED, watched=True, tasks=6, first=2) > 0

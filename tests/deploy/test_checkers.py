@@ -146,10 +146,11 @@ def unit_tests_of(group: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_the_unit_tests_of_the_alerts_can_fail(old: str, new: str, noticed_by: str, stack: Path) -> None:
-    """Each of these changes to an alert is noticed, by the group of that name, which passes without it."""
+    """Each of these changes to an alert is noticed, by the group of that name.
+
+    That all groups pass without it is `test_promtool_runs_the_alerts`.
+    """
     folder = stack / "prometheus"
-    done = unit_tests_of(noticed_by, folder)
-    assert done.returncode == 0, done.stdout
     replace(folder / "rules" / "alerts.yml", old, new)
     done = unit_tests_of(noticed_by, folder)
     assert done.returncode != 0, done.stdout

@@ -116,6 +116,31 @@ def run(
     return done
 
 
+class Worker:
+    """One command under way that is talked to, like `subprocess.Popen` with text pipes for stdin and stdout."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+        (given, giving), (taken, taking), (self._ended, ends) = (os.pipe() for _ in range(3))
+        silent = os.open(os.devnull, os.O_WRONLY)
+        request = {"words": list(command)[1:], "cwd": ROOT, "env": dict(env)}
+        passed = [given, taking, silent, ends]
+        self.pid = _server().start(request, passed)
+        for each in passed:
+            os.close(each)
+        self.stdin = os.fdopen(giving, "w", encoding="utf-8")
+        self.stdout = os.fdopen(taken, encoding="utf-8")
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self) -> None:
+        """Wait for its end, and close the pipes."""
+        with self.stdin, self.stdout, os.fdopen(self._ended) as ended:
+            ended.read()
+
+
 class Server:
     """The process that is forked; one for all tests of a process, which it does not outlive."""
 
