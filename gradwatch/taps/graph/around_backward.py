@@ -1,6 +1,7 @@
 """A function called before and after every backward of a thread, for as long as a recording lasts.
 
-Unlike the entry that `gradwatch.taps.backward_entry` notices, this puts a frame of gradwatch around the backward.
+Unlike the entry that `gradwatch.taps.backward_entry` notices, this puts a frame of gradwatch around the backward, which
+the traceback of one that raises does not show.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def _make(layer: Layer[_Watcher]) -> Callable[..., Any]:
             guard.fault("localise", error)
         try:
             return original(roots, *args, **kwargs)
+        except BaseException as error:
+            # A bare `raise` adds no entry for its own frame: the traceback is as without this one.
+            error.__traceback__ = None if error.__traceback__ is None else error.__traceback__.tb_next
+            raise
         finally:
             try:
                 if ended is not None:

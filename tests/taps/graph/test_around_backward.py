@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -71,3 +72,22 @@ def test_a_fault_around_a_backward_does_not_reach_it(when: str) -> None:
     finally:
         remove()
     assert faults == ["localise: ours"]
+
+
+def test_a_backward_that_raises_has_the_traceback_that_it_has_bare() -> None:
+    """Frame by frame, and what is called at its end is called."""
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("the script's")
+
+    def raised() -> list[str]:
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(fail)
+        with pytest.raises(ValueError, match="the script's") as caught:
+            x.sum().backward()
+        return [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(caught.tb)]
+
+    bare, ended = raised(), []
+    with around_backward.watched(lambda roots: lambda: ended.append(len(roots))):
+        assert raised() == bare
+    assert ended == [1]
