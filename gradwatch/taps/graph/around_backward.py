@@ -57,7 +57,7 @@ def _make(layer: Layer[_Watcher]) -> Callable[..., Any]:
         try:
             return original(roots, *args, **kwargs)
         except BaseException as error:
-            # A bare `raise` adds no entry for its own frame: the traceback is as without this one.
+            # From Python 3.11 on a bare `raise` adds no entry for its own frame: the traceback is as without it.
             error.__traceback__ = None if error.__traceback__ is None else error.__traceback__.tb_next
             raise
         finally:
