@@ -46,7 +46,7 @@ for step in range(100000):
     optimizer.step()
     while (folder / "hang").exists():
         time.sleep(0.1)
-    time.sleep(0.02)
+    time.sleep(0.1)
 if "RANK" in os.environ:
     torch.distributed.destroy_process_group()
 assert all(parameter.isfinite().all() for parameter in model.parameters())

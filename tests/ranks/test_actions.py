@@ -12,7 +12,7 @@ from tests.ranks.launch import ALL, FEW, launch
 
 
 @cache
-def homes(trials: int = FEW) -> dict[str, list[Any]]:
+def homes(trials: int) -> dict[str, list[Any]]:
     """Every situation, from both ranks, out of one launch."""
     found = launch("tests.ranks.actions", trials=trials)
     assert set(found) == set(SITUATIONS)
@@ -44,7 +44,7 @@ def test_faults_on_one_rank_are_acted_on_alike(name: str, trials: int) -> None:
 
 def test_a_stop_is_a_stop_on_all_ranks() -> None:
     """The same step, the same message, weights as they were, the Record written first."""
-    first, second = homes()["stopping"]
+    first, second = homes(FEW)["stopping"]
     assert first == second
     assert (first["step"], first["moved"], first["recorded"], first["errors"]) == (6, False, True, {})
     assert "rule r says stop" in first["said"]
