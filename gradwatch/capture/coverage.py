@@ -8,13 +8,14 @@ step and has none in this one while its place in its module is taken by another 
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,6 +29,7 @@ from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 
+_is_meta: Callable[[Tensor], bool] = operator.attrgetter("is_meta")
 RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
 
@@ -53,11 +55,11 @@ class Registrations:
             register_module_module_registration_hook(noticed),
         ]
 
-    def watch(self, models: Iterable[nn.Module]) -> None:
-        """The models whose modules count; a module that is gone since may be counted by mistake, harmlessly."""
-        self._owners.clear()
-        for model in models:
-            self._owners.update(map(id, module_tree.modules(model)))
+    def watch(self, modules: Iterable[nn.Module], anew: bool) -> None:
+        """The modules that count, too or (`anew`) alone; one that is gone may be counted by mistake, harmlessly."""
+        if anew:
+            self._owners.clear()
+        self._owners.update(map(id, modules))
 
     def close(self) -> None:
         """Remove torch's two global hooks."""
@@ -72,18 +74,18 @@ class Places:
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
-    def note(self, models: Iterable[nn.Module], slot_of: dict[int, int]) -> None:
+    def note(self, modules: Iterable[nn.Module], slot_of: dict[int, int]) -> None:
         """Remember the first place of every parameter that has a slot."""
-        for model in models:
-            for module in module_tree.modules(model):
-                for name, param in module._parameters.items():
-                    slot = None if param is None else slot_of.get(id(param))
-                    if slot is not None and slot not in self._of:
-                        self._of[slot] = weakref.ref(module), name
+        for module in modules:
+            for name, param in module._parameters.items():
+                slot = None if param is None else slot_of.get(id(param))
+                if slot is not None and slot not in self._of:
+                    self._of[slot] = weakref.ref(module), name
 
-    def remove(self, slot: int) -> None:
-        """The slot's parameter was released."""
-        self._of.pop(slot, None)
+    def remove(self, slots: Iterable[int]) -> None:
+        """The parameters in these slots were released."""
+        for slot in slots:
+            self._of.pop(slot, None)
 
     def lost(self, slot: int, param: nn.Parameter) -> bool:
         """True if something else stands there now."""
@@ -113,30 +115,30 @@ class Coverage:
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
 
-    def attached(self, models: Iterable[nn.Module]) -> None:
-        """These models are watched from now on, with the parameters they have."""
-        for model in models:
-            self._at_attach.update(map(self._slot_of.get, map(id, module_tree.parameters(model))))
-        self._at_attach.discard(None)
+    def scanned(self, modules: list[nn.Module], params: list[nn.Parameter], added: bool) -> None:
+        """These parameters of all modules of the models have slots; of those of the models `added`, where some were."""
+        self._places.note(modules, self._slot_of)
+        self._registrations.watch(modules, anew=not added)
+        if added:
+            self._at_attach.update(map(self._slot_of.__getitem__, map(id, params)))
+            if any(map(_is_meta, params)):
+                self._left = 0
 
-    def scanned(self, models: list[nn.Module]) -> None:
-        """Slots were given to all parameters of the models."""
-        self._places.note(models, self._slot_of)
-        self._registrations.watch(models)
+    def left(self, modules: list[nn.Module]) -> None:
+        """These are the modules of the models that are still alive."""
+        self._registrations.watch(modules, anew=True)
 
-    def remove(self, slot: int) -> None:
-        """The slot's parameter was released."""
-        self._at_attach.discard(slot)
-        self._places.remove(slot)
+    def remove(self, slots: list[int]) -> None:
+        """The parameters in these slots were released."""
+        self._at_attach.difference_update(slots)
+        self._places.remove(slots)
 
     def count(self, models: list[nn.Module], captures: Iterable[OptimizerCapture]) -> float:
         """Walk the models; the ratio, which stays until the next count."""
-        alive = [
-            captured
-            for captured in captures
-            if captured.optimizer is None or captured.optimizer() is not None
-        ]
-        stepped = {identity for captured in alive for identity in captured.param_ids}
+        stepped: set[int] = set()
+        for captured in captures:
+            if captured.optimizer is None or captured.optimizer() is not None:
+                stepped.update(captured.param_ids)
         if self._whole(models, stepped):
             self.missing, self.ratio, self._left = (), 1.0, RECOUNT
             return self.ratio
@@ -152,13 +154,14 @@ class Coverage:
 
     def _whole(self, models: list[nn.Module], stepped: set[int]) -> bool:
         """True if nothing is missing, found out without names; False also where a model lists its parameters itself."""
+        slot_of, at_attach = self._slot_of, self._at_attach
         for model in models:
             if module_tree.lists_itself(model):
                 return False
             for param in module_tree.parameters(model):
-                if param.requires_grad and (
-                    not names.has_values(param) or not self._measured(param, stepped)
-                ):
+                if not param.requires_grad or (id(param) in stepped and not param.is_meta):
+                    continue
+                if param.is_meta or slot_of.get(id(param)) not in at_attach:
                     return False
         return True
 
@@ -175,9 +178,13 @@ class Coverage:
         self._counted = self._registrations.counted[0]
         return True
 
-    def outdated(self) -> None:
-        """Mark the coverage as outdated: it is counted again at the next step."""
-        self._left = 0
+    def adopted(self) -> None:
+        """An optimizer has come, perhaps in the place of another: count again at the next step where that matters.
+
+        It does not where nothing is missing and every parameter was there at attach.
+        """
+        if self.missing or self.ratio < 1 or len(self._at_attach) < len(self._slot_of):
+            self._left = 0
 
     def hooks_lost(self, share: float) -> None:
         """A share of a capture was measured at this boundary, but no hook was called during its backward."""

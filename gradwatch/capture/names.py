@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,24 +20,30 @@ def canonical(fqn: str) -> str:
     return ".".join(kept or parts[-1:])
 
 
-def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(unique canonical name, parameter) over several models, shared parameters once.
+def named_parameters(
+    models: Iterable[nn.Module], only: Sequence[nn.Module] | None = None
+) -> list[tuple[str, nn.Parameter]]:
+    """(unique canonical name, parameter) over several models, shared parameters once; of `only` some of them.
 
     Several models get their class name (numbered where it repeats) as a prefix, one model none.
     """
-    prefixed = _prefixes(list(models))
+    found: list[tuple[str, nn.Parameter]] = []
     seen: set[int] = set()
     used: set[str] = set()
-    for prefix, model in prefixed:
+    chosen = None if only is None else set(map(id, only))
+    for prefix, model in _prefixes(list(models)):
+        if chosen is not None and id(model) not in chosen:
+            continue
         for fqn, parameter in module_tree.named_parameters(model):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            name = prefix + canonical(fqn)
+            name = prefix + (fqn if WRAPPERS.isdisjoint(fqn.split(".")) else canonical(fqn))
             # Two wrapped copies of one module would otherwise end up with one name.
             name = prefix + fqn if name in used else name
             used.add(name)
-            yield name, parameter
+            found.append((name, parameter))
+    return found
 
 
 def has_values(param: Tensor) -> bool:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.accumulation import AccumulationSchedule
-from gradwatch.capture.arrivals import ArrivalCounts
+from gradwatch.capture.arrivals import AccumulationSchedule, ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
 from gradwatch.capture.hookless_gradients import HooklessGradients
 from gradwatch.capture.known_scaling import KnownScaling, factor_since
@@ -44,6 +43,17 @@ NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
 # Python calls cost microseconds in the cold caches that a backward leaves; this is none.
 _grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
+class SizePlan:
+    """Reader, write probes and floors for parameters of these sizes, whichever parameters they are."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.elements = int(sites.numels.sum())
+        self.floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
+        self.reader = CpuReader()
+        self.write_probes = WriteProbes(sites.numels)
 
 
 class OptimizerCapture:
@@ -60,8 +70,11 @@ class OptimizerCapture:
         *,
         inside_backward: bool = False,
         without_optimizer: bool = False,
+        like: OptimizerCapture | None = None,
     ) -> None:
         """`slots[K]` are those of `params`, `given` every parameter of the optimizer, frozen ones included.
+
+        What is made of the sizes of its sites alone is taken from one `like` it, where that has the same sites.
 
         `inside_backward`: its optimizers step inside the backward; `without_optimizer`: its weights are moved by the
         loop's own code. Both are observed only.
@@ -72,15 +85,16 @@ class OptimizerCapture:
         self.param_ids = list(map(id, params))
         self.sites = sites
         self.slots = np.zeros(0, np.intp) if slots is None else slots
-        self.position = {slot: k for k, slot in enumerate(self.slots.tolist())}  # sync: numpy
+        self.position = dict(zip(self.slots.tolist(), range(len(self.slots)), strict=True))  # sync: numpy
         self.step = 0
         self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
-        self.frozen = [param for param in given if not param.requires_grad]
+        self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.distributed, self.on_cpu = False, True
         for param in params:
-            self.distributed = self.distributed or hasattr(param, "to_local")
-            self.on_cpu = self.on_cpu and param.device.type == "cpu"
+            plain = type(param) is nn.Parameter
+            self.distributed = self.distributed or not (plain or not hasattr(param, "to_local"))
+            self.on_cpu = self.on_cpu and param.is_cpu
         self.manual_allreduce = (
             False  # other code than torch's may average over ranks: read again at the step
         )
@@ -93,16 +107,18 @@ class OptimizerCapture:
         self.closed_at = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
-        self._reader = CpuReader()
-        self._write_probes = WriteProbes(sites.numels)
-        self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
+        self._size_plan: SizePlan = (
+            SizePlan(sites) if like is None or like.sites is not sites else like._size_plan
+        )
+        self._reader, self._write_probes = self._size_plan.reader, self._size_plan.write_probes
+        self._floor = self._size_plan.floor
         self._norms: Reading | None = None
         self._after: Reading | None = None
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those foreseen
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # no code changed a gradient between the end of backward and the last step
-        self._keeps = self.on_cpu and int(sites.numels.sum()) <= KEPT
+        self._keeps = self.on_cpu and self._size_plan.elements <= KEPT
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self.recent_total_norm: float | None = (
@@ -125,10 +141,8 @@ class OptimizerCapture:
         self.attached_mid_window = not without_optimizer
 
     def follows(self, before: OptimizerCapture) -> None:
-        """This stands in the place of another capture; where the sizes are the same its plan of reading is used."""
+        """This stands in the place of another capture, and counts on from there."""
         self.step, self.last_calls = before.step, before.last_calls
-        if self.sites.numels.tobytes() == before.sites.numels.tobytes():
-            self._reader = before._reader
 
     def takes_place(self, index: int, before: OptimizerCapture | None) -> None:
         """From now on it is the one at `index`, and counts on from the capture that was there."""
@@ -138,7 +152,7 @@ class OptimizerCapture:
     def no_longer_arrived(self, calls: NDArray[np.int32]) -> Sequence[int]:
         """Positions with a gradient in the step before and none in this one, which had `calls[K]`."""
         before, self.last_calls = self.last_calls, calls
-        if before is None or len(before) != len(calls):
+        if before is None or len(before) != len(calls) or before.tobytes() == calls.tobytes():
             return ()
         gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
         return gone

@@ -11,38 +11,32 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.capture import names
 from gradwatch.capture.columns.loss import Losses, Root
-from gradwatch.capture.coverage import Coverage
-from gradwatch.capture.names import fallback_name, is_lazy, named_parameters, shape_of
+from gradwatch.capture.names import fallback_name, shape_of
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.shards import is_shard, offloaded
+from gradwatch.capture.slots import GONE, Slots
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.own_time import OwnTime
 from gradwatch.taps import backward, dispatch_modes, module_tree
-from gradwatch.taps.grad_ready import GradReadyHooks
 from gradwatch.taps.optimizers.groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
-_numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
-_dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
-_GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 IN_BULK = 32  # arrivals from which numpy counts them faster
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
 
 
 class Capture:
-    """The slots of one Watch: every watched parameter, its hook, and the captures (optimizers) they belong to.
+    """The slots of one Watch, and the captures (optimizers) they belong to.
 
     `ended` is called at the end of every backward that touched a watched parameter, before anything is read, with the
     captures that it reached; it runs inside autograd and must not raise. `waiting` names optimizers that are known but
@@ -57,24 +51,16 @@ class Capture:
         waiting: Callable[[Capture], list[Optimizer]] | None = None,
     ) -> None:
         self._waiting = waiting
-        self._models = [weakref.ref(model) for model in models]
         self._ended = ended
         self._failed = failed
         self.captures: list[OptimizerCapture] = []
-        self.params: list[nn.Parameter] = []
-        self.names: list[str] = []
-        # Which parameter to come each slot's was: the order, whatever slot was free.
-        self._since: list[int] = []
-        self._came = 0
-        self._free: list[int] = []
-        self._slot_of: dict[int, int] = {}
         self._unhooked: set[int] = set()
         self._ends = backward.Ends(self._backward_end, self._abandon)
         # A strong reference would tie parameter -> hook -> Capture -> parameter.
         self._itself = weakref.ref(self)
         self.ready = self._ends.ready  # by graph task of the backwards that have not ended
-        self._grad_ready = GradReadyHooks(self.ready, functools.partial(_arm, self._itself))
-        self._arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
+        self.slots = Slots(models, self.ready, functools.partial(_arm, self._itself))
+        self.params, self.names, self.coverage = self.slots.params, self.slots.names, self.slots.coverage
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
         self.spent = OwnTime()
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
@@ -83,140 +69,39 @@ class Capture:
             _nothing  # reached parameters of no optimizer
         )
         self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
-        self._unowned_slots: frozenset[int] | None = None  # as of now; None = to be found anew
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
-        self.coverage = Coverage(self._slot_of)
         self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
-        self._scanned = -1  # registrations in the models when these were last walked
-        self.scan()
-        self.coverage.attached(self.models())
 
     # -- parameters --------------------------------------------------------------------------------------
 
-    def models(self) -> list[nn.Module]:
-        """The watched models that are still alive."""
-        return [model for ref in self._models if (model := ref()) is not None]
-
-    def childless(self) -> bool:
-        """True if no watched model is alive."""
-        refs = self._models
-        if refs and refs[0]() is not None:  # almost every backward: no generator
-            return False
-        return all(ref() is None for ref in refs)
-
-    def add_models(self, models: Iterable[nn.Module]) -> None:
-        """Watch further models."""
-        known = {id(model) for model in self.models()}
-        added = [model for model in models if id(model) not in known]
-        self._models = [weakref.ref(model) for model in (*self.models(), *added)]
-        self.scan()
-        self.coverage.attached(added)
-
-    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Watch parameters that no module holds."""
-        for name, param in named:
-            if param.numel() or is_shard(param):
-                self.slot(param, name)
-
     def join(self, optimizers: Iterable[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Have the next backward announce the parameters of these optimizers."""
-        self.release_dead()
-        self.add_loose(loose)
-        params = params_of(*optimizers)
-        if not self._slot_of.keys() >= set(map(id, params)):
-            self.scan()
-
-    def scan(self) -> None:
-        """Give every parameter of the models a slot and a hook; parameters already known keep theirs."""
-        models = self.models()
-        self._grad_ready.spared = set(offloaded(models))
-        for name, param in named_parameters(models):
-            if not isinstance(param, nn.UninitializedParameter):
-                slot = self.slot(param, name)
-                # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
-                if not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
-                    self.names[slot] = name
-        self.coverage.scanned(models)
-        self._scanned = self.coverage.registrations[0]
-
-    def slot(self, param: nn.Parameter, name: str) -> int:
-        """The slot of a parameter, made (and hooked) where it is new."""
-        slot = self._slot_of.get(id(param))
-        if slot is None:
-            slot = self._take_slot(param, name)
-        self._grad_ready.put(slot, param)
-        return slot
-
-    def _take_slot(self, param: nn.Parameter, name: str) -> int:
-        """A slot of a parameter that was released, so that what comes and goes takes no more room; else a new one."""
-        if not self._free:
-            self.params.append(param)
-            self.names.append(name)
-            self._since.append(0)
-        slot = self._free.pop() if self._free else len(self.params) - 1
-        self._unowned_slots = None
-        if self.names[slot] != name:  # as deep as its predecessor only in a model of the same kind
-            self._arrival.pop(slot, None)
-        self._slot_of[id(param)] = slot
-        self.params[slot], self.names[slot], self._since[slot] = param, name, self._came
-        self._came += 1
-        return slot
-
-    def knows(self, param: nn.Parameter) -> bool:
-        """True if a parameter belongs to the watched models."""
-        return id(param) in self._slot_of
-
-    def unoptimized(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of those of the models that are not trained here: frozen, or put in since the last scan."""
-        for name, param in named_parameters(self.models()):
-            if not (param.requires_grad and id(param) in self._slot_of):
-                yield name, param
+        if self.has_dead():
+            self.drop_dead()
+        self.slots.add_loose(loose)
+        if not self.slots.of.keys() >= set(map(id, params_of(*optimizers))):
+            self.slots.scan()
 
     def holds(self, optimizer: Optimizer) -> bool:
         """True if an optimizer owns a parameter of the watched models, also one that joined them unseen."""
         params = params_of(optimizer)
-        if any(id(param) in self._slot_of for param in params):
+        if any(id(param) in self.slots.of for param in params):
             return True
-        return self.coverage.joined(optimizer, params, self.models())
-
-    def covers_id(self, identity: int) -> bool:
-        """True if the parameter with this `id()` has a slot."""
-        return identity in self._slot_of
-
-    def covers_any(self, identities: Iterable[int]) -> bool:
-        """True if some parameter of these, given by `id()`, has a slot."""
-        return not self._slot_of.keys().isdisjoint(identities)
-
-    def all_sites(self) -> Sites:
-        """Every parameter that wants a gradient, whatever optimizer it has or will have."""
-        slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
-        sites = self._sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
-        lazy = self.lazy_names()  # a rule may name them already; their shape is not known
-        return Sites(
-            names=sites.names + lazy,
-            kinds=sites.kinds + ("param",) * len(lazy),
-            numels=np.append(sites.numels, [0] * len(lazy)).astype(np.int64),
-            ndims=np.append(sites.ndims, [2] * len(lazy)).astype(np.int64),
-            depths=np.append(sites.depths, np.arange(len(lazy)) + len(sites)).astype(np.int64),
-        )
-
-    def lazy_names(self) -> tuple[str, ...]:
-        """Parameters of lazy modules that have no shape before their first forward."""
-        return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
+        return self.coverage.joined(optimizer, params, self.slots.models())
 
     def reinstall(self, captured: OptimizerCapture) -> None:
         """Hook the parameters of a capture with all its hooks that have come to want a gradient again."""
         if not captured.pruning.pruned:
-            for slot in map(int, captured.slots):
-                self._grad_ready.put(slot, self.params[slot])
+            slots = captured.slots.tolist()  # sync: numpy
+            self.slots.hooks.put(slots, list(map(self.params.__getitem__, slots)))
 
     # -- coverage ----------------------------------------------------------------------------------------
 
     def count_coverage(self) -> float:
         """The share of the models' parameters that is measured, counted now."""
-        return self.coverage.count(self.models(), self.captures)
+        return self.coverage.count(self.slots.models(), self.captures)
 
     def maintain_hooks(self, captured: OptimizerCapture, window: WindowNorms) -> bool:
         """At a step boundary: release what is gone, count coverage where it may have changed, reinstall lost hooks.
@@ -244,32 +129,19 @@ class Capture:
 
     def _rehook(self, captured: OptimizerCapture) -> int:
         """Hook those parameters again whose contents were swapped; how many there were."""
-        return sum(self._grad_ready.rehook(slot, self.params[slot]) for slot in map(int, captured.slots))
+        return sum(self.slots.hooks.rehook(slot, self.params[slot]) for slot in map(int, captured.slots))
 
     @property
     def backwards(self) -> int:
         """Number of backwards that reached a watched parameter, parts of one (reentrant checkpointing) included."""
         return self._ends.begun + self.backwards_without_hook
 
-    @property
-    def hooked(self) -> int:
-        """Number of parameters that have a hook now."""
-        return len(self._grad_ready)
-
-    @property
-    def can_be_reached(self) -> bool:
-        """True if any hook is left to see a backward."""
-        return len(self._grad_ready) > 0 or bool(self._grad_ready.spared)
-
     def close(self) -> None:
         """Remove every hook and release every parameter."""
-        self._grad_ready.close()
+        self.slots.close()
         self.losses.close()
-        self._slot_of.clear()
-        self.params.clear()
         self.captures.clear()
         self._ends.close()
-        self.coverage.close()
         self.after_backward = self.before_drop = _nothing
 
     # -- captures -------------------------------------------------------------------------------------------
@@ -290,7 +162,7 @@ class Capture:
             waiting = None if self._waiting is None else self._waiting(self)
             if not waiting:
                 return []
-            made = [self.adopt(each) for each in waiting if each not in self.stepped_inside]
+            made = [self._adopt(each, None) for each in waiting if each not in self.stepped_inside]
             for captured in made if from_first_backward else ():
                 captured.attached_in_time()
         return made
@@ -302,40 +174,41 @@ class Capture:
 
     def _adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None) -> OptimizerCapture:
         fresh = params_of(optimizer)
-        params, kept = self._in_model_order(fresh, lambda param: fallback_name(optimizer, param))
-        sites = self._sites(kept, params)
+        params, kept = self.slots.in_model_order(fresh, lambda param: fallback_name(optimizer, param))
+        known: Sites | None = None
         if captured is None:
             captured = self._predecessor(set(map(id, params)))
-            # So that rules which are bound to these sites need not be bound anew (`Binder.enter`).
-            if captured is not None and captured.optimizer is not None and sites.alike(captured.sites):
-                sites = captured.sites
+            if captured is not None and captured.optimizer is not None:
+                known = captured.sites
         index = len(self.captures) if captured is None else captured.index
-        self._unowned_slots = None
-        built = OptimizerCapture(index, optimizer, params, sites, kept, fresh)
+        self.slots.unowned = None
+        sites = self.slots.sites(kept, params, known)
+        built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
         if captured is None:
             self.captures.append(built)
         else:
             built.follows(captured)
-            self.restore(captured)
+            if captured.params:
+                self.restore(captured)
             self.replaced = self.replaced or bool(captured.params)
             self.captures[self.captures.index(captured)] = built
-        self.coverage.outdated()
+        self.coverage.adopted()
         return built
 
     def adopt_inside(self, fresh: list[nn.Parameter], before: OptimizerCapture | None) -> OptimizerCapture:
         """The one capture of all optimizers that step inside backward; it counts no arrivals and reads no `.grad`."""
-        params, kept = self._in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
+        params, kept = self.slots.in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
         index = len(self.captures) if before is None else before.index
-        sites = self._sites(kept, params)
+        sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, None, fresh, inside_backward=True)
-        self._unowned_slots = None
+        self.slots.unowned = None
         if before is None:
             self.captures.append(captured)
         else:
             captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured
             self.replaced = True
-        self.coverage.outdated()
+        self.coverage.adopted()
         return captured
 
     def adopt_unowned(self, before: OptimizerCapture | None, touched: list[int]) -> OptimizerCapture:
@@ -346,17 +219,17 @@ class Capture:
         unowned = self.unowned_slots()
         reached = unowned.intersection({*touched, *(() if before is None else map(int, before.slots))})
         within: set[int] = set()
-        for model in self.models():
+        for model in self.slots.models():
             slots = unowned.intersection(
-                self._slot_of[id(param)]
+                self.slots.of[id(param)]
                 for param in module_tree.parameters(model)
-                if id(param) in self._slot_of
+                if id(param) in self.slots.of
             )
             within |= set() if slots.isdisjoint(reached) else slots
-        wanting = [self.params[slot] for slot in sorted(within | reached, key=self._since.__getitem__)]
-        params, kept = self._in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
+        wanting = [self.params[slot] for slot in sorted(within | reached, key=self.slots.since.__getitem__)]
+        params, kept = self.slots.in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
         index = len(self.captures) if before is None else before.index
-        sites = self._sites(kept, params)
+        sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
         if before is not None:
             captured.takes_place(index, before)
@@ -375,43 +248,15 @@ class Capture:
 
     def unowned_slots(self) -> frozenset[int]:
         """The slots of parameters that no living optimizer has, as far as one has been watched here."""
-        if self._unowned_slots is None:
-            owned = {
-                identity
-                for captured in self.captures
-                if captured.inside_backward
-                or (captured.optimizer is not None and captured.optimizer() is not None)
-                for identity in (*captured.param_ids, *captured.watched_ids)
-            }
-            self._unowned_slots = frozenset(
-                slot for identity, slot in list(self._slot_of.items()) if identity not in owned
-            )
-        return self._unowned_slots
-
-    def _in_model_order(
-        self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
-    ) -> tuple[list[nn.Parameter], np.ndarray]:
-        """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
-        disturbed, known = self._scanned != self.coverage.registrations[0], self._slot_of
-        if disturbed or not known.keys() >= set(map(id, fresh)):
-            self.scan()  # where a parameter was replaced, added or moved, its name is in the model
-        named: list[nn.Parameter] = []
-        slots: list[int] = []
-        for param in fresh:
-            # Those on the meta device, which have no values, lower the coverage.
-            if not param.requires_grad or is_lazy(param) or not names.has_values(param):
-                continue
-            # A shard may be empty here and hold something on other ranks, which must see the same parameters.
-            if param.numel() or is_shard(param):
-                slot = known.get(id(param))
-                slots.append(self._take_slot(param, fallback(param)) if slot is None else slot)
-                named.append(param)
-        self._grad_ready.put_all(slots, named)
-        since = [self._since[slot] for slot in slots]
-        # One name, one site: an optimizer may still hold what a module of the same name replaced.
-        latest = {self.names[slots[k]]: k for k in sorted(range(len(slots)), key=since.__getitem__)}
-        order = sorted(latest.values(), key=since.__getitem__)
-        return [named[k] for k in order], np.array([slots[k] for k in order], np.intp)
+        if self.slots.unowned is None:
+            unowned = self.slots.of.copy()
+            for captured in self.captures:
+                optimizer = None if captured.optimizer is None else captured.optimizer()
+                if captured.inside_backward or optimizer is not None:
+                    for identity in (*captured.param_ids, *captured.watched_ids):
+                        unowned.pop(identity, None)
+            self.slots.unowned = frozenset(unowned.values())
+        return self.slots.unowned
 
     def _predecessor(self, wanted: set[int]) -> OptimizerCapture | None:
         """The capture of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
@@ -431,7 +276,11 @@ class Capture:
         for captured in self.captures:
             if captured.params and captured.optimizer is not None and captured.optimizer() is None:
                 return True
-            if captured.params and captured.without_optimizer and None in [ref() for ref in self._models]:
+            if (
+                captured.params
+                and captured.without_optimizer
+                and None in [ref() for ref in self.slots.model_refs]
+            ):
                 return True
         return False
 
@@ -443,52 +292,31 @@ class Capture:
     def release(self) -> None:
         """Let go of every parameter that no living optimizer has."""
         self.release_dead()
-        if len(self.params) - len(self._free) > sum(len(captured.params) for captured in self.captures):
+        if self.slots.count > sum(len(captured.params) for captured in self.captures):
             self.drop_dead()
 
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
         self.before_drop()
-        self._models = [ref for ref in self._models if ref() is not None]
-        self.replaced, self._unowned_slots = False, None
+        self.replaced, self.slots.unowned = False, None
+        modules = self.slots.alive_modules()
+        wanted = set(map(id, module_tree.parameters_in(modules)))
         for captured in self.captures:
-            if captured.optimizer is not None and captured.optimizer() is None:
+            gone = captured.optimizer is not None and captured.optimizer() is None
+            if gone or (captured.without_optimizer and wanted.isdisjoint(captured.param_ids)):
                 captured.release()
-        wanted = {id(param) for model in self.models() for param in module_tree.parameters(model)}
         for captured in self.captures:
-            if captured.without_optimizer and wanted.isdisjoint(captured.param_ids):
-                captured.release()
-        wanted |= {id(param) for captured in self.captures for param in captured.params}
+            wanted.update(map(id, captured.params))
+        leaving = []
         for slot, param in enumerate(self.params):
-            if id(param) not in wanted and param is not _GONE:
-                self._release(slot)
-
-    def _release(self, slot: int) -> None:
-        """Let go of a parameter; its slot stays for another, so that the others keep theirs."""
-        self._grad_ready.free(slot)
-        self._unowned_slots = None
-        self._slot_of.pop(id(self.params[slot]), None)
-        self.coverage.remove(slot)
-        self._unhooked.discard(slot)
-        for slots in self.ready.values():  # of a backward that raised
-            if slot in slots:
-                slots[:] = [each for each in slots if each != slot]
-        self.params[slot] = _GONE
-        self._free.append(slot)
-
-    def _sites(self, slots: np.ndarray, params: list[nn.Parameter]) -> Sites:
-        # The first gradient to arrive is the deepest; parameters not seen yet go by registration order.
-        latest, places = len(self.params), slots.tolist()  # sync: numpy
-        keys = [(-self._arrival.get(slot, latest), self._since[slot]) for slot in places]
-        depths = np.empty(len(places), np.int64)
-        depths[sorted(range(len(places)), key=keys.__getitem__)] = np.arange(len(places))
-        return Sites(
-            names=tuple(map(self.names.__getitem__, places)),
-            kinds=("param",) * len(places),
-            numels=np.array(list(map(_numel, params)), np.int64),
-            ndims=np.array(list(map(_dim, params)), np.int64),
-            depths=depths,
-        )
+            if id(param) not in wanted and param is not GONE:
+                leaving.append(slot)
+        if leaving:
+            self._unhooked.difference_update(leaving)
+            for slots in self.ready.values():  # of a backward that raised
+                slots[:] = [each for each in slots if each not in leaving]
+            self.slots.release(leaving)
+        self.coverage.left(modules)
 
     # -- backwards ---------------------------------------------------------------------------------------
 
@@ -521,15 +349,15 @@ class Capture:
     def _end(self, touched: list[int]) -> None:
         if self._unhooked:
             touched += self._hookless_arrivals(touched)
-        if not self._arrival:
-            self._arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
+        if not self.slots.arrival:
+            self.slots.arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         self.adopt_waiting(from_first_backward=True)
         touched_captures = self._record_arrivals(touched)
         self._ended(touched_captures)
         if self.after_backward is not _nothing and not backward.nested():
             self.after_backward()
         # Last: optimizers that have stepped inside the backward own theirs by now.
-        unowned = self._unowned_slots
+        unowned = self.slots.unowned
         if unowned is None:
             unowned = self.unowned_slots()
         if unowned and touched:
@@ -541,7 +369,7 @@ class Capture:
         """A backward has begun that will reach parameters whose hooks are not called (FSDP1)."""
         if backward.current() not in self.ready:
             _arm(self._itself)
-        self._unhooked.update(self._slot_of[id(param)] for param in params if id(param) in self._slot_of)
+        self._unhooked.update(self.slots.of[id(param)] for param in params if id(param) in self.slots.of)
 
     def _hookless_arrivals(self, touched: list[int]) -> list[int]:
         """The slots that `expect` told of, and that have a gradient now; without those whose hook was called."""
@@ -580,15 +408,11 @@ class Capture:
         """Remove all but a few hooks of a capture whose loop is learned."""
         keep = {int(captured.slots[k]) for k in captured.pruning.prune()}
         shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
-        for slot in map(int, captured.slots):
-            if slot not in keep and slot not in shared:
-                self._grad_ready.free(slot)
+        self.slots.hooks.free(slot for slot in map(int, captured.slots) if slot not in keep | shared)
 
     def mute(self, captured: OptimizerCapture, keep: int) -> None:
         """Keep one hook, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
-        for slot in map(int, captured.slots):
-            if slot != keep:
-                self._grad_ready.free(slot)
+        self.slots.hooks.free(slot for slot in map(int, captured.slots) if slot != keep)
 
     def restore(self, captured: OptimizerCapture) -> None:
         """Reinstall every hook of a capture."""

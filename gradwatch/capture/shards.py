@@ -79,12 +79,16 @@ def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
 
     A post-accumulate hook on one of them makes FSDP2 wait for its gradient to be copied.
     """
+    return offloaded_in(module for model in models for module in module_tree.modules(model))
+
+
+def offloaded_in(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Of these modules' own parameters those `offloaded`."""
     found = {}
-    for model in models:
-        for module in module_tree.modules(model):
-            for one in _fsdp_params(module) if hasattr(type(module), _FSDP2) else ():
-                if one.offload_to_cpu:
-                    found[id(one.sharded_param)] = one.sharded_param
+    for module in modules:
+        for one in _fsdp_params(module) if hasattr(type(module), _FSDP2) else ():
+            if one.offload_to_cpu:
+                found[id(one.sharded_param)] = one.sharded_param
     return found
 
 

@@ -13,6 +13,7 @@ import atexit
 import os
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, strict_rules
-from gradwatch.launch.discovery import discover, parameters_of, trains
+from gradwatch.launch.discovery import discover, trains
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.runtime import guard, stderr
@@ -32,6 +33,7 @@ from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hoo
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
 from gradwatch.taps.optimizers import init as optimizer_init
+from gradwatch.taps.optimizers.groups import params_of
 from gradwatch.taps.process_totals import count_backwards
 
 if TYPE_CHECKING:
@@ -106,7 +108,9 @@ class Agent:
     def _about_to_run(self, call: BackwardCall) -> None:
         if not call.accumulates or call.nested:
             return
-        before, self._reached = self._reached, sum(watch.backwards for watch in _watches)
+        before, self._reached = self._reached, 0
+        for watch in _watches:
+            self._reached += watch.backwards
         look = self._without_optimizer.due(self._reached > before)
         if look or self._waiting or self._attaching:
             self.attach_waiting(before=call if look else None)
@@ -185,8 +189,9 @@ class Agent:
             self._say_not_watching(error)
             return None
         finally:
-            for optimizer, _ in ready:
-                self._forwards.close(optimizer)
+            if not self._forwards.empty:
+                for optimizer, _ in ready:
+                    self._forwards.close(optimizer)
 
     def _say_not_watching(self, error: Exception) -> None:
         """One line: the script goes on unwatched, and the one who started it should know why.
@@ -225,16 +230,20 @@ class Agent:
 
     def _attach(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Session | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
-        with filters_kept():
-            from gradwatch.launch.baselines import Baselines
-            from gradwatch.session.attach import watch_optimizers
-            from gradwatch.session.session import live_sessions
+        with nullcontext() if _watches else filters_kept():
+            from gradwatch.session.live_sessions import LIVE
         while self._inherited:
             self._inherited.pop().close()
-        here = [watch for watch in live_sessions() if not watch.idle()]
-        own = next((watch for watch in here if watch in _watches), None)
-        others = [watch for watch in here if watch is not own]
-        ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
+        own, others = None, []
+        for watch in LIVE.all():
+            if watch.idle():
+                continue
+            if own is None and watch in _watches:
+                own = watch
+            else:
+                others.append(watch)
+        if others:
+            ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
         if not (ready or models):
             return None
         roots, loose = discover(self.registered, ready, self._numbered)
@@ -247,6 +256,9 @@ class Agent:
             own.join(roots, optimizers, loose)
         else:
             with filters_kept():
+                from gradwatch.launch.baselines import Baselines
+                from gradwatch.session.attach import watch_optimizers
+
                 own = watch_optimizers(roots, optimizers, loose)
             _watches.append(own)
             _close_at_exit()
@@ -295,7 +307,7 @@ def _greet(watch: Session, optimizers: list[Optimizer]) -> None:
     if watch.run.rank != 0 or not _on_terminal():
         return
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
-    count = len({id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)})
+    count = len(set(map(id, params_of(*optimizers))))
     where = " · ".join(part for part in (watch.url, exit_summary.shown(watch.run.directory)) if part)
     stderr.say(f"gradwatch: watching {count} parameters of {names} · {where}")
 

@@ -169,11 +169,11 @@ def _shapes(captured: OptimizerCapture) -> list[list[int]]:
 
 def _counted(optimizer: Optimizer) -> int | None:
     """The steps that the optimizer says it has taken: 0 where it has no state yet, None where it counts none."""
+    if not optimizer.state:
+        return 0 if _counts(optimizer) else None
     counts = [state.get("step") for state in optimizer.state.values()]
     known = [int(count) for count in counts if count is not None]
-    if known:
-        return max(known)
-    return None if counts or not _counts(optimizer) else 0
+    return max(known) if known else None
 
 
 def _counts(optimizer: Optimizer) -> bool:

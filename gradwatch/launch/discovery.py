@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.taps.module_registry import ModuleRegistry
+from gradwatch.taps.optimizers.groups import params_of
 
 
 class Found(NamedTuple):
@@ -35,7 +36,10 @@ def discover(
     loose: list[tuple[str, nn.Parameter]] = []
     seen: set[int] = set()
     for number, (optimizer, made) in enumerate(optimizers, first):
-        params = {id(tensor): tensor for tensor in parameters_of(optimizer) if id(tensor) not in seen}
+        given = params_of(optimizer)
+        params = dict(zip(map(id, given), given, strict=True))
+        if seen:
+            params = {identity: tensor for identity, tensor in params.items() if identity not in seen}
         seen.update(params)
         owners = registered.owners(params.values())
         around: dict[int, nn.Module] = {}  # by id of the owner
@@ -51,13 +55,8 @@ def discover(
             named = {id(tensor): name for name, tensor in made_up_names(optimizer, number)}
             pairs = zip(params.items(), owners, strict=True)
             loose += [(named[identity], tensor) for (identity, tensor), owner in pairs if owner is None]
-    return Found(sorted(roots.values(), key=lambda root: -owned[id(root)]), loose)
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Every tensor in every param group, in order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    found = list(roots.values())
+    return Found(found if len(found) < 2 else sorted(found, key=lambda root: -owned[id(root)]), loose)
 
 
 def trains(optimizer: Optimizer) -> bool:

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import module_tree
+from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
-    from gradwatch.localise.hold.model_kinds import Kinds
     from gradwatch.localise.hold.pre_attach import PreAttachRecorder
     from gradwatch.session.session import Session
 
@@ -44,8 +43,6 @@ class FirstForwards:
         self._lock = lock
         self._pre_attach: PreAttachRecorder | None = None
         self._faults: list[tuple[str, BaseException]] = []
-        self._wraps: RemovableHandle | None = None
-        self._kinds: Kinds = {}
 
     def hold_new(self) -> None:
         """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
@@ -53,7 +50,7 @@ class FirstForwards:
             self._guarded(self._hold_new)
 
     def _hold_new(self) -> None:
-        fresh = [root for root in self._registered.fresh_roots() if _trainable(root) and not _watched(root)]
+        fresh = [root for root in self._registered.fresh_roots() if _may_train(root)]
         if not fresh:
             return
         # Here, not at the top: most processes that import torch make no optimizer.
@@ -61,25 +58,28 @@ class FirstForwards:
 
         if self._pre_attach is None:
             self._pre_attach = PreAttachRecorder(self._failed)
-            self._pre_attach.kinds = self._kinds
-            self._wraps = register_module_module_registration_hook(self._wrapped)
+            register_module_module_registration_hook(self._wrapped)
         for model in fresh[:MOST_MODELS]:
-            if not self._pre_attach.holds(model):
+            if self._pre_attach.empty or not self._pre_attach.holds(model):
                 self._pre_attach.add(model)
 
     def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
         """Give a session what was held of its models and of those `joining` it next; release the rest."""
-        pre_attach, self._pre_attach = self._pre_attach, None
-        self._stop()
         faults, self._faults = self._faults, []
-        if pre_attach is not None:
+        if not self.empty and self._pre_attach is not None:
             try:
-                watch.inherit(pre_attach, joining)
+                watch.inherit(self._pre_attach, joining)
             except Exception as error:
                 faults.append(("localise", error))
-            pre_attach.close()
+            if not self.empty:
+                self._pre_attach.close()
         for fault in faults:
             watch.failed(*fault)
+
+    @property
+    def empty(self) -> bool:
+        """True if no model's calls are held."""
+        return self._pre_attach is None or self._pre_attach.empty
 
     def close(self, optimizer: Optimizer | None = None) -> None:
         """Let go of the models that this optimizer trains, which are watched or never will be; of all without one."""
@@ -87,16 +87,10 @@ class FirstForwards:
             return
         if optimizer is not None:
             self._pre_attach.without(optimizer)
-        if optimizer is None or not any(True for _ in self._pre_attach):
+        if optimizer is None or self._pre_attach.empty:
             self._pre_attach.close()
-            self._pre_attach = None
-            self._stop()
 
-    def _stop(self) -> None:
-        if self._wraps is not None:
-            self._wraps.remove()
-            self._wraps = None
-
+    @untraced
     def _wrapped(self, outer: nn.Module, name: str, module: nn.Module | None) -> None:
         """torch.compile(model) after the optimizer was made: only the call of the wrapper can be seen."""
         pre_attach = self._pre_attach
@@ -117,14 +111,13 @@ class FirstForwards:
             self._faults.append((component, error))
 
 
-def _trainable(model: nn.Module) -> bool:
-    return any(map(_requires_grad, module_tree.parameters(model)))
-
-
-def _watched(model: nn.Module) -> bool:
-    """True if a live Session has a parameter of it; nothing is imported to find out."""
-    watching = sys.modules.get("gradwatch.session.session")
-    if watching is None:
+def _may_train(model: nn.Module) -> bool:
+    """True if a parameter wants a gradient and no live Session has any; nothing is imported to find out."""
+    params = module_tree.parameters(model)
+    if not any(map(_requires_grad, params)):
         return False
-    identities = set(map(id, module_tree.parameters(model)))
-    return any(not watch.idle() and watch.knows_any(identities) for watch in watching.live_sessions())
+    watching = sys.modules.get("gradwatch.session.live_sessions")
+    for watch in () if watching is None else watching.LIVE.all():
+        if watch.knows_any(map(id, params)) and not watch.idle():
+            return False
+    return True

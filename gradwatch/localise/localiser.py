@@ -107,8 +107,8 @@ class Localiser:
         if self._recordings.kinds is not pre_attach.kinds:
             pre_attach.kinds |= self._recordings.kinds
             self._recordings.kinds = pre_attach.kinds
-        models = (*self.models(), *joining) if self._hold else ()
-        self._recordings.inherit(pre_attach.handed_over(models), self._steps)
+        inherited = pre_attach.handed_over(joining, self.models) if self._hold else pre_attach.handed_over(())
+        self._recordings.inherit(inherited, self._steps)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""

@@ -101,7 +101,7 @@ class Attached:
         self.ownership = ownership
         self._containers: list[nn.Module] = []
         self.capture = Capture(models, self._backward_ended, self._activity.failed, ownership.waiting)
-        self.capture.add_loose(loose)
+        self.capture.slots.add_loose(loose)
         self.taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
         try:
@@ -117,7 +117,7 @@ class Attached:
 
     def _tapped(self, models: list[nn.Module], strict_rules: bool) -> list[nn.Parameter]:
         """Tap modules and FSDP's flat parameters; the parameters to watch."""
-        if not self.capture.can_be_reached and not self.capture.lazy_names():
+        if not self.capture.slots.can_be_reached and not self.capture.slots.lazy_names():
             raise AttachError(
                 "no parameter of the model wants a gradient, so there is nothing to watch; "
                 "attach after unfreezing it (requires_grad_)"
@@ -134,12 +134,14 @@ class Attached:
     def _bind_to(self, wanted: Sequence[nn.Parameter], name: str) -> None:
         """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
         capture, activity, rules = self.capture, self._activity, self.rules
-        self.statistics = RunningStatistics(capture.models, self._notices.say)
-        self.weights = Weights(lambda: zip(capture.names, capture.params, strict=False), capture.unoptimized)
+        self.statistics = RunningStatistics(capture.slots.models, self._notices.say)
+        self.weights = Weights(
+            lambda: zip(capture.names, capture.params, strict=False), capture.slots.unoptimized
+        )
         self.contexts = Contexts(activity.failed)
         self._stages = PipelineStages(self._stage_scaled)
         self.ranks = Ranks(
-            name, rank_requirements(rules.engine), capture.models, self._of_ranks, self._stages.taken
+            name, rank_requirements(rules.engine), capture.slots.models, self._of_ranks, self._stages.taken
         )
         totals = self._services.publishing.totals
         self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
@@ -147,7 +149,7 @@ class Attached:
         if self.taps is not None:
             self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
             self.rule_bindings.module_bounds = self.taps.bounds
-        self.rule_bindings.listen(local_taps(wanted, capture.models()))
+        self.rule_bindings.listen(local_taps(wanted, capture.slots.models()))
 
     def _hold(self, models: list[nn.Module]) -> None:
         """Hold steps to find causes and keep bundles, where rules ask for that.
@@ -221,7 +223,7 @@ class Attached:
 
     def sites(self) -> Sites:
         """Every parameter that wants a gradient, and every module that is tapped."""
-        return with_modules(self.capture.all_sites(), () if self.taps is None else self.taps.names)
+        return with_modules(self.capture.slots.all_sites(), () if self.taps is None else self.taps.names)
 
     @property
     def degraded(self) -> bool:
@@ -236,15 +238,16 @@ class Attached:
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
-        added = list(models)
-        self.capture.add_models(added)
-        if self.causes is not None:
+        added = self.capture.slots.add_models(models)
+        if added and self.causes is not None:
             self.causes.add(added)
         self.keep_containers(added)
 
     def keep_containers(self, models: Iterable[nn.Module]) -> None:
         """Hold those that may have been made for the call: they would be gone after it, and the session with them."""
-        self._containers += [one for one in models if isinstance(one, nn.ModuleList | nn.ModuleDict)]
+        for one in models:
+            if isinstance(one, nn.ModuleList | nn.ModuleDict):
+                self._containers.append(one)
 
     def resumed(self) -> None:
         """A pause is over: what was captured in it is no step's."""

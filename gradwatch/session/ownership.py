@@ -36,10 +36,15 @@ class Ownership:
         """Optimizers named since this was last asked that have no capture yet."""
         if not self._wanted:
             return []
-        found = [optimizer for ref in self._wanted if (optimizer := ref()) is not None]
-        self._named.update(found)
+        found = []
+        for ref in self._wanted:
+            optimizer = ref()
+            if optimizer is not None:
+                self._named.add(optimizer)
+                if capture.capture_of(optimizer) is None:
+                    found.append(optimizer)
         self._wanted.clear()
-        return [optimizer for optimizer in found if capture.capture_of(optimizer) is None]
+        return found
 
     def includes(self, optimizer: Optimizer, capture: Capture) -> bool:
         """True if this optimizer is watched: named at the attach or since, or owner of a watched parameter."""

@@ -170,7 +170,7 @@ class Session:
 
     def models(self) -> list[nn.Module]:
         """The watched models that are still alive; none once it is closed."""
-        return [] if self.attached is None else self.attached.capture.models()
+        return [] if self.attached is None else self.attached.capture.slots.models()
 
     def owns(self, optimizer: Optimizer) -> bool:
         """True if this optimizer is watched now."""
@@ -190,11 +190,11 @@ class Session:
 
     def knows(self, identity: int) -> bool:
         """True if the parameter with this `id()` is watched here."""
-        return self.attached is not None and self.attached.capture.covers_id(identity)
+        return self.attached is not None and self.attached.capture.slots.covers_id(identity)
 
     def knows_any(self, identities: Iterable[int]) -> bool:
         """True if some parameter of these, given by `id()`, is watched here."""
-        return self.attached is not None and self.attached.capture.covers_any(identities)
+        return self.attached is not None and self.attached.capture.slots.covers_any(identities)
 
     @property
     def backwards(self) -> int:
@@ -323,9 +323,7 @@ class Session:
         if attached is None:
             return
         mark = attached.capture.spent.begin()
-        known = {id(model) for model in self.models()}
-        if added := [model for model in models if id(model) not in known]:
-            attached.add(added)
+        attached.add(models)
         attached.capture.join(optimizers, loose)
         self._ownership.join(optimizers)
         attached.capture.spent.end(mark)
@@ -345,11 +343,15 @@ class Session:
             if orphaned:
                 attached.capture.release()
             else:
-                attached.capture.release_dead()
+                attached.capture.drop_dead()
 
     def orphaned(self) -> bool:
         """True if all models are gone that it was to watch; a launcher's session watches what comes, too."""
-        return self.origin != "launcher" and self.attached is not None and self.attached.capture.childless()
+        return (
+            self.origin != "launcher"
+            and self.attached is not None
+            and self.attached.capture.slots.childless()
+        )
 
     def catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""

@@ -6,7 +6,7 @@ nor what holds one: torch never collects a cycle through a hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -34,16 +34,18 @@ class GradReadyHooks:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def put(self, slot: int, param: nn.Parameter) -> None:
-        """Hook a parameter that has no hook, if it wants a gradient."""
-        if slot not in self._handles and param.requires_grad and id(param) not in self.spared:
-            self._handles[slot] = self._mark(slot, param)
-
-    def put_all(self, slots: Sequence[int], params: Sequence[nn.Parameter]) -> None:
-        """As `put`, for each of these slots and its parameter."""
+    def put(self, slots: Sequence[int], params: Sequence[nn.Parameter]) -> None:
+        """Hook the parameters, one for each slot, that want a gradient and have no hook."""
         for slot, param in zip(slots, params, strict=True):
-            if slot not in self._handles:
-                self.put(slot, param)
+            if slot in self._handles or not param.requires_grad or id(param) in self.spared:
+                continue
+            now = contents(param)
+            stands_for, last = self._marked_as.get(slot, (now, 0))
+            if stands_for != now:
+                revive(param, "_post_accumulate_grad_hooks", last)
+            handle = param.register_post_accumulate_grad_hook(_noting(slot, self._ready, self._arm))
+            self._handles[slot] = handle
+            self._marked_as[slot] = now, handle.id
 
     def rehook(self, slot: int, param: nn.Parameter) -> bool:
         """Hook a parameter again if its contents were swapped, which disables hooks. True if they were."""
@@ -51,36 +53,28 @@ class GradReadyHooks:
             return False
         if id(param) in self.spared:
             return False
-        self.remove(slot)
-        self.put(slot, param)
+        self.remove([slot])
+        self.put([slot], [param])
         return True
 
-    def remove(self, slot: int) -> None:
-        """Remove the hook of a slot, if there is one."""
-        handle = self._handles.pop(slot, None)
-        if handle is not None:
-            handle.remove()
+    def remove(self, slots: Iterable[int]) -> None:
+        """Remove the hooks of these slots, as far as there are any."""
+        for slot in slots:
+            handle = self._handles.pop(slot, None)
+            if handle is not None:
+                handle.remove()
 
-    def free(self, slot: int) -> None:
-        """The slot's parameter was released: another may take the slot."""
-        self.remove(slot)
-        self._marked_as.pop(slot, None)
+    def free(self, slots: Iterable[int]) -> None:
+        """The parameters in these slots were released: others may take the slots."""
+        for slot in slots:
+            handle = self._handles.pop(slot, None)
+            if handle is not None:
+                handle.remove()
+            self._marked_as.pop(slot, None)
 
     def close(self) -> None:
         """Remove every hook."""
-        for slot in list(self._handles):
-            self.remove(slot)
-
-    def _mark(self, slot: int, param: nn.Parameter) -> RemovableHandle:
-        now = contents(param)
-        stands_for, last = self._marked_as.get(slot, (now, 0))
-        if stands_for != now:
-            revive(param, "_post_accumulate_grad_hooks", last)
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(
-            _noting(slot, self._ready, self._arm)
-        )
-        self._marked_as[slot] = now, handle.id
-        return handle
+        self.remove(list(self._handles))
 
 
 def _noting(

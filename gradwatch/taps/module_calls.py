@@ -125,8 +125,10 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
     Neither may raise. Where torch's function is not what it was (a later version, another library's), nothing is
     noticed. The last listener of a class gives it its function back.
     """
-    gone = [identity for identity, one in _listened.items() if one.module() is None]
-    releases = [_listened.pop(identity).release for identity in gone]
+    releases = []
+    for known, one in list(_listened.items()):
+        if one.module() is None:
+            releases.append(_listened.pop(known).release)
     listened = _listened.setdefault(id(module), _Listened(module))
     if before is not None:
         listened.before.append(before)
@@ -159,7 +161,10 @@ def noticed(module: nn.Module) -> bool:
 
 def _install(kind: type[nn.Module], listened: _Listened) -> Callable[[], None]:
     """Have the lookup go through the descriptor for modules of this class: others would pay for it at every call."""
-    found = next(vars(base)[_NAME] for base in kind.__mro__ if _NAME in vars(base))
+    for base in kind.__mro__:
+        found = vars(base).get(_NAME)
+        if found is not None:
+            break
     if isinstance(found, _Noticed):  # of this class, or of one that it is derived from
         return found.patch.listen(listened)
     if not (isinstance(found, FunctionType) and found is _torchs() and _names(found.__code__) >= _REPLACED):

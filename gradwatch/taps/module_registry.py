@@ -9,7 +9,7 @@ to a parameter makes `torch.utils.swap_tensors` raise); what is found is compare
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from gradwatch.taps.patch import OnLookup, Patch
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which DDP, torch.compile, FSDP1 and activation checkpointing hold what they wrap."""
 _SMALL = 256  # entries below which nothing is pruned
+_COPIED = 16  # modules copied or unpickled from one call of `building` to the next
 
 
 class Place(NamedTuple):
@@ -39,7 +40,7 @@ class ModuleRegistry:
     """The live modules; `clock` counts what was registered so far.
 
     A module made before this began is known from its first registration, copy or unpickling after it. `building` is
-    called whenever a parameter is put into a module, or a module is copied or unpickled; it must not raise.
+    called whenever a parameter is put into a module, and as modules are copied or unpickled; it must not raise.
     """
 
     def __init__(self, building: Callable[[], None] | None = None) -> None:
@@ -73,12 +74,13 @@ class ModuleRegistry:
 
         All modules are walked only where a parameter was put into one without torch's knowledge (`.to()` may).
         """
-        self._read()
+        if self._unread:
+            self._read()
         wanted = list(params)
-        found = [self._owner(param) for param in wanted]
+        found = self._known_owners(wanted)
         if None in found:
             self._walk()
-            found = [self._owner(param) for param in wanted]
+            found = self._known_owners(wanted)
         return found
 
     def root(self, module: nn.Module, before: int) -> nn.Module:
@@ -105,8 +107,8 @@ class ModuleRegistry:
         fresh, self._fresh = self._fresh, []
         modules = {id(module): module for ref in fresh if (module := ref()) is not None}
         roots = {}
-        for module in modules.values():
-            outer = self._outer(module, self.clock)
+        for identity, module in modules.items():
+            outer = self._outer(module, self.clock) if identity in self._parents else None
             if outer is None or id(outer) not in modules:  # else that one leads to the same root
                 root = module if outer is None else self.root(outer, self.clock)
                 roots[id(root)] = root
@@ -121,19 +123,26 @@ class ModuleRegistry:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _owner(self, param: Tensor) -> tuple[nn.Module, str] | None:
-        place = self._owners.get(id(param))
-        module = None if place is None else place.module()
-        if place is None or module is None or not _has(module._parameters, place.name, param):
-            return None
-        return module, place.name
+    def _known_owners(self, params: list[Tensor]) -> list[tuple[nn.Module, str] | None]:
+        found: list[tuple[nn.Module, str] | None] = []
+        for param in params:
+            place = self._owners.get(id(param))
+            module = None if place is None else place.module()
+            owner = None
+            if place is not None and module is not None:
+                held, name = module._parameters, place.name
+                # Not by `get`: a scripted module that was loaded holds what is no dict.
+                if name in held and held[name] is param:
+                    owner = module, name
+            found.append(owner)
+        return found
 
     def _outer(self, module: nn.Module, before: int) -> nn.Module | None:
         for place in self._parents.get(id(module), ()):
-            outer = place.module()
-            if outer is None or (place.since > before and place.name not in WRAPPERS):
+            outer, name = place.module(), place.name
+            if outer is None or (place.since > before and name not in WRAPPERS):
                 continue
-            if _has(outer._modules, place.name, module):
+            if name in outer._modules and outer._modules[name] is module:
                 return outer
         return None
 
@@ -143,23 +152,28 @@ class ModuleRegistry:
         for ref, since in unread:
             module = ref()
             if module is not None and "_parameters" in vars(module) and "_modules" in vars(module):
-                self._know(module)
                 self._look_into(module, since)
 
     def _walk(self) -> None:
         for module in self:
             for name, param in module._parameters.items():
-                if param is not None and self._owner(param) is None:
+                if param is not None and self._known_owners([param]) == [None]:
                     self._owners[id(param)] = Place(self._modules[id(module)], name, self.clock)
 
     def _look_into(self, module: nn.Module, since: int) -> None:
-        ref = self._modules[id(module)]
+        ref = self._modules.get(id(module))
+        if ref is None or ref() is not module:
+            ref = self._know(module)
         for name, param in module._parameters.items():
             if param is not None:
                 self._owners[id(param)] = Place(ref, name, since)
         for name, child in module._modules.items():
             if child is not None:
-                self._add_parent(child, Place(ref, name, since))
+                held = self._modules.get(id(child))
+                if held is None or held() is not child or id(child) in self._parents:
+                    self._add_parent(child, Place(ref, name, since))
+                else:  # nearly all that is copied: no other module holds it
+                    self._parents[id(child)] = (Place(ref, name, since),)
 
     def _know(self, module: nn.Module) -> weakref.ref[nn.Module]:
         ref = self._modules.get(id(module))
@@ -172,11 +186,14 @@ class ModuleRegistry:
         return ref
 
     def _add_parent(self, child: nn.Module, place: Place) -> None:
-        self._know(child)
-        # The first to hold it comes first; those that are gone give room.
+        ref = self._modules.get(id(child))
+        if ref is None or ref() is not child:
+            self._know(child)
         known = self._parents.get(id(child))
-        alive = [one for one in known if one.module() is not None] if known else ()
-        self._parents[id(child)] = (*alive, place)
+        if known:  # the first to hold it comes first; those that are gone give room
+            self._parents[id(child)] = (*[one for one in known if one.module() is not None], place)
+        else:
+            self._parents[id(child)] = (place,)
 
     def _prune(self) -> None:
         """Forget what is about modules that are gone."""
@@ -193,7 +210,7 @@ class ModuleRegistry:
         try:
             self.clock += 1
             ref = self._know(module)
-            if param is not None and self._owner(param) is None:
+            if param is not None and self._known_owners([param]) == [None]:
                 self._owners[id(param)] = Place(ref, name, self.clock)
             self._building()
         except Exception as error:
@@ -219,12 +236,8 @@ class ModuleRegistry:
         if len(self._unread) > self._prune_at:
             self._unread = [each for each in self._unread if each[0]() is not None]
             self._prune_at = max(self._prune_at, 2 * len(self._unread))
-        self._building()
-
-
-def _has(held: Mapping[str, object], name: str, value: object) -> bool:
-    """True if it stands there by this name; a scripted module that was loaded holds what is no dict, without `get`."""
-    return name in held and held[name] is value
+        if len(self._unread) % _COPIED == 1:  # the first of a model, and now and then in a large one
+            self._building()
 
 
 def _nothing() -> None:

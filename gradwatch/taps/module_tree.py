@@ -8,6 +8,8 @@ found here all the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -32,8 +34,13 @@ def modules(root: nn.Module) -> list[nn.Module]:
 
 def parameters(root: nn.Module) -> list[nn.Parameter]:
     """The parameters of all these modules, each once, in the order of `root.parameters()`."""
+    return parameters_in(modules(root))
+
+
+def parameters_in(walked: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that these modules hold themselves, each once."""
     found: dict[int, nn.Parameter] = {}
-    for module in modules(root):
+    for module in walked:
         if module._parameters:
             for param in module._parameters.values():
                 if param is not None:

@@ -8,6 +8,8 @@ hook on the C++ side either. Nothing says so: the hook simply never fires again.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
@@ -15,9 +17,8 @@ from torch import Tensor
 Hooks = Literal["_backward_hooks", "_post_accumulate_grad_hooks"]
 
 
-def contents(tensor: Tensor) -> int:
-    """Identity of the contents of a Python tensor: changes when it is swapped, and only then."""
-    return int(tensor._cdata)
+contents: Callable[[Tensor], int] = operator.attrgetter("_cdata")
+"""Identity of the contents of a Python tensor: changes when it is swapped, and only then."""
 
 
 def revive(tensor: Tensor, kind: Hooks, lost: int) -> None:

@@ -379,7 +379,7 @@ def test_marks_are_thinned_and_the_numbers_stay_right() -> None:
             want = norms_of(model.named_parameters())
             optimizer.step()
             close(seen(recorder.snapshots[-1]), want)
-        assert recorder.capture.hooked <= 6
+        assert recorder.capture.slots.hooked <= 6
         assert set(recorder.snapshots[-1].calls.tolist()) == {1}
 
 

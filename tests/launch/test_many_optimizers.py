@@ -14,8 +14,8 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.launch.test_auto_watch import NET, ended
 from tests.launch.test_training import run
 
-EACH = 950  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 897 when written
-SAME = 520  # the same where only the optimizer is new, 478 when written; times: `python -m tests.benchmarks.adoption`
+EACH = 590  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 555 when written
+SAME = 415  # the same where only the optimizer is new, 392 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (
     NET
@@ -37,7 +37,7 @@ def size(gw):
         series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
     return {
         "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
-        "marks": len(capture._grad_ready._marked_as), "captures": len(capture.captures),
+        "marks": len(capture.slots.hooks._marked_as), "captures": len(capture.captures),
         "courses": len(list(at.rule_bindings)),
         "weights": len(at.weights._reference), "families": len(causes._localiser._recordings._families),
         "series": len(series), "called": len(module_calls._listened),

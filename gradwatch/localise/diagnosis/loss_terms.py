@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -71,18 +71,28 @@ class Losses:
         frames = frame_of(self.last.caller) or finding.frames
         return finding.amended(op=op, node=suspects[-1], frames=frames, note=note)
 
+    def ends_alike(self, since: int) -> bool:
+        """Within a backward: whether it began at an operation like that of the loss seen last, made as long after."""
+        node, last = _root(entry_frame()), None if self.last is None else self.last.nodes[-1]
+        return last is None or node is None or (node._sequence_nr() - since, node.name()) == last[:2]
+
     def record(self, since: int) -> None:
         """Within a backward: look at what it began at. `since` numbers the first node after the call."""
         frame = entry_frame()
-        if frame is None:
-            return  # on a device torch runs backwards in a thread of its own
-        roots = frame.f_locals.get(frame.f_code.co_varnames[0], ())
-        if len(roots) != 1 or not isinstance(roots[0], Tensor) or roots[0].grad_fn is None:
+        root = _root(frame)
+        if root is None:
             return
-        found = Loss(_nodes(roots[0].grad_fn, since), _caller(frame))
+        found = Loss(_nodes(root, since), _caller(frame))
         if found.nodes:
             self.varied = self.varied or self.last not in (None, found)
             self.last = found
+
+
+def _root(frame: FrameType | None) -> Node | None:
+    """The node that a backward began at; None where several are, or on a device, where it runs in another thread."""
+    roots: Any = () if frame is None else frame.f_locals.get(frame.f_code.co_varnames[0], ())
+    alone = len(roots) == 1 and isinstance(roots[0], Tensor)
+    return roots[0].grad_fn if alone else None
 
 
 def _nodes(root: Node, since: int) -> tuple[tuple[int, str, bool, bool], ...]:

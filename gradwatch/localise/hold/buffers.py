@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from gradwatch.taps import module_tree
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
-_buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 LEARNING = 3  # first calls, in which every small buffer is copied
 SMALL = 1 << 16  # elements
 
@@ -26,14 +23,13 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._places = [
             (f"{prefix}.{name}" if prefix else name, weakref.ref(module), name)
-            for prefix, module in _named_modules(model)
+            for prefix, module in model.named_modules()
             if not isinstance(
                 module, WITH_RUNNING_STATISTICS
             )  # written in training, read in evaluation: no forward hangs on them
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self.any = bool(self._places)
         self._calls = 0
         self._changing: set[str] = set()
         self._seen: dict[str, tuple[int, int]] = {}
@@ -68,8 +64,3 @@ class Buffers:
             buffer = None if module is None else module._buffers.get(name)
             if buffer is not None:
                 yield full, buffer
-
-
-def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Those of a model that holds a buffer; most hold none, and to name their modules takes as long as to find it."""
-    return model.named_modules() if any(map(_buffers_of, module_tree.modules(model))) else ()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TypeAlias
 
 from torch import nn
 
+from gradwatch.localise.diagnosis.frames import Callers
+from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.hold.randomness import Draws
-from gradwatch.taps import module_tree
 
 MOST = 64  # kinds remembered
 MOST_CALLERS = 16  # of a kind
@@ -21,13 +24,15 @@ AGAIN = 64  # models after which it is looked again
 class Kind:
     """Models of the same classes of modules: `whole` where one was called itself and not by its parts.
 
-    `callers` are the lines that called one often enough for what stands beside them to be known; `alone` counts, for a
-    line, the models in a row beside which nothing stood. `keeps_weights`: the first calls of one wrote into none of its
-    own parameters.
+    `lines` are those that call one, `losses` what was made of their outputs, by line. `callers` are the lines that
+    called one often enough for what stands beside them to be known; `alone` counts, for a line, the models in a row
+    beside which nothing stood. `keeps_weights`: the first calls of one wrote into none of its own parameters.
     """
 
     whole: bool = False
     draws: Draws = field(default_factory=Draws)
+    lines: Callers = field(default_factory=Callers)
+    losses: dict[tuple[CodeType, int] | None, Losses] = field(default_factory=dict)
     callers: set[tuple[CodeType, int]] = field(default_factory=set)
     alone: dict[tuple[CodeType, int], int] = field(default_factory=dict)
     keeps_weights: bool = False
@@ -46,6 +51,15 @@ class Kind:
             self.alone.clear()
         self.alone[caller] = 0 if found else self.alone.get(caller, 0) + 1
 
+    def losses_of(self, caller: tuple[CodeType, int] | None) -> Losses:
+        """The losses that were seen of calls from this line."""
+        found = self.losses.get(caller)
+        if found is None:
+            if len(self.losses) >= MOST_CALLERS:
+                self.losses.clear()
+            found = self.losses[caller] = Losses()
+        return found
+
     def looked_beside(self, caller: tuple[CodeType, int]) -> None:
         """Note that the scope of this line was searched."""
         if len(self.callers) >= MOST_CALLERS:
@@ -53,13 +67,17 @@ class Kind:
         self.callers.add(caller)
 
 
+_qualname: Callable[[type], str] = operator.attrgetter("__qualname__")
 Kinds: TypeAlias = dict[tuple[str, ...], Kind]
 """What is known of kinds of models, by the names of the classes of their modules."""
 
 
-def kind_of(model: nn.Module, kinds: Kinds) -> Kind:
-    """Knowledge of models like this one; a kind that was not met before is remembered."""
-    names = tuple([type(module).__qualname__ for module in module_tree.modules(model)])
-    if names not in kinds and len(kinds) >= MOST:
-        kinds.clear()
-    return kinds.setdefault(names, Kind())
+def kind_of(modules: Iterable[nn.Module], kinds: Kinds) -> Kind:
+    """Knowledge of models like the one of these modules; a kind that was not met before is remembered."""
+    names = tuple(map(_qualname, map(type, modules)))
+    found = kinds.get(names)
+    if found is None:
+        if len(kinds) >= MOST:
+            kinds.clear()
+        found = kinds[names] = Kind()
+    return found

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwatch.localise.diagnosis.frames import Callers
 from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.values import tensors
 from gradwatch.localise.hold.buffers import Buffers
 from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.randomness import Generators, Held
-from gradwatch.localise.replay.all_gathered import is_spread, ungatherable
+from gradwatch.localise.replay.all_gathered import spread, ungatherable
 from gradwatch.reading.device import capturing
 from gradwatch.reading.layouts import alias
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
@@ -50,6 +49,7 @@ LOOKED_AT = 3  # first calls, in which a forward that writes into its own parame
 MOVERS = 64  # optimizers of which it is remembered whether they move a model
 # Python calls cost microseconds in the cold caches that a step leaves; these are none.
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
+_buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = operator.itemgetter("params")
 
 
@@ -142,17 +142,17 @@ class ModelRecorder:
         self._steps = [0] if steps is None else steps
         self._kind = kind or Kind()
         self._generators = Held(self.model, self._kind.draws)
-        buffers = Buffers(inner(model))
-        self._buffers = buffers if buffers.any else None
-        self._losses = Losses()
+        modules = module_tree.modules(model)
+        self._buffers = Buffers(inner(model)) if any(map(_buffers_of, modules)) else None
         # By id of an optimizer: whether it moves the model, as of so many parameters.
         self._movers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
         self._open: Call | None = None
         self._seen = 0
         self._before_params: dict[int, int] | None = None
-        self._callers = Callers()
+        self._losses: Losses | None = None  # its own, where they are not those of its kind
+        self._called_from: list[tuple[CodeType, int]] = []  # the first calls
         self._ignore: list[Callable[[], None]] = []
-        self.refused = shared(model)
+        self.refused = shared(model, modules)
         if not self.refused:
             self._listen(model)
 
@@ -184,7 +184,8 @@ class ModelRecorder:
             self._met = met
         for call in list(self.calls):
             call.step = steps[0]
-        self._make_room()
+        if len(self.calls) > 1:
+            self._make_room()
 
     def drop(self) -> None:
         """Let go of everything."""
@@ -263,9 +264,15 @@ class ModelRecorder:
                 return
             generators = self._generators.before()
             looked = self._generators.looking
-            caller, frame = self._callers.now(anew=looked)
+            lines = self._kind.lines
+            caller, frame = lines.now()
             if self._seen < LOOKED_AT:
-                self._look_around(module, caller, frame)
+                if not self._kind.keeps_weights:
+                    self._before_params = _versions(module)
+                if caller is not None and self._met is not None and self._is_to_look_beside(caller):
+                    found = self._met(frame or lines.now(anew=True)[1])
+                    if self._seen == 0:
+                        self._kind.stood_beside(caller, found)
             self._open = Call(
                 next(_orders),
                 self._steps[0],
@@ -279,28 +286,25 @@ class ModelRecorder:
                 indices=self.indices,
                 nbytes=nbytes,
                 looked=looked,
-                losses=self._losses,
+                losses=self._losses or self._kind.losses_of(caller),
             )
         except Exception as error:
             self._open = None
             self._failed("localise", error)
 
-    def _look_around(
-        self, module: nn.Module, caller: tuple[CodeType, int] | None, frame: FrameType | None
-    ) -> None:
-        """In the first calls: what stands beside the line that calls the model, and its parameters' versions."""
-        kind, met = self._kind, self._met
-        if not kind.keeps_weights:
-            self._before_params = _versions(module)
-        if met is None:
-            return
-        if frame is None and caller is not None:  # known from an earlier call of this model
+    def _is_to_look_beside(self, caller: tuple[CodeType, int]) -> bool:
+        """In the first calls: whether to look for what stands beside the line that calls the model."""
+        kind = self._kind
+        if self._seen == 0:
+            self._called_from = [caller]
+            return not kind.is_alone(caller)
+        if caller in kind.callers:
+            return False
+        if self._seen > 1 and caller in self._called_from:
             kind.looked_beside(caller)
-        elif self._seen == 0 and caller is not None:
-            if not kind.is_alone(caller):
-                kind.stood_beside(caller, met(frame))
-        elif caller not in kind.callers:
-            met(frame)
+            return False
+        self._called_from.append(caller)
+        return True
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         try:
@@ -317,7 +321,7 @@ class ModelRecorder:
 
     def _ended(self, module: nn.Module, call: Call, output: Any) -> None:
         """Hold a call whose forward has ended, and the gradients at its outputs to come."""
-        if call.looked:
+        if self._generators.checks:
             self._generators.after()
         if self._seen < LOOKED_AT:
             self._seen += 1
@@ -348,8 +352,8 @@ class ModelRecorder:
         kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
         if kept is None:
             return
-        if call.looked and not call.tasks:
-            self._losses.record(call.ended)
+        if not call.tasks and (call.looked or self._seen == 1):
+            self._look_at_loss(call)
         call.tasks.add(backward.current())
         before = call.gradients.get(position)
         if before is not None:
@@ -363,6 +367,16 @@ class ModelRecorder:
             call.release(
                 f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
             )
+
+    def _look_at_loss(self, call: Call) -> None:
+        """Within the backward of the first call, or of one that is looked at: what was made of its outputs."""
+        if not call.looked and call.losses.last is not None:
+            if call.losses.ends_alike(call.ended):
+                return
+            self._losses = call.losses = (
+                Losses()
+            )  # another loss than that of the models before, from the same line
+        call.losses.record(call.ended)
 
     def _make_room(self) -> None:
         """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
@@ -390,12 +404,14 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor)
         recording._failed("localise", error)
 
 
-def shared(model: nn.Module) -> str:
-    """The reason why the forward of a model cannot be run by one rank alone; "" where it can."""
-    for kind in dict.fromkeys(map(type, module_tree.modules(model))):
-        if not TALKING.isdisjoint([each.__name__ for each in kind.__mro__]):
-            return f"the forward of {kind.__name__} communicates with other ranks"
-    return ungatherable(model) if is_spread(model) else ""
+def shared(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> str:
+    """The reason why the forward of a model, of these `modules`, cannot be run by one rank alone; "" where it can."""
+    modules = module_tree.modules(model) if modules is None else modules
+    for kind in set(map(type, modules)):
+        for base in kind.__mro__:
+            if base.__name__ in TALKING:
+                return f"the forward of {kind.__name__} communicates with other ranks"
+    return ungatherable(model) if spread(module_tree.parameters_in(modules)) else ""
 
 
 def inner(model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ that is read off the parameters when a backward reaches the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,13 +64,14 @@ class PreAttachRecorder(StepRecorder):
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, which may contain others that were held."""
-        inside = {id(None), *map(id, module_tree.modules(model)), *map(id, module_tree.modules(inner(model)))}
-        self._close([one for one in self._families if id(one.recordings[0].model()) in inside])
+        if self._families:
+            inside = {
+                id(None),
+                *map(id, module_tree.modules(model)),
+                *map(id, module_tree.modules(inner(model))),
+            }
+            self._close([one for one in self._families if id(one.recordings[0].model()) in inside])
         self._families.append(Family(model, self._model, self.kinds))
-
-    def holds(self, model: nn.Module) -> bool:
-        """True if this very module has been added."""
-        return any(family.recordings[0].model() is model for family in self._families)
 
     def wraps(self, outer: nn.Module, module: nn.Module) -> None:
         """`outer` is being made around `module`, which is to be compiled: no hook may go from it once it is.
@@ -102,23 +103,34 @@ class PreAttachRecorder(StepRecorder):
             ignore()
         self._wrappers.clear()
 
+    @property
+    def empty(self) -> bool:
+        """True if nothing is held, and no call of a wrapper is awaited."""
+        return not self._wrappers and super().empty
+
     def without(self, optimizer: Optimizer) -> None:
         """Let go of the models that this optimizer trains: another recorder holds them."""
         self._close([one for one in self._families if one.recordings[0].moves(optimizer)])
 
-    def handed_over(self, models: Iterable[nn.Module]) -> Inherited:
+    def handed_over(
+        self, models: Iterable[nn.Module], further: Callable[[], Iterable[nn.Module]] = tuple
+    ) -> Inherited:
         """Recordings of `models`, which go on, and recorded calls of their parts, wrappers and criteria.
 
-        The rest is released, and its hooks removed.
+        So of `further` models, asked for where more is held than `models`. The rest is released, and its hooks removed.
         """
         roots = list(models)
+        if self._nothing_but(roots):
+            families, self._families = self._families, []
+            return Inherited(families, (), ())
+        roots += further()
         watched = {id(module) for model in roots for module in module_tree.modules(inner(model))}
         held = [one for one in self if isinstance(one, PreAttachCalls) and self._is_of(one, watched)]
         known = [one.tasks for one in held if one.tasks is not None]
         for recording in held:
             if known:
                 recording.keep(set().union(*known) if recording.tasks is None else recording.tasks)
-        going_on = [one for one in self._families if any(one.model is root for root in roots)]
+        going_on = [one for one in self._families if any(one.model() is root for root in roots)]
         criteria = [one for one in self._criteria if one in held and one.was_called]
         staying = {*criteria, *(recording for family in going_on for recording in family.recordings)}
         leaving = [recording for recording in held if recording not in staying]
@@ -130,6 +142,19 @@ class PreAttachRecorder(StepRecorder):
         self._criteria = [one for one in self._criteria if one not in held]
         self.close()
         return Inherited(going_on, criteria, [recording for recording in leaving if recording.was_called])
+
+    def _nothing_but(self, roots: Sequence[nn.Module]) -> bool:
+        """True if whole models among these are held and nothing else, which no backward has reached."""
+        if self._criteria or self._former or self._wrappers:
+            return False
+        known = set(map(id, roots))
+        for family in self._families:
+            if id(family.model()) not in known:
+                return False
+            for recording in family.recordings:
+                if isinstance(recording, PreAttachCalls) and recording.tasks is not None:
+                    return False
+        return True
 
     def _is_of(self, recording: ModelRecorder, watched: set[int]) -> bool:
         model = recording.model()

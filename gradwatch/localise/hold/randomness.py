@@ -33,14 +33,14 @@ class Source:
 
 PYTHON = Source(random.getstate, random.setstate)
 NUMPY = Source(np.random.get_state, np.random.set_state)
-CPU = Source(torch.get_rng_state, torch.set_rng_state)
+CPU = Source(torch.default_generator.get_state, torch.default_generator.set_state)
 
 
 class Generators:
     """The states of some generators at one moment."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        self._states = [(source, source.read()) for source in sources]
+        self.states = [(source, source.read()) for source in sources]  # each with its state
 
     @classmethod
     def now(cls, models: Iterable[nn.Module] = ()) -> Generators:
@@ -51,22 +51,17 @@ class Generators:
     def of(cls, states: Iterable[tuple[Source, Any]]) -> Generators:
         """Generators with the states they are to be put into."""
         found = cls(())
-        found._states = list(states)
+        found.states = list(states)
         return found
-
-    @property
-    def states(self) -> Iterator[tuple[Source, Any]]:
-        """Each with its state."""
-        return iter(self._states)
 
     def restore(self) -> None:
         """Put them back."""
-        for source, state in self._states:
+        for source, state in self.states:
             source.write(state)
 
     def moved(self) -> list[Source]:
         """Those that have been drawn from since."""
-        return [source for source, state in self._states if not _same(state, source.read())]
+        return [source for source, state in self.states if not _same(state, source.read())]
 
 
 NONE = Generators(())
@@ -87,9 +82,9 @@ class Draws:
 class Held:
     """Generators before each forward of `model`, less those that forwards of its kind were seen not to draw from.
 
-    Reading them all takes 70 us, and most forwards draw from none. `looking` is true in the first calls of a model, in
-    which torch's are read before and after (`p=` of a dropout is no part of a kind), and in the first calls of a kind
-    and one of 256 ever after, in which all are.
+    Reading them all takes 70 us, and most forwards draw from none. torch's are read before and after the first calls of
+    each model (`p=` of a dropout is no part of a kind). `looking` is true in the first calls of a kind and one of 256
+    ever after, in which all are.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None], draws: Draws | None = None) -> None:
@@ -104,41 +99,43 @@ class Held:
     def before(self) -> Generators:
         """The states at the beginning of a forward."""
         draws, first = self._draws, self._calls < FIRST
-        every = draws.calls % RECHECK < FIRST
+        self.looking = every = draws.calls % RECHECK < FIRST
         if first and draws.has_own is not False and (model := self._model()) is not None:
             known = {id(source.generator) for source in self._own}
             self._own += [source for source in own(model) if id(source.generator) not in known]
             draws.has_own = bool(self._own)
         self._calls += 1
         draws.calls += 1
-        self.looking = every or first
-        if not self.looking:
+        if not (every or first):
             drawn = [*draws.sources, *self._drawn]
             return Generators(drawn) if drawn else NONE
-        looked_at = [*of_process(), *self._own] if every else [*of_torch(), *draws.sources, *self._own]
+        looked_at = [*(of_process() if every else of_torch()), *draws.sources, *self._own]
         self._before = Generators(dict.fromkeys(looked_at))
         return self._before
 
+    @property
+    def checks(self) -> bool:
+        """True if the forward that began last is looked at: `after` learns what it drew from."""
+        return self._before is not None
+
     def after(self) -> None:
         """The forward has ended: learn what it drew from."""
-        before, self._before, self.looking = self._before, None, False
-        for source in () if before is None else before.moved():
-            mine = self._drawn if source in self._own else self._draws.sources
-            if source not in mine:
-                mine.append(source)
+        before, self._before = self._before, None
+        for source, state in () if before is None else before.states:
+            if not _same(state, source.read()):
+                mine = self._drawn if source in self._own else self._draws.sources
+                if source not in mine:
+                    mine.append(source)
 
 
-def of_process() -> Iterator[Source]:
+def of_process() -> list[Source]:
     """Those that everybody shares."""
-    yield from (PYTHON, NUMPY)
-    yield from of_torch()
+    return [PYTHON, NUMPY, *of_torch()]
 
 
-def of_torch() -> Iterator[Source]:
+def of_torch() -> list[Source]:
     """Those of torch. A CUDA generator's state is kept on the host: reading it waits for no device."""
-    yield CPU
-    if torch.cuda.is_initialized():
-        yield from of_cuda()
+    return [CPU, *of_cuda()] if torch.cuda.is_initialized() else [CPU]
 
 
 def of_cuda() -> list[Source]:
@@ -176,8 +173,8 @@ def _of(generator: Any) -> Source:
 
 def _same(one: Any, other: Any) -> bool:
     """True if two states are equal, arrays and tensors in them by their numbers."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
+    if isinstance(one, Tensor):  # of bytes, on the host; `torch.equal` takes twice as long
+        return bool(one.numpy().tobytes() == other.numpy().tobytes())
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     if isinstance(one, dict):

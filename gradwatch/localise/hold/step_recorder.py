@@ -39,23 +39,19 @@ class Family:
         self.sought = True  # which of these the loop calls
         self._level = 0
         self._waited = 0
-        self._kind = kind_of(model, kinds)
+        self._kind = kind_of(module_tree.modules(model), kinds)
         self._whole = hold(model, self.outermost, self._kind)
-        if not (self._whole.refused or self._kind.whole or anything_compiled()):
+        self.model = self._whole.model  # gives the watched model, None once it has been freed
+        if not (self._kind.whole or self._whole.refused or anything_compiled()):
             parts = [hold(part, self.outermost, Kind()) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
         self.recordings = [self._whole, *self._whole.parts]
 
-    @property
-    def model(self) -> nn.Module | None:
-        """The watched model; None once it has been freed."""
-        return self._whole.model()
-
     def belongs_to(self, hold: Hold, adopt: Callable[[ModelRecorder], None]) -> None:
         """Go on under another owner: `hold` makes further holdings, `adopt` is called for each that there is."""
         self._hold = hold
-        for recording in dict.fromkeys((*self.recordings, self._whole, *self._whole.parts)):
+        for recording in {*self.recordings, self._whole, *self._whole.parts}:
             adopt(recording)
 
     def step_taken(self, optimizer: Optimizer) -> None:
@@ -65,17 +61,23 @@ class Family:
                 break
         else:
             return
-        called = [recording for recording in self.recordings if recording.was_called]
-        if called:
-            self.sought = False
-            if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
-                # The parts of the next model of this kind are held only where it is not called itself.
-                self._kind.whole = True
-            self.recordings = [recording for recording in self.recordings if not recording.is_over]
-            return
+        for recording in self.recordings:
+            if recording.was_called:
+                self._found()
+                return
         self._waited += 1
         if self._waited == UNCALLED:
             self._descend()
+
+    def _found(self) -> None:
+        """The loop calls some of these: the rest need not be held."""
+        self.sought = False
+        if self._kind.whole and len(self.recordings) == 1:
+            return
+        if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
+            # The parts of the next model of this kind are held only where it is not called itself.
+            self._kind.whole = True
+        self.recordings = [recording for recording in self.recordings if not recording.is_over]
 
     def _descend(self) -> None:
         level = [self._whole] if self._level == 0 else self.recordings
@@ -143,19 +145,29 @@ class StepRecorder:
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, unless they are held."""
         self._release(None)
-        if all(family.model is not model for family in self._families):
+        if not self.holds(model):
             self._families.append(Family(model, self._model, self.kinds))
+
+    def holds(self, model: nn.Module) -> bool:
+        """True if the calls of this very model are held."""
+        return any(family.model() is model for family in self._families)
+
+    @property
+    def empty(self) -> bool:
+        """True if no model and no criterion is held, and no call."""
+        return not (self._families or self._criteria or self._former)
 
     def inherit(self, before: Inherited, steps: int) -> None:
         """Go on with what was held before this began; `steps` have been taken so far."""
         self._steps[0] = steps
         for family in before.families:
-            self._release(family.model)
+            if self._families:
+                self._release(family.model())
             family.belongs_to(self._model, self._adopt)
             self._families.append(family)
         for recording in (*before.criteria, *before.former):
             self._adopt(recording)
-        held = {id(recording.model()) for recording in self._criteria}
+        held = {id(recording.model()) for recording in self._criteria} if before.criteria else ()
         for criterion in before.criteria:
             if id(criterion.model()) in held:
                 criterion.unhook()
@@ -170,7 +182,7 @@ class StepRecorder:
     def _release(self, model: nn.Module | None) -> None:
         """Close the family of this model; of those that have been freed for None."""
         for family in tuple(self._families):
-            if family.model is not model:
+            if family.model() is not model:
                 continue
             for recording in family.recordings:
                 recording.close()
@@ -178,6 +190,8 @@ class StepRecorder:
 
     def close(self) -> None:
         """Remove every hook and release everything."""
+        if self.empty:
+            return
         for recording in self:
             recording.close()
         self._families.clear()

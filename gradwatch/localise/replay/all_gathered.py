@@ -8,7 +8,7 @@ replay then runs the module inside, on whole parameters and without FSDP's hooks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ _Hook = Callable[..., Any]
 
 def is_spread(model: nn.Module) -> bool:
     """True if a parameter of it is a DTensor."""
-    return any(map(_is_dtensor, module_tree.parameters(model)))
+    return spread(module_tree.parameters(model))
+
+
+def spread(params: Iterable[Tensor]) -> bool:
+    """True if one of these is a DTensor."""
+    params = list(params)
+    plain = set(map(type, params)) <= {nn.Parameter}  # nearly every model: by types alone
+    return not plain and any(map(_is_dtensor, params))
 
 
 def ungatherable(model: nn.Module) -> str:

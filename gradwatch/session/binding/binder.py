@@ -59,7 +59,9 @@ class Binder:
         if self._capture.replaced:
             self._capture.drop_dead()
         modules = () if self._taps is None or captured.index else self._taps.names
-        ctx = self._rule_bindings.bind(captured, modules, local_taps(captured.params, self._capture.models()))
+        ctx = self._rule_bindings.bind(
+            captured, modules, local_taps(captured.params, self._capture.slots.models())
+        )
         ctx.needs_no_ranks = False  # other parameters, perhaps: the ranks have to meet again
         self._note_inactive()
         self._checkpoints.meet()

@@ -8,4 +8,8 @@ from torch.optim import Optimizer
 
 def params_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """Every parameter of these optimizers, in the order of their groups."""
-    return [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    found: list[nn.Parameter] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found += group["params"]
+    return found

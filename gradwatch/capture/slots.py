@@ -1,0 +1,276 @@
+"""Slots: every watched parameter with its name, its hook and its place in the order of the models.
+
+A parameter has one slot from the scan that found it until it is released; then another may take the slot. What is held
+of a slot elsewhere (arrivals, captures) is held by its number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradwatch.capture.coverage import Coverage
+from gradwatch.capture.names import is_lazy, named_parameters
+from gradwatch.capture.shards import is_shard, offloaded_in
+from gradwatch.records.snapshot import Sites
+from gradwatch.taps import module_tree
+from gradwatch.taps.grad_ready import GradReadyHooks
+
+_numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
+_dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
+GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
+
+
+class Slots:
+    """The parameters of some models, by slot: `params` and `names`; `of` gives the slot by id.
+
+    `ready` takes the slots whose gradients are ready, by graph task, and `arm` is called by the first of each task.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], ready: dict[int, list[int]], arm: Callable[[], None]
+    ) -> None:
+        self.model_refs = [weakref.ref(model) for model in models]
+        self.params: list[nn.Parameter] = []
+        self.names: list[str] = []
+        self.since: list[
+            int
+        ] = []  # which parameter to come each slot's was: the order, whatever slot was free
+        self.of: dict[int, int] = {}
+        self.arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
+        self.unowned: frozenset[int] | None = None  # of no living optimizer; None = to be found anew
+        self.hooks = GradReadyHooks(ready, arm)
+        self.coverage = Coverage(self.of)
+        self._came = 0
+        self._free: list[int] = []
+        self._registrations = self.coverage.registrations
+        self._scanned = -1  # registrations in the models when these were last walked
+        self._scan(self.models(), self.models())
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive."""
+        alive = []
+        for ref in self.model_refs:
+            model = ref()
+            if model is not None:
+                alive.append(model)
+        return alive
+
+    def childless(self) -> bool:
+        """True if no watched model is alive."""
+        refs = self.model_refs
+        if refs and refs[0]() is not None:  # almost every backward: no generator
+            return False
+        return all(ref() is None for ref in refs)
+
+    def add_models(self, models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Watch further models; those of them that were not watched yet."""
+        alive = self.models()
+        known = set(map(id, alive))
+        added = [model for model in models if id(model) not in known]
+        disturbed = self._scanned != self._registrations[0]
+        self.model_refs = list(map(weakref.ref, (*alive, *added)))
+        if disturbed:
+            self.scan()
+        if added:
+            self._scan((*alive, *added), added)
+        return added
+
+    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch parameters that no module holds."""
+        for name, param in named:
+            if param.numel() or is_shard(param):
+                self.slot(param, name)
+
+    def scan(self) -> None:
+        """Give every parameter of the models a slot and a hook; parameters already known keep theirs."""
+        self._scan(self.models())
+
+    def _scan(self, models: Sequence[nn.Module], added: Sequence[nn.Module] | None = None) -> None:
+        """`scan`; only of those `added` to the models, where nothing was put into the others since the last time."""
+        modules: list[nn.Module] = []
+        for model in models if added is None else added:
+            modules += module_tree.modules(model)
+        if added is None:
+            self.hooks.spared.clear()
+        self.hooks.spared.update(offloaded_in(modules))
+        slots, params = [], []
+        for name, param in named_parameters(models, added):
+            if type(param) is not nn.Parameter and is_lazy(param):
+                continue
+            slot = self.of.get(id(param))
+            if slot is None:
+                slot = self._take(param, name)
+            elif added is None and not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
+                # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
+                self.names[slot] = name
+            slots.append(slot)
+            params.append(param)
+        self.hooks.put(slots, params)
+        self.coverage.scanned(modules, params, added=added is not None)
+        self._scanned = self._registrations[0]
+
+    def slot(self, param: nn.Parameter, name: str) -> int:
+        """The slot of a parameter, made (and hooked) where it is new."""
+        slot = self.of.get(id(param))
+        if slot is None:
+            slot = self._take(param, name)
+        self.hooks.put([slot], [param])
+        return slot
+
+    def _take(self, param: nn.Parameter, name: str) -> int:
+        """A slot of a parameter that was released, so that what comes and goes takes no more room; else a new one."""
+        if not self._free:
+            self.params.append(param)
+            self.names.append(name)
+            self.since.append(0)
+        slot = self._free.pop() if self._free else len(self.params) - 1
+        self.unowned = None
+        self.arrival.pop(slot, None)
+        self.of[id(param)] = slot
+        self.params[slot], self.names[slot], self.since[slot] = param, name, self._came
+        self._came += 1
+        return slot
+
+    def knows(self, param: nn.Parameter) -> bool:
+        """True if a parameter belongs to the watched models."""
+        return id(param) in self.of
+
+    def unoptimized(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those of the models that are not trained here: frozen, or put in since the last scan."""
+        for name, param in named_parameters(self.models()):
+            if not (param.requires_grad and id(param) in self.of):
+                yield name, param
+
+    def covers_id(self, identity: int) -> bool:
+        """True if the parameter with this `id()` has a slot."""
+        return identity in self.of
+
+    def covers_any(self, identities: Iterable[int]) -> bool:
+        """True if some parameter of these, given by `id()`, has a slot."""
+        return not self.of.keys().isdisjoint(identities)
+
+    def all_sites(self) -> Sites:
+        """Every parameter that wants a gradient, whatever optimizer it has or will have."""
+        slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
+        sites = self.sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
+        lazy = self.lazy_names()  # a rule may name them already; their shape is not known
+        return Sites(
+            names=sites.names + lazy,
+            kinds=sites.kinds + ("param",) * len(lazy),
+            numels=np.append(sites.numels, [0] * len(lazy)).astype(np.int64),
+            ndims=np.append(sites.ndims, [2] * len(lazy)).astype(np.int64),
+            depths=np.append(sites.depths, np.arange(len(lazy)) + len(sites)).astype(np.int64),
+        )
+
+    def lazy_names(self) -> tuple[str, ...]:
+        """Parameters of lazy modules that have no shape before their first forward."""
+        return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
+
+    @property
+    def hooked(self) -> int:
+        """Number of parameters that have a hook now."""
+        return len(self.hooks)
+
+    @property
+    def can_be_reached(self) -> bool:
+        """True if any hook is left to see a backward."""
+        return len(self.hooks) > 0 or bool(self.hooks.spared)
+
+    def in_model_order(
+        self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
+    ) -> tuple[list[nn.Parameter], np.ndarray]:
+        """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
+        disturbed, known = self._scanned != self._registrations[0], self.of
+        if disturbed or not known.keys() >= set(map(id, fresh)):
+            self.scan()  # where a parameter was replaced, added or moved, its name is in the model
+        named: list[nn.Parameter] = []
+        slots: list[int] = []
+        for param in fresh:
+            # Those on the meta device, which have no values, lower the coverage.
+            if param.is_meta or not param.requires_grad:
+                continue
+            if type(param) is not nn.Parameter and is_lazy(param):
+                continue
+            # A shard may be empty here and hold something on other ranks, which must see the same parameters.
+            if param.numel() or is_shard(param):
+                slot = known.get(id(param))
+                slots.append(self._take(param, fallback(param)) if slot is None else slot)
+                named.append(param)
+        self.hooks.put(slots, named)
+        since = list(map(self.since.__getitem__, slots))
+        distinct = len(set(map(self.names.__getitem__, slots))) == len(slots)
+        if not distinct or since != sorted(since):
+            # One name, one site: an optimizer may still hold what a module of the same name replaced.
+            latest = {self.names[slots[k]]: k for k in sorted(range(len(slots)), key=since.__getitem__)}
+            order = sorted(latest.values(), key=since.__getitem__)
+            named, slots = [named[k] for k in order], [slots[k] for k in order]
+        return named, np.array(slots, np.intp)
+
+    def release(self, gone: list[int]) -> None:
+        """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
+        self.hooks.free(gone)
+        self.unowned = None
+        self.coverage.remove(gone)
+        for slot in gone:
+            identity = id(self.params[slot])
+            self.of.pop(identity, None)
+            self.hooks.spared.discard(identity)
+            self.params[slot] = GONE
+        self._free += gone
+
+    def sites(self, slots: np.ndarray, params: list[nn.Parameter], known: Sites | None = None) -> Sites:
+        """The sites of these parameters; those `known` where they are the same, whose rules are bound already."""
+        # The first gradient to arrive is the deepest; parameters not seen yet go by registration order.
+        latest, places = len(self.params), slots.tolist()  # sync: numpy
+        keys = [(-self.arrival.get(slot, latest), self.since[slot]) for slot in places]
+        depths = [0] * len(places)
+        for depth, k in enumerate(sorted(range(len(places)), key=keys.__getitem__)):
+            depths[k] = depth
+        names, numels, ndims = (
+            tuple(map(self.names.__getitem__, places)),
+            list(map(_numel, params)),
+            list(map(_dim, params)),
+        )
+        if (
+            known is not None
+            and known.names == names
+            and known.numels.tolist() == numels  # sync: numpy
+            and known.ndims.tolist() == ndims  # sync: numpy
+            and known.depths.tolist() == depths  # sync: numpy
+        ):
+            return known
+        return Sites(
+            names=names,
+            kinds=("param",) * len(places),
+            numels=np.array(numels, np.int64),
+            ndims=np.array(ndims, np.int64),
+            depths=np.array(depths, np.int64),
+        )
+
+    def alive_modules(self) -> list[nn.Module]:
+        """Forget the models that are gone; the modules of the others."""
+        alive, modules = [], []
+        for ref in self.model_refs:
+            model = ref()
+            if model is not None:
+                alive.append(ref)
+                modules += module_tree.modules(model)
+        self.model_refs = alive
+        return modules
+
+    @property
+    def count(self) -> int:
+        """Number of slots that have a parameter."""
+        return len(self.params) - len(self._free)
+
+    def close(self) -> None:
+        """Remove every hook and release every parameter."""
+        self.hooks.close()
+        self.of.clear()
+        self.params.clear()
+        self.coverage.close()
