@@ -7,6 +7,11 @@ from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.snapshot import Record
 
 
+ATTACHING = 2
+"""Records whose cost is that of attaching: a Record has what was spent since the one before it began to be judged, and
+rules are bound as the first is."""
+
+
 class RunningTotals:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
@@ -17,7 +22,7 @@ class RunningTotals:
     def __init__(self) -> None:
         self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
         self.own_seconds = self.seconds = 0.0
-        self._began: float | None = None  # seconds since the epoch, at the first Record
+        self._began = 0.0  # seconds since the epoch, at the last Record that attaching is in
         self.coverage = 1.0
         self.stopped = False
         self.fired: dict[str, int] = {}
@@ -35,7 +40,7 @@ class RunningTotals:
         if "observed_only" in snapshot.scalars:
             self.unowned += 1
         self.without_data.observe(snapshot)
-        if self._began is None:  # its cost is that of attaching
+        if self.records <= ATTACHING:
             self._began = record.wall_time
         else:  # not `step_seconds`, which those of several optimizers in one loop share
             self.seconds = max(self.seconds, record.wall_time - self._began)
