@@ -6,7 +6,6 @@ from gradwatch.account.account import Watched
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.snapshot import Record
 
-
 ATTACHING = 2
 """Records whose cost is that of attaching: a Record has what was spent since the one before it began to be judged, and
 rules are bound as the first is."""
