@@ -222,7 +222,8 @@ def test_a_backward_that_raises_in_a_recorded_step_warns_of_nothing(own: bool) -
         warnings.simplefilter("always")
         (model(torch.randn(5, 4)).square().mean() * float("nan")).backward()
         optimizer.step()
-        assert torch.is_anomaly_enabled()
+        assert torch._C.is_anomaly_enabled()
+        assert not torch.is_anomaly_enabled()
         with (
             torch.autograd.set_detect_anomaly(True) if own else _AS_IT_IS,
             pytest.raises(ValueError, match="the script's"),
@@ -247,6 +248,22 @@ def test_the_scripts_own_anomaly_check_raises_in_recorded_steps_too() -> None:
             assert torch.is_anomaly_check_nan_enabled()
         assert not torch.is_anomaly_enabled()
     assert not torch.is_anomaly_enabled()
+
+
+def test_a_mode_of_the_scripts_that_outlasts_the_recording_is_not_ours_in_the_end() -> None:
+    """`detect_anomaly` around a recorded step puts back what it found, when the recording is over: no mode is on."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    (model(torch.randn(5, 4)).sum() * float("nan")).backward()
+    with gradwatch.watch(model, optimizer, rules=rules("by: record, else_record_steps: 1"), sinks=[Kept()]):
+        optimizer.step()  # the next one is recorded
+        optimizer.zero_grad()
+        with torch.autograd.set_detect_anomaly(True):
+            model(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+        assert not torch._C.is_anomaly_enabled()
+        assert torch._C.is_anomaly_check_nan_enabled()
 
 
 def test_recording_stays_out_of_a_mode_of_the_script() -> None:
@@ -311,7 +328,7 @@ def test_close_gives_everything_back() -> None:
     gw = gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[], strict=True)
     model(broken(torch.randn(5, 4))).sum().backward()
     optimizer.step()
-    assert torch.is_anomaly_enabled()
+    assert torch._C.is_anomaly_enabled()
     gw.close()
     assert not torch.is_anomaly_enabled()
     assert not _get_current_dispatch_mode_stack()

@@ -132,10 +132,11 @@ def left_behind() -> list[str]:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
     found = {
-        "anomaly mode": torch.is_anomaly_enabled(),
+        "anomaly mode": torch._C.is_anomaly_enabled(),
         "a dispatch mode": bool(modes),
         "a hook on every module": any(hooks),
         "a function around the backward": torch.autograd._engine_run_backward is not RUN_BACKWARD,
+        "a function that tells the mode": torch.is_anomaly_enabled is not torch._C.is_anomaly_enabled,
         "a function that shows warnings": warnings._showwarnmsg is not SHOW_WARNING,  # type: ignore[attr-defined]
     }
     torch.set_anomaly_enabled(False)
