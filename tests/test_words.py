@@ -70,7 +70,7 @@ RETIRED = {
     "holdings": "recordings",
     "lasting": "final_families",
     "unfed": "RulesWithoutData, without_data",
-    "unmarked": "HooklessGradients, backwards_without_hook",
+    "unmarked": "ManualGradients, backwards_without_hook",
     "unmoved": "UnoptimizedWeights",
     "unannounced": "ModelsWithoutOptimizer",
     "fed": "with_data, evaluated",

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from gradwatch.actions.clip_section import ClipSection, Found, carried_scale, put
 from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.skip.skip import StepSkipper
+from gradwatch.capture.gradient_writes import versions_of
 from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.versions import versions_of
 from gradwatch.engine.action_outcome import factors_of, uniform_factor
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device

@@ -1,4 +1,4 @@
-"""Gradients that arrived since the last step, how often, and whether they are still there; how many backwards make one.
+"""Gradients that arrived since the last step, how often, and whether they are still there.
 
 K parameters of one optimizer. What a backward left counts until it is cleared: a batch given up, or a
 critic that the generator's loss went through, leaves arrivals whose gradients the next step never sees.
@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.layouts import local
-
-LEARNED = 3  # equal counts of backwards before a loop is believed
-VARIED = 100  # steps after a change of that count during which every backward is read
 
 
 class ArrivalCounts:
@@ -139,31 +136,3 @@ class ArrivalCounts:
         written = id(grad) != identity or grad._version != version
         zeroable = written and grad.device.type == "cpu" and grad.layout is torch.strided
         return zeroable and not bool(grad.any())  # sync: CPU tensor
-
-
-class AccumulationSchedule:
-    """Accumulation pattern of one optimizer; `expected` backwards a step (None = no step seen yet).
-
-    Until that number has been equal for three steps, and for a hundred after it varied, every backward is read, because
-    the last (partial) window of an epoch would otherwise be seen only after the user's clipping.
-    """
-
-    def __init__(self) -> None:
-        self.expected: int | None = None
-        self._equal = 0
-        self._varied = -VARIED
-
-    def may_end(self, step: int, backwards: int) -> bool:
-        """True if a step may follow after so many backwards."""
-        if self.expected is None or self._equal < LEARNED or step - self._varied < VARIED:
-            return True
-        return backwards >= self.expected
-
-    def count(self, step: int, backwards: int) -> None:
-        """A step came after so many backwards."""
-        if backwards == self.expected:
-            self._equal += 1
-            return
-        if self.expected is not None:
-            self._varied = step
-        self.expected, self._equal = backwards, 1

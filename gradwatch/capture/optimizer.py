@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.arrivals import AccumulationSchedule, ArrivalCounts
+from gradwatch.capture.accumulation import AccumulationSchedule
+from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
-from gradwatch.capture.hookless_gradients import HooklessGradients
+from gradwatch.capture.gradient_writes import Reading, State, WriteProbes, replaced, versions_of
 from gradwatch.capture.known_scaling import KnownScaling, factor_since
+from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.pruning import HookPruning, PrunedCount
-from gradwatch.capture.versions import Reading, State, replaced, versions_of
 from gradwatch.capture.window_norms import WindowNorms, is_ordinary, without
-from gradwatch.capture.write_probes import WriteProbes
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
@@ -128,7 +128,7 @@ class OptimizerCapture:
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
         self._reading = ForkSafeLock()
         self.losses = WindowLoss()
-        self._hookless = HooklessGradients()
+        self._manual = ManualGradients()
         self._arrivals = ArrivalCounts(params)
         self._schedule = AccumulationSchedule()
         self._ids: list[int] = []
@@ -344,7 +344,7 @@ class OptimizerCapture:
             after = clipped or self._changed(grads, ids, versions, raw, scale)
         ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
         state = ids, versions, raw
-        self._hookless.step()
+        self._manual.step()
         pruned: PrunedCount | None = None
         if self.pruning.pruned:
             pruned = self.pruning.count(self._versions, current, self._assumed, state, self._last, ordinary)
@@ -567,7 +567,7 @@ class OptimizerCapture:
                 if (
                     not count
                     and grad is not None
-                    and self._hookless.is_new(k, grad, state, self._last, current)
+                    and self._manual.is_new(k, grad, state, self._last, current)
                 ):
                     counts[k], self.hook_missed = 1, True
         return self._arrivals.counted()

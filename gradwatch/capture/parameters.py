@@ -348,7 +348,7 @@ class Capture:
 
     def _end(self, touched: list[int]) -> None:
         if self._unhooked:
-            touched += self._hookless_arrivals(touched)
+            touched += self._manual_arrivals(touched)
         if not self.slots.arrival:
             self.slots.arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         self.adopt_waiting(from_first_backward=True)
@@ -371,7 +371,7 @@ class Capture:
             _arm(self._itself)
         self._unhooked.update(self.slots.of[id(param)] for param in params if id(param) in self.slots.of)
 
-    def _hookless_arrivals(self, touched: list[int]) -> list[int]:
+    def _manual_arrivals(self, touched: list[int]) -> list[int]:
         """The slots that `expect` told of, and that have a gradient now; without those whose hook was called."""
         hook_missed = self._unhooked.difference(touched)
         self._unhooked.clear()

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.capture.versions import Reading, State, grown_alike
+from gradwatch.capture.gradient_writes import Reading, State, grown_alike
 from gradwatch.reading.cpu import CpuNorms
 
 PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving

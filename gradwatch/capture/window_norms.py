@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwatch.capture.gradient_writes import Reading
 from gradwatch.capture.pruning import PrunedCount
-from gradwatch.capture.versions import Reading
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value, is_ready

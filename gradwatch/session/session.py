@@ -27,7 +27,7 @@ from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process import here
 from gradwatch.session.accounting import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.activity import Activity
-from gradwatch.session.attached import Attached, Rules, Services
+from gradwatch.session.attachments import Attached, Rules, Services
 from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.notices import Notices

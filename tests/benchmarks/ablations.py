@@ -78,7 +78,7 @@ def _read_with_torch() -> None:
 
 
 def _probe_nothing() -> None:
-    from gradwatch.capture.write_probes import WriteProbes
+    from gradwatch.capture.gradient_writes import WriteProbes
 
     for name in ("hold", "release"):
         _replace(WriteProbes, name, _nothing)

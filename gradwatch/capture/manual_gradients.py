@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwatch.capture.versions import State
+from gradwatch.capture.gradient_writes import State
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.layouts import local
 
 
-class HooklessGradients:
+class ManualGradients:
     """Of K gradients, those of the last step that no hook was called for: storage and version, by position."""
 
     def __init__(self) -> None:

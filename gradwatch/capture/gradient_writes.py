@@ -1,4 +1,4 @@
-"""Writes that move no version: a few small gradients are looked at again at the step boundary.
+"""Detection of writes to a gradient: by its identity and version, and by probes for writes that move no version.
 
 `p.grad.data.clamp_()`, `p.grad.data /= n` and numpy write to a gradient without raising its version, so that
 signatures call it untouched. Reading everything twice would cost a step's whole read again; a few small gradients
@@ -12,7 +12,9 @@ Axes: K parameters of a capture.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +22,13 @@ from torch import Tensor
 
 from gradwatch.reading.batched import sum_of_squares
 from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.device import DeviceNorms
 from gradwatch.reading.rows import UNDERFLOW, norms_of_rows, row_of, silently
 
+Reading = CpuNorms | DeviceNorms
+State = tuple[list[int], list[int], Reading]
+"""Of K gradients: identities, versions, norms."""
+LOOKS = 64
 MOST = 3
 SMALL = 4096
 """Elements of a gradient that costs next to nothing to measure again."""
@@ -30,6 +37,47 @@ RELATIVE = 1e-5
 
 Held = tuple[int, int, NDArray[np.float32], bytes]
 """Position of a gradient, where its memory begins, that memory, and what was in it."""
+_version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
+
+
+def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
+    """Version counter of each gradient, -1 where there is none.
+
+    Equal identities and versions are a hint that they were not written to, and no proof: writes through `.data` or
+    numpy do not bump the version.
+    """
+    try:
+        return list(map(_version, grads))
+    except AttributeError:
+        return [-1 if grad is None else grad._version for grad in grads]
+
+
+def grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
+    """True if these are the versions of the pattern; with `since`, or those after equally many writes to each.
+
+    A clip writes to every gradient; a gradient that came less often, or not at all, differs from the others.
+    """
+    if versions == pattern:
+        return True
+    if not since or [v < 0 for v in versions] != [p < 0 for p in pattern]:
+        return False
+    grown = {v - p for v, p in zip(versions, pattern, strict=True) if p >= 0}
+    return len(grown) == 1 and min(grown) > 0
+
+
+def replaced(known: Sequence[Tensor | weakref.ref[Tensor] | None], params: Sequence[Tensor]) -> bool:
+    """True if other tensors stand in `.grad` than those `known`, as far as a look at some (up to 2 × `LOOKS`) tells.
+
+    A loop that combines the gradients of several backwards (conflicting tasks made to agree) puts new ones there.
+    """
+    if len(known) != len(params):
+        return False
+    for k in range(0, len(known), max(1, len(known) // LOOKS)):
+        held = known[k]
+        was = held() if isinstance(held, weakref.ref) else held
+        if was is not params[k].grad:
+            return True
+    return False
 
 
 class WriteProbes:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gradwatch
-from gradwatch.capture.write_probes import WriteProbes
+from gradwatch.capture.gradient_writes import WriteProbes
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.rules.files import parse_rules
