@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from gradwatch.runtime.health import Health
 from torch import nn
 
 import gradwatch
 from gradwatch.capture.optimizer import OptimizerCapture
 from gradwatch.capture.weight_health import Weights
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.locks import ForkSafeLock
 
 
