@@ -87,17 +87,18 @@ _here = _Here()
 class Aside:
     """Takes this thread's modes off torch's stacks when it is made; `put_back` must follow, in the same thread."""
 
-    __slots__ = ("_dispatch", "_function")
+    __slots__ = ("_dispatch", "_function", "_off")
 
     def __init__(self) -> None:
+        self._off = False
         self.take()
 
     def take(self) -> None:
-        """Take what is on the stacks now; called again before `put_back`, only make sure that it is off them."""
-        if _here.outermost is not self:
-            self._dispatch = [_dispatch_at(k) for k in range(dispatching())]
-            self._function = [_function_at(k) for k in range(functions())]
+        """Take what is on the stacks now."""
+        self._dispatch = [_dispatch_at(k) for k in range(dispatching())]
+        self._function = [_function_at(k) for k in range(functions())]
         try:
+            self._off = True
             if _here.outermost is None:
                 _here.outermost = self
             self._leave(self._devices(), [])
@@ -106,13 +107,18 @@ class Aside:
             raise
 
     def put_back(self) -> None:
-        """Both stacks as they were found."""
+        """Both stacks as they were found; does nothing where they are put back."""
         try:
+            self._put_back()
+        finally:  # once more: what arrived at the first must not leave the script without its modes
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if self._off:
+            self._leave(self._function, self._dispatch)
             if _here.outermost is self:
                 _here.outermost = None
-            self._leave(self._function, self._dispatch)
-        finally:  # once more: what arrived at the first must not leave the script without its modes
-            self._leave(self._function, self._dispatch)
+            self._off = False
 
     def _devices(self) -> list[Any]:
         return [mode for mode in self._function if isinstance(mode, DeviceContext)]
@@ -143,10 +149,7 @@ def as_found() -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            aside.take()
-        finally:  # once more, as in `put_back`
-            aside.take()
+        aside.take()
 
 
 @untraced

@@ -160,12 +160,10 @@ def escaped(
         injected = Injected(at, kind)
         reached, weights = job(rules, injected, folder)
         left = left_behind()
-        if (
-            not injected.where or injected.where == "try:"
-        ):  # that of the guard itself, or a line of a busier step
-            continue
         place = [f"{Path(file).name}:{line}" for file, line in injected.lines][-1] + f" {injected.where}"
         wrong += [f"{place}: {one} left" for one in left]
+        if not injected.where or injected.where == "try:":  # the guard itself, or a line of a busier step
+            continue
         if kind is RuntimeError:
             if reached is not None and not (rules == "record" and injected.where in PASSED_ON):
                 wrong.append(f"{place}: {reached!r}")
