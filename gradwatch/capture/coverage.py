@@ -82,10 +82,14 @@ class Places:
                 if slot is not None and slot not in self._of:
                     self._of[slot] = weakref.ref(module), name
 
-    def remove(self, slots: Iterable[int]) -> None:
-        """The parameters in these slots were released."""
+    def remove(self, slots: Iterable[int]) -> list[int]:
+        """The parameters in these slots were released; the slots of those whose module is gone too."""
+        gone = []
         for slot in slots:
-            self._of.pop(slot, None)
+            place = self._of.pop(slot, None)
+            if place is not None and place[0]() is None:
+                gone.append(slot)
+        return gone
 
     def lost(self, slot: int, param: nn.Parameter) -> bool:
         """True if something else stands there now."""
@@ -128,10 +132,10 @@ class Coverage:
         """These are the modules of the models that are still alive."""
         self._registrations.watch(modules, anew=True)
 
-    def remove(self, slots: list[int]) -> None:
-        """The parameters in these slots were released."""
+    def remove(self, slots: list[int]) -> list[int]:
+        """The parameters in these slots were released; the slots of those whose module is gone too."""
         self._at_attach.difference_update(slots)
-        self._places.remove(slots)
+        return self._places.remove(slots)
 
     def count(self, models: list[nn.Module], captures: Iterable[OptimizerCapture]) -> float:
         """Walk the models; the ratio, which stays until the next count."""

@@ -130,7 +130,8 @@ class Slots:
             self.since.append(0)
         slot = self._free.pop() if self._free else len(self.params) - 1
         self.unowned = None
-        self.arrival.pop(slot, None)
+        if self.names[slot] != name:
+            self.arrival.pop(slot, None)
         self.of[id(param)] = slot
         self.params[slot], self.names[slot], self.since[slot] = param, name, self._came
         self._came += 1
@@ -215,7 +216,8 @@ class Slots:
         """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
         self.unowned = None
-        self.coverage.remove(gone)
+        for slot in self.coverage.remove(gone):  # what replaces a parameter of a living model arrives as it did
+            self.arrival.pop(slot, None)
         for slot in gone:
             identity = id(self.params[slot])
             self.of.pop(identity, None)
