@@ -216,7 +216,9 @@ class Slots:
         """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
         self.unowned = None
-        for slot in self.coverage.remove(gone):  # what replaces a parameter of a living model arrives as it did
+        for slot in self.coverage.remove(
+            gone
+        ):  # what replaces a parameter of a living model arrives as it did
             self.arrival.pop(slot, None)
         for slot in gone:
             identity = id(self.params[slot])
