@@ -75,6 +75,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+_file: list[Path] = []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What earlier files have imported stays, too: without its garbage, it is not looked at again."""
+    if _file != [item.path]:
+        _file[:] = [item.path]
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def framework_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Frameworks write into the working folder, and warn about their own and each other's habits."""
