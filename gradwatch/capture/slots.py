@@ -216,9 +216,8 @@ class Slots:
         """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
         self.unowned = None
-        for slot in self.coverage.remove(
-            gone
-        ):  # what replaces a parameter of a living model arrives as it did
+        # What replaces a parameter of a living model arrives as that did.
+        for slot in self.coverage.remove(gone):
             self.arrival.pop(slot, None)
         for slot in gone:
             identity = id(self.params[slot])
