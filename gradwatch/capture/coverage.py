@@ -8,14 +8,13 @@ step and has none in this one while its place in its module is taken by another 
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -29,7 +28,6 @@ from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 
-_is_meta: Callable[[Tensor], bool] = operator.attrgetter("is_meta")
 RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
 
@@ -125,7 +123,7 @@ class Coverage:
         self._registrations.watch(modules, anew=not added)
         if added:
             self._at_attach.update(map(self._slot_of.__getitem__, map(id, params)))
-            if any(map(_is_meta, params)):
+            if not all(map(names.has_values, params)):
                 self._left = 0
 
     def left(self, modules: list[nn.Module]) -> None:
@@ -163,9 +161,9 @@ class Coverage:
             if module_tree.lists_itself(model):
                 return False
             for param in module_tree.parameters(model):
-                if not param.requires_grad or (id(param) in stepped and not param.is_meta):
+                if not param.requires_grad or (id(param) in stepped and names.has_values(param)):
                     continue
-                if param.is_meta or slot_of.get(id(param)) not in at_attach:
+                if not names.has_values(param) or slot_of.get(id(param)) not in at_attach:
                     return False
         return True
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradwatch.capture import names as site_names
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.names import is_lazy, named_parameters
 from gradwatch.capture.shards import is_shard, offloaded_in
@@ -193,7 +194,7 @@ class Slots:
         slots: list[int] = []
         for param in fresh:
             # Those on the meta device, which have no values, lower the coverage.
-            if param.is_meta or not param.requires_grad:
+            if not (param.requires_grad and site_names.has_values(param)):
                 continue
             if type(param) is not nn.Parameter and is_lazy(param):
                 continue

@@ -86,7 +86,7 @@ def capture_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
         depths=np.arange(count),
     )
     captured = OptimizerCapture(
-        0, None, [SimpleNamespace(grad=grad, device=grad.device) for grad in grads], sites
+        0, None, [SimpleNamespace(grad=grad, device=grad.device, is_cpu=grad.is_cpu) for grad in grads], sites
     )  # type: ignore[misc]
     captured.on_cpu = not on_device
     return captured
@@ -156,8 +156,9 @@ def test_any_finite_float32_gradient(values: np.ndarray, on_device: bool) -> Non
     (norm,), _ = captured.close_window().wait()
     assert norm == pytest.approx(exact(grad), rel=1e-5)
     seen = snapshot_of([grad], on_device)
-    overflow = exact(grad) > FLOAT32_MAX
-    assert bool(seen.columns["norm_overflow"].values[0] if seen.columns else 0) == overflow
+    overflow = bool(seen.columns["norm_overflow"].values[0] if seen.columns else 0)
+    if exact(grad) != pytest.approx(FLOAT32_MAX, rel=1e-12):  # where rounding a float64 decides, both are right
+        assert overflow == (exact(grad) > FLOAT32_MAX)
     assert not seen.columns or not seen.columns["nonfinite"].values.any()
     assert bool(seen.norm[0] == 0) == (not values.any())
 
