@@ -1,15 +1,16 @@
 """Clip and rescale policies: how a norm becomes the multiplier of a gradient. numpy only; the hooks apply it.
 
-One file a method; those on elements and rows stand in `elementwise`, and import torch when they are applied.
+One file a method; those on elements and rows (`value`, `agc`, `centralize`) import torch when they are applied.
 """
 
 from __future__ import annotations
 
 from gradwatch.policies.adagc import AdaGC
+from gradwatch.policies.agc import AdaptiveGradientClip
 from gradwatch.policies.autoclip import AutoClip
 from gradwatch.policies.baseline import Baseline
 from gradwatch.policies.block_rms import BlockRMS
-from gradwatch.policies.elementwise import AdaptiveGradientClip, Centralize, ClipByValue
+from gradwatch.policies.centralize import Centralize
 from gradwatch.policies.norm import ClipByNorm, clip_coefficient
 from gradwatch.policies.normalize import Normalize
 from gradwatch.policies.policy import (
@@ -21,6 +22,7 @@ from gradwatch.policies.policy import (
     find_policy,
     register_policy,
 )
+from gradwatch.policies.value import ClipByValue
 from gradwatch.policies.zclip import ZClip
 
 __all__ = [

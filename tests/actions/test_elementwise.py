@@ -15,7 +15,10 @@ from torch import Tensor
 from gradwatch.actions.elementwise import Elementwise, shaped
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import AdaptiveGradientClip, Centralize, ClipByValue, ElementwisePolicy
-from gradwatch.policies.elementwise import by_rows, centralized, clamped, row_norms
+from gradwatch.policies.agc import by_rows
+from gradwatch.policies.centralize import centralized
+from gradwatch.policies.rows import row_norms
+from gradwatch.policies.value import clamped
 
 POLICIES: tuple[ElementwisePolicy, ...] = (
     ClipByValue(0.3),

@@ -33,7 +33,9 @@ from gradwatch.policies import (
     Policy,
     ZClip,
 )
-from gradwatch.policies.elementwise import by_rows, centralized, clamped
+from gradwatch.policies.agc import by_rows
+from gradwatch.policies.centralize import centralized
+from gradwatch.policies.value import clamped
 
 SHAPES = ((5, 3), (7,), (4, 3, 2, 2), (), (2, 6), (1, 1), (3, 4, 2, 2, 2))
 HERE = np.ones(1, np.bool_)

@@ -157,7 +157,9 @@ def test_any_finite_float32_gradient(values: np.ndarray, on_device: bool) -> Non
     assert norm == pytest.approx(exact(grad), rel=1e-5)
     seen = snapshot_of([grad], on_device)
     overflow = bool(seen.columns["norm_overflow"].values[0] if seen.columns else 0)
-    if exact(grad) != pytest.approx(FLOAT32_MAX, rel=1e-12):  # where rounding a float64 decides, both are right
+    if exact(grad) != pytest.approx(
+        FLOAT32_MAX, rel=1e-12
+    ):  # where rounding a float64 decides, both are right
         assert overflow == (exact(grad) > FLOAT32_MAX)
     assert not seen.columns or not seen.columns["nonfinite"].values.any()
     assert bool(seen.norm[0] == 0) == (not values.any())
