@@ -54,7 +54,7 @@ class Registrations:
         ]
 
     def watch(self, modules: Iterable[nn.Module], anew: bool) -> None:
-        """The modules that count, too or (`anew`) alone; one that is gone may be counted by mistake, harmlessly."""
+        """Count these modules too, or (`anew`) only them; one that is gone may be counted by mistake, harmlessly."""
         if anew:
             self._owners.clear()
         self._owners.update(map(id, modules))

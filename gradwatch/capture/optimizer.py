@@ -92,8 +92,8 @@ class OptimizerCapture:
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.distributed, self.on_cpu = False, True
         for param in params:
-            plain = type(param) is nn.Parameter
-            self.distributed = self.distributed or not (plain or not hasattr(param, "to_local"))
+            sharded = type(param) is not nn.Parameter and hasattr(param, "to_local")
+            self.distributed = self.distributed or sharded
             self.on_cpu = self.on_cpu and param.is_cpu
         self.manual_allreduce = (
             False  # other code than torch's may average over ranks: read again at the step

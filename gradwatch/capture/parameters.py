@@ -313,8 +313,9 @@ class Capture:
                 leaving.append(slot)
         if leaving:
             self._unhooked.difference_update(leaving)
+            released = set(leaving)
             for slots in self.ready.values():  # of a backward that raised
-                slots[:] = [each for each in slots if each not in leaving]
+                slots[:] = [each for each in slots if each not in released]
             self.slots.release(leaving)
         self.coverage.left(modules)
 
@@ -407,12 +408,12 @@ class Capture:
     def prune(self, captured: OptimizerCapture) -> None:
         """Remove all but a few hooks of a capture whose loop is learned."""
         keep = {int(captured.slots[k]) for k in captured.pruning.prune()}
-        shared = {int(slot) for other in self.captures if other is not captured for slot in other.slots}
-        self.slots.hooks.free(slot for slot in map(int, captured.slots) if slot not in keep | shared)
+        keep.update(int(slot) for other in self.captures if other is not captured for slot in other.slots)
+        self.slots.hooks.free([slot for slot in map(int, captured.slots) if slot not in keep])
 
     def mute(self, captured: OptimizerCapture, keep: int) -> None:
         """Keep one hook, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
-        self.slots.hooks.free(slot for slot in map(int, captured.slots) if slot != keep)
+        self.slots.hooks.free([slot for slot in map(int, captured.slots) if slot != keep])
 
     def restore(self, captured: OptimizerCapture) -> None:
         """Reinstall every hook of a capture."""

@@ -38,9 +38,7 @@ class Slots:
         self.model_refs = [weakref.ref(model) for model in models]
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
-        self.since: list[
-            int
-        ] = []  # which parameter to come each slot's was: the order, whatever slot was free
+        self.since: list[int] = []  # by slot: how many parameters came before its own, whatever slot was free
         self.of: dict[int, int] = {}
         self.arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.unowned: frozenset[int] | None = None  # of no living optimizer; None = to be found anew

@@ -64,12 +64,10 @@ class GradReadyHooks:
             if handle is not None:
                 handle.remove()
 
-    def free(self, slots: Iterable[int]) -> None:
+    def free(self, slots: Sequence[int]) -> None:
         """The parameters in these slots were released: others may take the slots."""
+        self.remove(slots)
         for slot in slots:
-            handle = self._handles.pop(slot, None)
-            if handle is not None:
-                handle.remove()
             self._marked_as.pop(slot, None)
 
     def close(self) -> None:
