@@ -37,6 +37,9 @@ from tests.benchmarks.workloads import WORKLOADS, Task
 ROOT = Path(__file__).resolve().parents[2]
 WATCHED_STEPS_FIRST = 60  # past the warm-up, and past the steps that a loop takes to be called calm
 SETTLE, STEPS = 1, 3
+TURN = 0.15
+"""Seconds of a turn at least: of a training of short steps, hundreds of them, so that the turns themselves (cold caches, a process
+that wakes) are not what is measured."""
 WORKER = (
     "import sys; root, checkout, without, name, rank, port = sys.argv[1:]; sys.path[0] = checkout or root; "
     "import gradwatch; assert gradwatch.__file__.startswith(sys.path[0] + '/'); sys.path[0] = root; "
@@ -191,21 +194,27 @@ def measure(name: str, sides: dict[str, Side], rounds: int) -> dict[str, tuple[S
         for number, (title, side) in enumerate(sides.items()):
             contenders[title] = Contender(side, name, _free_port() + number)
             stack.callback(contenders[title].close)
-        for title, one in contenders.items():
+        fastest = math.inf
+        for one in contenders.values():
             one.wait()
-            one(WATCHED_STEPS_FIRST if sides[title].checkout else SETTLE)
+            fastest = min(fastest, *(step.wall for step in one(WATCHED_STEPS_FIRST)))
+        steps = max(STEPS, math.ceil(TURN / fastest))
+        settle = max(SETTLE, steps // 10)
         found: dict[str, list[list[Sample]]] = {title: [] for title in sides}
         rng = np.random.default_rng(0)
         for _ in range(rounds):
             for title in rng.permuted(np.array(list(sides))).tolist():
-                found[title].append(contenders[title](SETTLE + STEPS)[SETTLE:])
+                found[title].append(contenders[title](settle + steps)[settle:])
     clocks = {title: np.array(samples) for title, samples in found.items()}
     return {title: (each[..., 0], each[..., 1]) for title, each in clocks.items()}
 
 
 def relative(new: Seconds, old: Seconds) -> float:
-    """The median over rounds of (new − old) / old, of one start."""
-    mine, other = np.median(new, 1), np.median(old, 1)
+    """The median over rounds of (new − old) / old of their mean steps, of one start.
+
+    The mean, because steps put off are judged in one of many.
+    """
+    mine, other = np.mean(new, 1), np.mean(old, 1)
     return float(np.median((mine - other) / other))
 
 
@@ -222,7 +231,9 @@ def compared(name: str, other: str, starts: int, rounds: int) -> Row:
     sides = {"bare": Side(""), "old": Side(other), "new": Side(str(ROOT))}
     found = [measure(name, sides, rounds) for _ in range(starts)]
     titles = ("bare", "old", "new")
-    medians = [float(np.median([np.median(one[title][0]) for one in found])) * 1e3 for title in titles]
+    medians = [
+        float(np.median([np.median(one[title][0].mean(1)) for one in found])) * 1e3 for title in titles
+    ]
     changes = [[relative(one["new"][clock], one["old"][clock]) for one in found] for clock in range(2)]
     return Row(name, *medians, *map(interval, changes))
 
