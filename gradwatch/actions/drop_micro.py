@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import CpuReader, Detail, inspect
 from gradwatch.reading.cpu import CpuNorms

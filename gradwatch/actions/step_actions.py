@@ -21,7 +21,7 @@ from gradwatch.actions.clip_section import ClipSection, Found, carried_scale, pu
 from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.capture.gradient_writes import versions_of
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine.action_outcome import factors_of, uniform_factor
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device

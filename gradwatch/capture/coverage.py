@@ -21,9 +21,9 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from gradwatch.capture import names
-from gradwatch.capture.names import named_parameters
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture import parameter_names
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
@@ -123,7 +123,7 @@ class Coverage:
         self._registrations.watch(modules, anew=not added)
         if added:
             self._at_attach.update(map(self._slot_of.__getitem__, map(id, params)))
-            if not all(map(names.has_values, params)):
+            if not all(map(parameter_names.has_values, params)):
                 self._left = 0
 
     def left(self, modules: list[nn.Module]) -> None:
@@ -146,9 +146,9 @@ class Coverage:
             return self.ratio
         wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
         self.missing = tuple(
-            name if names.has_values(param) else f"{name} (on the meta device, so it has no values)"
+            name if parameter_names.has_values(param) else f"{name} (on the meta device, so it has no values)"
             for name, param in wanted
-            if not (names.has_values(param) and self._measured(param, stepped))
+            if not (parameter_names.has_values(param) and self._measured(param, stepped))
         )
         self.ratio = 1 - len(self.missing) / len(wanted) if wanted else 1.0
         self._left = BLIND if self.missing else RECOUNT
@@ -161,9 +161,9 @@ class Coverage:
             if module_tree.lists_itself(model):
                 return False
             for param in module_tree.parameters(model):
-                if not param.requires_grad or (id(param) in stepped and names.has_values(param)):
+                if not param.requires_grad or (id(param) in stepped and parameter_names.has_values(param)):
                     continue
-                if not names.has_values(param) or slot_of.get(id(param)) not in at_attach:
+                if not parameter_names.has_values(param) or slot_of.get(id(param)) not in at_attach:
                     return False
         return True
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.gradient_writes import Reading
-from gradwatch.capture.pruning import PrunedCount
+from gradwatch.capture.hook_pruning import PrunedCount
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value, is_ready

@@ -84,7 +84,7 @@ def handle(arguments: argparse.Namespace) -> int:
             return 2
         complain("gradwatch: refused; running unwatched, as --on-config-error=continue asks")
         exec_command(tuple(command), os.environ)
-    from gradwatch.launch.command import prepare
+    from gradwatch.launch.script_environment import prepare
     from gradwatch.session.settings import ROOT
 
     launch = prepare(command, {**settings(arguments), ROOT: root}, os.environ)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import ShardPlacement, local_taps
 from gradwatch.distributed import group, parameter_manifest, pooled_norms
 from gradwatch.distributed.membership import RankMembership

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from gradwatch.capture.assemble import Extras, appended
-from gradwatch.capture.columns.pending import PendingColumns
+from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.columns.update_ratio import PendingRatio
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import placements, whole
+from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed import (
     pooled_norms,

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, strict_rules
-from gradwatch.launch.discovery import discover, trains
 from gradwatch.launch.first_forwards import FirstForwards
+from gradwatch.launch.model_discovery import discover, trains
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
@@ -37,7 +37,7 @@ from gradwatch.taps.optimizers.groups import params_of
 from gradwatch.taps.process_totals import count_backwards
 
 if TYPE_CHECKING:
-    from gradwatch.launch.baselines import Baselines
+    from gradwatch.launch.resumed_baselines import Baselines
     from gradwatch.session.session import Session
     from gradwatch.taps.backward_entry import BackwardCall
 
@@ -256,7 +256,7 @@ class Agent:
             own.join(roots, optimizers, loose)
         else:
             with filters_kept():
-                from gradwatch.launch.baselines import Baselines
+                from gradwatch.launch.resumed_baselines import Baselines
                 from gradwatch.session.attach import watch_optimizers
 
                 own = watch_optimizers(roots, optimizers, loose)

@@ -23,7 +23,7 @@ from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
-    from gradwatch.localise.hold.pre_attach import PreAttachRecorder
+    from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
     from gradwatch.session.session import Session
 
 MOST_MODELS = 16
@@ -54,7 +54,7 @@ class FirstForwards:
         if not fresh:
             return
         # Here, not at the top: most processes that import torch make no optimizer.
-        from gradwatch.localise.hold.pre_attach import PreAttachRecorder
+        from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 
         if self._pre_attach is None:
             self._pre_attach = PreAttachRecorder(self._failed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.capture.names import named_parameters
+from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.engine import Engine
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.model import RuleSet

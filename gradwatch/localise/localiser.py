@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
 from gradwatch.localise.diagnosis.module_gain import Profile, suspect
-from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.fingerprint import fingerprint
+from gradwatch.localise.hold.batch_hash import fingerprint
+from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.model_recorder import Call, inner
-from gradwatch.localise.hold.pre_attach import PreAttachRecorder
+from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.anomaly_mode import Raising

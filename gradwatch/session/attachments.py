@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.assemble import with_modules
-from gradwatch.capture.columns.batch_norm import RunningStatistics
+from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.fsdp1 import FlatTaps
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
+from gradwatch.capture.read_before_user_clip import BeforeClip
 from gradwatch.capture.shards import local_taps
-from gradwatch.capture.user_clip import BeforeClip
+from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.capture.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.incidents.bundle.background import Background
 from gradwatch.incidents.bundle.document import DOCUMENT, PAGE, Document, LeftOut
 from gradwatch.incidents.bundle.folders import FOLDER, count, folder_name

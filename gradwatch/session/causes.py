@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.incidents.bundle.snapshot_rules import snapshots
+from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.model_recorder import Call
-from gradwatch.localise.hold.pre_attach import PreAttachRecorder
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.localise.replay.rank_agreement import RankAgreement
 from gradwatch.records.finding import Finding

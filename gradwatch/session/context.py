@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gradwatch.actions.closures import ClosureCalls
 from gradwatch.actions.step_actions import StepActions
 from gradwatch.capture.discarded_gradients import DiscardedGradients
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.reading.device import Number
 from gradwatch.session.binding.optimizer_rules import OptimizerRules

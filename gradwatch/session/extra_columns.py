@@ -10,11 +10,11 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from gradwatch.capture.assemble import Extras
 from gradwatch.capture.columns.loss import without_scale
 from gradwatch.capture.columns.module_statistics import ModuleTaps
-from gradwatch.capture.columns.pending import PendingColumns
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError

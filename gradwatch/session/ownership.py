@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
 
 
 class Ownership:

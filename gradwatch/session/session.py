@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from gradwatch.account import NOTHING_TAKEN, Account, Ending
 from gradwatch.account.exit_reason import printed_at_exit
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import joined
 from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError
-from gradwatch.localise.hold.pre_attach import PreAttachRecorder
+from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo
 from gradwatch.rules.model import RuleSet
 from gradwatch.runtime.internal_errors import Health

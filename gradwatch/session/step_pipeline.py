@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from gradwatch.actions.clip_section import Found, carried_scale
 from gradwatch.actions.step_actions import Outcome, left_by_zeroing
-from gradwatch.capture.assemble import as_float32, assemble, of_norms
-from gradwatch.capture.columns.batch_norm import RunningStatistics
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
+from gradwatch.capture.snapshot_assembly import as_float32, assemble, of_norms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine import Engine

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine import Engine, EngineState
 from gradwatch.engine.clipping import NO_CLIPPING, bind_clipping
 from gradwatch.errors import AttachError

@@ -12,7 +12,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.actions import step_actions
-from gradwatch.capture import optimizer as capture
+from gradwatch.capture import optimizer_capture as capture
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading import foreach
 from gradwatch.rules.files import parse_rules

@@ -47,7 +47,7 @@ def _nothing(*_: object) -> None:
 
 
 def _keep_all_hooks() -> None:
-    from gradwatch.capture.parameters import Capture
+    from gradwatch.capture.read_after_backward import Capture
 
     _replace(Capture, "prune", _nothing)
 
@@ -65,9 +65,9 @@ def _judge_in_full() -> None:
 
 
 def _read_clipped_again() -> None:
-    from gradwatch.capture import optimizer
+    from gradwatch.capture import optimizer_capture
 
-    _replace(optimizer, "factor_since", _nothing)
+    _replace(optimizer_capture, "factor_since", _nothing)
 
 
 def _read_with_torch() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.journal import read_journal
-from gradwatch.launch.baselines import Baselines
+from gradwatch.launch.resumed_baselines import Baselines
 from gradwatch.launch.state_lock import FORKED, TAKEN, StateLock
 from gradwatch.session.watch import session_of
 from tests.launch.test_training import run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.launch.command import BOOTSTRAP, ISOLATED, new_run_id, prepare, split_python
 from gradwatch.launch.exit_summary import shown
+from gradwatch.launch.script_environment import BOOTSTRAP, ISOLATED, new_run_id, prepare, split_python
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.settings import LAUNCHED_IN, Settings
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradwatch.localise.hold import randomness
-from gradwatch.localise.hold.randomness import CPU, FIRST, NUMPY, PYTHON, RECHECK, Draws, Held, Source
+from gradwatch.localise.hold import random_generators
+from gradwatch.localise.hold.random_generators import CPU, FIRST, NUMPY, PYTHON, RECHECK, Draws, Held, Source
 
 
 def held_of(held: Held, model: nn.Module) -> list[Source]:
@@ -95,4 +95,4 @@ def test_a_generator_of_the_models_own_is_held_of_each() -> None:
 
 def test_everything_of_the_process_is_torchs_and_pythons_and_numpys() -> None:
     """No generator is in two of the lists, and none is forgotten."""
-    assert list(randomness.of_process()) == [PYTHON, NUMPY, *randomness.of_torch()]
+    assert list(random_generators.of_process()) == [PYTHON, NUMPY, *random_generators.of_torch()]

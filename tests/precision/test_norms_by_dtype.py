@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor, nn
 
-from gradwatch.capture.assemble import Extras, assemble
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.snapshot_assembly import Extras, assemble
 from gradwatch.reading.batched import FLOAT32_MAX
 from gradwatch.records.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture import names as site_names
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture import parameter_names as site_names
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned
 from gradwatch.reading.pinned import PinnedPool, Sending

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwatch
-from gradwatch.capture import optimizer as captured
+from gradwatch.capture import optimizer_capture as captured
 from gradwatch.errors import TrainingStopped
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.boundary import optimizer_step

@@ -13,8 +13,8 @@ from torch import nn
 
 import gradwatch
 from gradwatch.actions.skip import skip
-from gradwatch.capture import optimizer as captured
-from gradwatch.capture import parameters, pruning
+from gradwatch.capture import hook_pruning, read_after_backward
+from gradwatch.capture import optimizer_capture as captured
 from gradwatch.capture.columns import column_reader, module_statistics, norm_local
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
@@ -61,7 +61,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "clock": (own_time, "perf_counter", "capture"),
     "settle": (captured.OptimizerCapture, "close_window", "boundary"),
     "changed": (optimizer_step.Boundary, "_changed", "boundary"),
-    "maintain_hooks": (parameters.Capture, "maintain_hooks", "boundary"),
+    "maintain_hooks": (read_after_backward.Capture, "maintain_hooks", "boundary"),
     "adopt": (optimizer_step.Boundary, "_current", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (column_reader.ColumnReader, "collect", "boundary"),
@@ -73,7 +73,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "decide": (BoundEngine, "decide", "engine"),
     "skip": (skip.StepSkipper, "begin", "action"),
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
-    "prunable": (pruning.HookPruning, "due", "boundary"),
+    "prunable": (hook_pruning.HookPruning, "due", "boundary"),
     "norm_local": (norm_local, "exact_norm", "norm_local"),
     "tap": (module_statistics, "dense", "modules"),
     "inspect": (cpu, "inspect", "capture"),
@@ -164,7 +164,7 @@ def test_a_fault_while_counting_what_a_raised_backward_left_is_harmless(
     with gradwatch.watch(
         model, optimizer, rules="observe-only", run_dir=tmp_path, listen="127.0.0.1:0"
     ) as gw:
-        monkeypatch.setattr(parameters.Capture, "drain", broken)
+        monkeypatch.setattr(read_after_backward.Capture, "drain", broken)
         got = train_on()
         errors = gw.health.errors()
     assert errors.get("boundary", 0) >= 1, errors

@@ -227,7 +227,7 @@ ENTRIES = [
     ("taps/pipeline_stages.py", "_notify"),
     ("taps/grad_scaler.py", "wrapped"),
     ("taps/grad_scaler.py", "_notify"),
-    ("localise/hold/pre_attach.py", "called"),
+    ("localise/hold/calls_before_attach.py", "called"),
     ("capture/fsdp1.py", "_observe"),
     ("capture/fsdp1.py", "_begin"),
     ("localise/hold/model_recorder.py", "begins"),

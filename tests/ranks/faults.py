@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.columns import norm_local
 from gradwatch.capture.columns.column_reader import ColumnReader
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed import group, rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from tests.ranks.trials import made, take_step, told, watched, weights
 
 STEPS, AT = 8, 4

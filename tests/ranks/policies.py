@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.actions import clip_section
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed import rank_facts, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError

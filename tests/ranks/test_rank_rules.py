@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.capture.assemble import appended
+from gradwatch.capture.snapshot_assembly import appended
 from gradwatch.detectors import RankOutlier, Sample
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.unsupported_rules import refuse

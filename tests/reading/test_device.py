@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
 from gradwatch.capture.columns import loss as losses
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.weight_health import Weights
 from gradwatch.taps import dispatch_modes
 from tests.support.recorder import Recorder, norms_of, seen

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.weight_health import Weights
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.locks import ForkSafeLock

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gradwatch.capture.assemble import Extras, assemble
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.snapshot_assembly import Extras, assemble
 from gradwatch.reading.device import host_value
 from gradwatch.records.snapshot import Decision, Snapshot
 from gradwatch.rules.model import RuleSet

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwatch.actions.backward.pre_clip_norms import Acted
 from gradwatch.actions.elementwise import Elementwise, shaped
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm_bound import LARGEST, Bound, SiteBound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense

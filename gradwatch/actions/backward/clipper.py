@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from gradwatch.actions.backward.clip_state import BackwardClipState
 from gradwatch.actions.backward.pre_clip_norms import before_acting
 from gradwatch.actions.elementwise import Elementwise
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.plan import SMALL

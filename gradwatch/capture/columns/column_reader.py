@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
-from gradwatch.capture.columns.pending import MovedParameters, PendingColumns
+from gradwatch.capture.columns.pending_columns import MovedParameters, PendingColumns
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import BURSTS, PERIOD, Needs
 from gradwatch.reading.device import Number

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.capture.columns.pending import PendingColumns
-from gradwatch.capture.columns.samples import accumulator, sampled_rows, start_copy, whole_rows
+from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.columns.strided_samples import accumulator, sampled_rows, start_copy, whole_rows
 from gradwatch.engine.columns_needed import BURSTS
 from gradwatch.reading.device import Number
 from gradwatch.reading.layouts import dense

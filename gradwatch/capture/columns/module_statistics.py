@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
-from gradwatch.capture.columns.pending import PendingColumns
-from gradwatch.capture.names import named_modules
+from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import BURSTS, Needs
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import AsyncCopy, Number, capturing

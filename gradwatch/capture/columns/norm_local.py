@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from gradwatch.capture.columns.pending import PendingColumns
+from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.rows import ROW, UNDERFLOW

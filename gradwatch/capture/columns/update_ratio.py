@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from gradwatch.capture.columns.pending import MovedParameters, PendingColumns
-from gradwatch.capture.columns.samples import norm_factors, row_norms, sampled_rows, start_copy, whole_rows
+from gradwatch.capture.columns.pending_columns import MovedParameters, PendingColumns
+from gradwatch.capture.columns.strided_samples import (
+    norm_factors,
+    row_norms,
+    sampled_rows,
+    start_copy,
+    whole_rows,
+)
 from gradwatch.reading.device import AsyncCopy, Floats
 
 WEIGHT_COLUMNS = frozenset({"weight_norm", "update_ratio"})

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradwatch.capture.names import named_modules
+from gradwatch.capture.parameter_names import named_modules
 from gradwatch.runtime import guard
 from gradwatch.taps.graph.nodes import next_number
 

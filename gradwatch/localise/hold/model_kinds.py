@@ -12,7 +12,7 @@ from torch import nn
 
 from gradwatch.localise.diagnosis.frames import Callers
 from gradwatch.localise.diagnosis.loss_terms import Losses
-from gradwatch.localise.hold.randomness import Draws
+from gradwatch.localise.hold.random_generators import Draws
 
 MOST = 64  # kinds remembered
 MOST_CALLERS = 16  # of a kind

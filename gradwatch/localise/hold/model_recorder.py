@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.values import tensors
-from gradwatch.localise.hold.buffers import Buffers
 from gradwatch.localise.hold.model_kinds import Kind
-from gradwatch.localise.hold.randomness import Generators, Held
+from gradwatch.localise.hold.module_buffers import Buffers
+from gradwatch.localise.hold.random_generators import Generators, Held
 from gradwatch.localise.replay.all_gathered import spread, ungatherable
 from gradwatch.reading.device import capturing
 from gradwatch.reading.layouts import alias

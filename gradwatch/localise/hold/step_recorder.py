@@ -3,7 +3,7 @@
 A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
 parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
 level by level, until some of them turn out to be what the loop calls. What was held
-before a watch began (`gradwatch.localise.hold.pre_attach`) counts until the step it led to is taken.
+before a watch began (`gradwatch.localise.hold.calls_before_attach`) counts until the step it led to is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.caller_scope import beside
+from gradwatch.localise.hold.criterion import beside
 from gradwatch.localise.hold.model_kinds import Kind, Kinds, kind_of
 from gradwatch.localise.hold.model_recorder import Call, ModelRecorder, Outermost
 from gradwatch.taps import module_tree

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.taps import module_tree
 
 HOST_BYTES = 4 << 30  # of whole parameters, gathered on the host

@@ -30,10 +30,10 @@ from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.frames import OURS, TORCH
 from gradwatch.localise.diagnosis.module_gain import Profile, suspect
 from gradwatch.localise.diagnosis.values import finite, tensors
-from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.fingerprint import fingerprint
+from gradwatch.localise.hold.batch_hash import fingerprint
 from gradwatch.localise.hold.model_recorder import Call, inner
-from gradwatch.localise.hold.randomness import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
+from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
 from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
 from gradwatch.localise.replay.evidence import NO_GRADIENT
 from gradwatch.localise.replay.replay import replay

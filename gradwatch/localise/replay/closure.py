@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.localise.hold.attributes import Refused, written_in_place
 from gradwatch.localise.hold.model_recorder import MAX_BYTES, shared
-from gradwatch.localise.hold.randomness import Generators
+from gradwatch.localise.hold.module_attributes import Refused, written_in_place
+from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, eager, sources, unchecked

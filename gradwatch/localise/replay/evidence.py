@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from gradwatch.incidents.bundle.document import CallDocument, GeneratorStates, LeftOut, ModelDocument
 from gradwatch.localise.diagnosis.frames import frame_of
 from gradwatch.localise.diagnosis.values import tensors
-from gradwatch.localise.hold.attributes import Refused
-from gradwatch.localise.hold.fingerprint import fingerprint
+from gradwatch.localise.hold.batch_hash import fingerprint
 from gradwatch.localise.hold.model_recorder import Call, inner, shared
-from gradwatch.localise.hold.randomness import CPU, NUMPY, PYTHON, Generators, of_cuda
+from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda
 from gradwatch.localise.replay.all_gathered import is_spread
 from gradwatch.localise.replay.arguments_json import encode, missing
 from gradwatch.localise.replay.replay import refuse

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.replay.recorder import Recorder
 from gradwatch.localise.replay.replay import Trace, blame_backward, sources
 from gradwatch.taps import dispatch_modes

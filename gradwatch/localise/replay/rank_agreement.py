@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwatch.distributed.group import AloneError, meet
-from gradwatch.localise.hold.attributes import Refused
+from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.records.finding import Finding
 
 SURE = ("unknown", "loss")  # from the least sure; every other phase names an operation, a tensor or a module

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from gradwatch.localise.diagnosis.frames import frame_of
 from gradwatch.localise.diagnosis.values import describe, finite, state, tensors
-from gradwatch.localise.hold.attributes import Refused, written_in_place
 from gradwatch.localise.hold.model_recorder import MAX_BYTES, Call, inner
+from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.replay.all_gathered import without_fsdp
 from gradwatch.localise.replay.backward import Culprit
 from gradwatch.localise.replay.forward import Origin, key_of

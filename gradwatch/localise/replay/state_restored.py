@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.attributes import attributes
-from gradwatch.localise.hold.randomness import Generators
+from gradwatch.localise.hold.module_attributes import attributes
+from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.taps.muted_forwards import muted
 
 

@@ -11,7 +11,7 @@ from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import is_shard
 from gradwatch.engine import BoundEngine
 from gradwatch.engine.backward_clips import (

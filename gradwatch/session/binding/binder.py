@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradwatch.capture.columns.module_statistics import ModuleTaps
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.shards import local_taps
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.session.activity import Activity

@@ -13,12 +13,12 @@ from gradwatch.account.running_totals import RunningTotals
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
-from gradwatch.capture.assemble import with_modules
 from gradwatch.capture.columns import column_reader
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.norm_local import LocalNorms
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import is_shard
+from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine, EngineState

@@ -15,7 +15,7 @@ from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise import Elementwise
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.norm_local import LocalNorms
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping import Clipping

@@ -11,8 +11,8 @@ import numpy as np
 from torch.optim import Optimizer
 
 from gradwatch.actions.closures import ClosureCalls, WeightBackup, evaluates_often
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
 from gradwatch.records.snapshot import Decision
 from gradwatch.session.context import OptimizerContext
 from gradwatch.session.step_pipeline import StepPipeline

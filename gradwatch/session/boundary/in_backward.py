@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.gradient_writes import Reading
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.actions.step_actions import Outcome, why_stopped
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped

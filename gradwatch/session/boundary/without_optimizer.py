@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.loss import Root
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.parameters import Capture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
 from gradwatch.reading.device import Number
 from gradwatch.session.binding.binder import Binder
 from gradwatch.session.step_pipeline import StepPipeline

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine.action_outcome import unclipped, with_clip_order
 from gradwatch.records.snapshot import Decision
 from gradwatch.rules.files import parse_rules

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import gradwatch
-from gradwatch.capture.optimizer import OptimizerCapture
+from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.rules.files import parse_rules
 from tests.promises.test_hook_returns import SLOW, Injected, Spec, gradient, specs
 from tests.support.kept import Kept

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
-from gradwatch.capture.columns.samples import SAMPLE
+from gradwatch.capture.columns.strided_samples import SAMPLE
 from gradwatch.engine.columns_needed import BURSTS, Needs
 
 

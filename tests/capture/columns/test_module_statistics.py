@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gradwatch.capture.columns.module_statistics import COLUMNS, ModuleTaps, preflight
-from gradwatch.capture.columns.pending import PendingColumns
-from gradwatch.capture.names import named_modules
+from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.errors import AttachError
 from gradwatch.taps import module_calls

@@ -108,7 +108,7 @@ def test_a_write_that_nobody_puts_back_is_told() -> None:
     """A global tensor is out of reach: the finding names the operation, its line, and the way out."""
     _, findings = trained("loose", ", localise: {}")
     assert "mul_ (" in findings[0].note
-    assert "test_attributes.py:" in findings[0].note
+    assert "test_module_attributes.py:" in findings[0].note
     assert "may have changed the training" in findings[0].note
 
 
@@ -123,7 +123,7 @@ def test_attributes_beyond_max_bytes_are_not_run_again() -> None:
 
 def test_a_tensor_that_was_put_back_can_still_be_differentiated() -> None:
     """The version of an attribute that a graph of the user's has saved is as before."""
-    from gradwatch.localise.hold.attributes import attributes
+    from gradwatch.localise.hold.module_attributes import attributes
 
     model = Stateful("attribute")
     weight = torch.ones(8, requires_grad=True)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import gradwatch
 from gradwatch.incidents import explanation
 from gradwatch.journal import read_journal
-from gradwatch.localise.hold import fingerprint
+from gradwatch.localise.hold import batch_hash as hashing
 from gradwatch.records.finding import Batch, Finding
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
@@ -66,17 +66,17 @@ def test_batches_that_differ_have_other_hashes() -> None:
 
 def test_beyond_the_cap_the_first_bytes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said in `complete`; a change beyond them is not seen, one within is."""
-    monkeypatch.setattr(fingerprint, "MOST_BYTES", 16)
+    monkeypatch.setattr(hashing, "MOST_BYTES", 16)
     x = torch.arange(8.0)
-    whole = fingerprint.fingerprint((x,), {})
+    whole = hashing.fingerprint((x,), {})
     assert (whole.nbytes, whole.complete) == (32, False)
     state = hashlib.blake2b(b"float32[8]" + struct.pack("<4f", 0, 1, 2, 3), digest_size=16)
     assert whole.hash == state.hexdigest()
     y = x.clone()
     y[6] = 9
-    assert fingerprint.fingerprint((y,), {}).hash == whole.hash
+    assert hashing.fingerprint((y,), {}).hash == whole.hash
     y[3] = 9
-    assert fingerprint.fingerprint((y,), {}).hash != whole.hash
+    assert hashing.fingerprint((y,), {}).hash != whole.hash
 
 
 class Numbered(Dataset[Any]):
@@ -164,7 +164,7 @@ def test_what_is_no_list_of_numbers_is_counted_and_harmless(tmp_path: Path) -> N
 
 def test_many_samples_are_counted_and_the_first_ones_kept() -> None:
     """4,096 of them at most; a sentence names 16."""
-    found = fingerprint.fingerprint((torch.ones(1),), {}, range(10_000))
+    found = hashing.fingerprint((torch.ones(1),), {}, range(10_000))
     assert found.samples == 10_000
     assert found.indices == tuple(range(4096))
     assert str(found).endswith("14, 15 and 9,984 more in the dataset")

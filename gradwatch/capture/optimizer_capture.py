@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.accumulation import AccumulationSchedule
+from gradwatch.capture.accumulation_steps import AccumulationSchedule
 from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
 from gradwatch.capture.gradient_writes import Reading, State, WriteProbes, replaced, versions_of
-from gradwatch.capture.known_scaling import KnownScaling, factor_since
+from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.manual_gradients import ManualGradients
-from gradwatch.capture.pruning import HookPruning, PrunedCount
+from gradwatch.capture.norm_after_user_clip import KnownScaling, factor_since
 from gradwatch.capture.window_norms import WindowNorms, is_ordinary, without
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader

@@ -22,7 +22,7 @@ from gradwatch.runtime import stderr
 from gradwatch.runtime.files import write_whole
 
 if TYPE_CHECKING:
-    from gradwatch.capture.optimizer import OptimizerCapture
+    from gradwatch.capture.optimizer_capture import OptimizerCapture
     from gradwatch.session.session import Session
 
 EVERY_SECONDS = 60.0

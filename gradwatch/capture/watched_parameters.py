@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradwatch.capture import names as site_names
+from gradwatch.capture import parameter_names as site_names
 from gradwatch.capture.coverage import Coverage
-from gradwatch.capture.names import is_lazy, named_parameters
+from gradwatch.capture.parameter_names import is_lazy, named_parameters
 from gradwatch.capture.shards import is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
 from gradwatch.taps import module_tree

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.attributes import written_in_place
+from gradwatch.localise.hold.module_attributes import written_in_place
 from gradwatch.taps import module_tree
 
 FIRST = 2

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.loss import Losses, Root
-from gradwatch.capture.names import fallback_name, shape_of
-from gradwatch.capture.optimizer import OptimizerCapture
-from gradwatch.capture.slots import GONE, Slots
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.parameter_names import fallback_name, shape_of
+from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
