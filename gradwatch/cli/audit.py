@@ -122,7 +122,7 @@ def without_end(audit: Audit) -> Iterable[str]:
     """A line where a process ended without its account, or has not ended."""
     if audit.unfinished:
         yield (
-            "  the journal has no end (ended by os._exit, killed, or still running): "
+            "  the journal has no end (killed, ended by os._exit, or still running): "
             "the steps of its last second may be missing"
         )
 

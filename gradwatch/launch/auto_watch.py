@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.errors import GradwatchError, UnfitRulesError
-from gradwatch.launch import exit_summary, strict_rules
+from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.model_discovery import discover, trains
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
@@ -53,6 +53,7 @@ def arm() -> None:
         exit_summary.arm()
         count_backwards()
         _agents.append(Agent())
+        os_exit.listen(_leave)
 
 
 class Agent:
@@ -300,6 +301,23 @@ def close_all(pid: int) -> None:
             agent.save()
         while _watches:
             _watches.pop().close()
+
+
+def _leave(at_rest: bool) -> None:
+    """The process ends by `os._exit`: its account, as at exit; hooks and models are left as they are."""
+    try:
+        ending = sys.modules.get("gradwatch.session.live_sessions")
+        if ending is not None:
+            ending.conclude_all()
+        account = exit_summary.account_of_process()  # before a thread that trains on takes further steps
+        if at_rest:  # else a step may be half learned
+            for agent in _agents:
+                agent.save()
+        if ending is not None:
+            ending.close_all_sinks()
+        exit_summary.say(account, stderr.say_past_buffers)
+    except Exception as error:
+        stderr.say_past_buffers(f"gradwatch: the summary of this process failed: {error!r}")
 
 
 def _greet(watch: Session, optimizers: list[Optimizer]) -> None:

@@ -2,17 +2,17 @@
 
 It is printed once a launch (`gradwatch.launch.processes`), after all children were joined; of several ranks the first
 prints its own. A child that left no account where the launch looks for it prints it itself, as does one that outlives
-the process that would have. Nothing is printed by a process that is killed, or leaves by `os._exit`: its journal has no
-end, and the line of its parent says so, with what it had recorded. Of a process that would have spoken for others and
-leaves so, those that outlive it print their own; what is in the journals of the others `gradwatch audit` sums up as the
-line would have. Needs no torch, as `family` does not.
+the process that would have. Nothing is printed by a process that is killed: its journal has no end, and the line of its
+parent says so, with what it had recorded; `os._exit` is no such end where the process has trained (`os_exit`). Of a
+process that would have spoken for others and ends so, those that outlive it print their own; what is in the journals of
+the others `gradwatch audit` sums up as the line would have. Needs no torch, as `processes` does not.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gradwatch.account import NOTHING_TAKEN, Account, lines
@@ -20,7 +20,7 @@ from gradwatch.account.exit_reason import how_it_ends, printed_at_exit
 from gradwatch.account.text import nothing_seen
 from gradwatch.launch import processes
 from gradwatch.runtime import stderr
-from gradwatch.runtime.process import alive
+from gradwatch.runtime.process import alive, here
 from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []
@@ -43,14 +43,24 @@ def not_watched(reason: str) -> None:
         _reasons.append(reason)
 
 
-def say() -> None:
-    """Print what there is to say, once a process and at once, so that other processes do not write in between."""
+def owed() -> bool:
+    """True if this process has trained, as far as is counted, and `say` was not called yet."""
+    counted = sys.modules.get("gradwatch.taps.process_totals")
+    trained = counted is not None and counted.TOTALS.taken().trained
+    return trained and here[0] == os.getpid() and os.getpid() not in _said_by
+
+
+def say(account: Account | None = None, write: Callable[[str], None] = stderr.say) -> None:
+    """Print what there is to say, once a process and at once, so that other processes do not write in between.
+
+    `account` is that of this process, None: as of now.
+    """
     if os.getpid() in _said_by:
         return
     _said_by.append(os.getpid())
-    said = list(_lines(account_of_process()))
+    said = list(_lines(account or account_of_process()))
     if said and not quiet_asked():
-        stderr.say("\n".join(said))
+        write("\n".join(said))
 
 
 def _lines(own: Account) -> Iterator[str]:

@@ -19,18 +19,40 @@ def say(line: str) -> None:
         write(f"{line}\n", sys.stderr)
 
 
+def say_past_buffers(line: str) -> None:
+    """One line on stderr where the process is about to end without flushing: what its buffers hold stays unwritten.
+
+    It goes to the descriptor of `sys.stderr`, or where the script has put a stand-in there, of Python's own.
+    """
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        if sys.stderr is not None:
+            stream: TextIO = sys.stderr if _is_plain_file(sys.stderr) else sys.__stderr__  # type: ignore[assignment]
+            _write_all(stream.fileno(), _encoded(f"{line}\n", stream))
+
+
 def write(text: str, stream: TextIO) -> None:
     """Hand `text` on at once and keep none of it, after what the script has written there.
 
     Characters that the stream's encoding lacks become escapes. Raises OSError or ValueError where it takes nothing.
     """
-    data = text.encode(getattr(stream, "encoding", None) or "utf-8", "backslashreplace")
+    data = _encoded(text, stream)
     if not _is_plain_file(stream):
-        stream.write(data.decode(getattr(stream, "encoding", None) or "utf-8"))
+        stream.write(data.decode(_encoding(stream)))
         stream.flush()
         return
     stream.flush()
-    descriptor = stream.fileno()
+    _write_all(stream.fileno(), data)
+
+
+def _encoded(text: str, stream: TextIO) -> bytes:
+    return text.encode(_encoding(stream), "backslashreplace")
+
+
+def _encoding(stream: TextIO) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
 

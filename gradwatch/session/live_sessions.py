@@ -100,8 +100,7 @@ def _at_exit() -> None:
 def _process_ends() -> None:
     """Judge what was put off, give the account, close the sinks; models and optimizers are left as they are."""
     conclude_all()
-    for one in LIVE.all():
-        one.close_sinks()
+    close_all_sinks()
 
 
 def conclude_all() -> None:
@@ -113,3 +112,9 @@ def conclude_all() -> None:
             one.ended = how_it_ends()
             one.catch_up()
             one.conclude()
+
+
+def close_all_sinks() -> None:
+    """The process ends: journals get their end, and what waits for the network is given up or sent."""
+    for one in LIVE.all():
+        one.close_sinks()

@@ -43,3 +43,19 @@ def test_a_line_never_goes_to_stdout(
     stderr.say("kept")
     assert shadow.getvalue() == "kept\n"
     assert capsys.readouterr().out == ""
+
+
+def test_past_the_buffers_goes_the_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script has not flushed stays in its stream; a stand-in is passed by, and no stream takes nothing."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        stream.write("theirs, ")
+        stderr.say_past_buffers("one ·")
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        monkeypatch.setattr(sys, "stderr", io.StringIO("kept"))
+        stderr.say_past_buffers("two")
+        monkeypatch.setattr(sys, "stderr", None)
+        stderr.say_past_buffers("lost")
+    with os.fdopen(reader) as file:
+        assert file.read() == "one \\xb7\ntwo\ntheirs, "
