@@ -5,23 +5,22 @@ from __future__ import annotations
 from gradwatch.account.account import Watched
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.snapshot import Record
+from gradwatch.runtime.own_time import OwnTime
 
 ATTACHING = 2
-"""Records whose cost is that of attaching: a Record has what was spent since the one before it began to be judged, and
-rules are bound as the first is."""
+"""Records after which what attaching took has been counted: rules are bound as the first is judged."""
 
 
 class RunningTotals:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
-    `without_data` are the rules that have had no data so far.
+    `without_data` are the rules that have had no data so far; `own_time` is what the watch measures its cost by.
     `unowned` are windows of loops without an optimizer; `cleared` and `unjudged` are counted by whoever notices them.
     """
 
     def __init__(self) -> None:
+        self.own_time = OwnTime()
         self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
-        self.own_seconds = self.seconds = 0.0
-        self._began = 0.0  # seconds since the epoch, at the last Record that attaching is in
         self.coverage = 1.0
         self.stopped = False
         self.fired: dict[str, int] = {}
@@ -39,11 +38,8 @@ class RunningTotals:
         if "observed_only" in snapshot.scalars:
             self.unowned += 1
         self.without_data.observe(snapshot)
-        if self.records <= ATTACHING:
-            self._began = record.wall_time
-        else:  # not `step_seconds`, which those of several optimizers in one loop share
-            self.seconds = max(self.seconds, record.wall_time - self._began)
-            self.own_seconds += record.overhead_seconds
+        if self.records == ATTACHING:
+            self.own_time.restart()
         if record.verdict.events or record.decision.orders:
             self._judged(record)
 
@@ -54,6 +50,7 @@ class RunningTotals:
 
     def watched(self, steps: int, backwards: int, optimizers: int, parameters: int) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`."""
+        own_seconds, seconds = self.own_time.share()
         return Watched(
             steps=steps,
             backwards=backwards,
@@ -65,8 +62,8 @@ class RunningTotals:
             optimizers=optimizers,
             parameters=parameters,
             coverage=self.coverage,
-            own_seconds=self.own_seconds,
-            seconds=self.seconds,
+            own_seconds=own_seconds,
+            seconds=seconds,
         )
 
     def _judged(self, record: Record) -> None:

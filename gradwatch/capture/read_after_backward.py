@@ -48,6 +48,7 @@ class Capture:
         models: Iterable[nn.Module],
         ended: Callable[[list[OptimizerCapture]], None],
         failed: Callable[[str, BaseException], None],
+        spent: OwnTime,
         waiting: Callable[[Capture], list[Optimizer]] | None = None,
     ) -> None:
         self._waiting = waiting
@@ -62,7 +63,7 @@ class Capture:
         self.slots = Slots(models, self.ready, functools.partial(_arm, self._itself))
         self.params, self.names, self.coverage = self.slots.params, self.slots.names, self.slots.coverage
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
-        self.spent = OwnTime()
+        self.spent = spent
         self.after_backward: Callable[[], None] = _nothing  # boundary: steps taken inside the backward
         self.cleared: Callable[[OptimizerCapture], None] = _nothing  # gradients of earlier backwards are gone
         self.unowned: Callable[[list[int], Root | None], None] = (

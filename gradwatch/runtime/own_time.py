@@ -11,11 +11,13 @@ class OwnTime:
     What a call that raised has taken is not counted.
     """
 
-    __slots__ = ("_reported", "seconds")
+    __slots__ = ("_ended", "_reported", "_since", "_until", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._reported = 0.0
+        self._ended = 0.0  # when the last measured call ended
+        self._reported = self._until = 0.0  # `seconds` and `_ended` when `news` was asked last
+        self._since: tuple[float, float] | None = None
 
     def begin(self) -> float:
         """Start a measurement; returns the argument of `end`."""
@@ -23,9 +25,27 @@ class OwnTime:
 
     def end(self, mark: float) -> None:
         """Count the time since `begin`, whatever was counted inside included."""
-        self.seconds = perf_counter() - mark
+        self._ended = now = perf_counter()
+        self.seconds = now - mark
 
     def news(self) -> float:
         """Seconds counted since this was last asked."""
         news, self._reported = self.seconds - self._reported, self.seconds
+        self._until = self._ended
         return news
+
+    def restart(self) -> None:
+        """Have `share` begin where the last measured call had ended when `news` was asked last."""
+        self._since = self._until, self._until - self._reported
+
+    def share(self) -> tuple[float, float]:
+        """(seconds counted, seconds passed) from there to the last call that had ended when `news` was asked again.
+
+        What is not counted is the time between calls. It never runs backwards: a call around another one, or in another
+        thread, that ends after `restart` has shown that there was less of it before than it seemed.
+        """
+        if self._since is None:
+            return 0.0, 0.0
+        began, between = self._since
+        passed = self._until - began
+        return passed - max(0.0, self._until - self._reported - between), passed

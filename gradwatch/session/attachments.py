@@ -100,7 +100,8 @@ class Attached:
         self._activity, self._notices = services.activity, services.notices
         self.ownership = ownership
         self._containers: list[nn.Module] = []
-        self.capture = Capture(models, self._backward_ended, self._activity.failed, ownership.waiting)
+        spent = services.publishing.totals.own_time
+        self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership.waiting)
         self.capture.slots.add_loose(loose)
         self.taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self.capture.expect, self._activity.failed)

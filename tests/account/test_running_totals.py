@@ -9,22 +9,70 @@ from gradwatch.runtime.own_time import OwnTime
 from tests.support.sink_records import make_record, make_sites
 
 
-def test_the_own_cost_is_of_the_time_that_passed_however_many_optimizers_step_in_it() -> None:
-    """Two optimizers a second apart, a fifth of a second each: a fifth, without what attaching took."""
-    totals = RunningTotals()
+class Steps:
+    """Records of steps, each with a measured call before and one around it, by a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.totals = RunningTotals()
+        monkeypatch.setattr("gradwatch.runtime.own_time.perf_counter", lambda: self.now)
+
+    def step(self, n: int, training: float, before: float, until_measured: float, after: float) -> None:
+        """The seconds that training takes, the call before, and the two parts of the call that measures the step."""
+        self.now += training
+        mark = self.totals.own_time.begin()
+        self.now += before
+        self.totals.own_time.end(mark)
+        mark = self.totals.own_time.begin()
+        self.now += until_measured
+        self.totals.own_time.news()
+        self.totals.observe(make_record(make_sites(), optimizer=n % 2, step=n // 2))
+        self.now += after
+        self.totals.own_time.end(mark)
+
+    @property
+    def own_share(self) -> float | None:
+        return self.totals.watched(steps=3, backwards=3, optimizers=2, parameters=1).own_share
+
+
+def test_the_own_cost_is_of_the_time_that_passed_however_many_optimizers_step_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two optimizers, a fifth of the time each: a fifth, without what attaching took in the first step."""
+    steps = Steps(monkeypatch)
     for n in range(6):
-        spent = 100.0 if n < 2 else 0.2  # the second Record has what was spent after the first was made
-        totals.observe(
-            make_record(
-                make_sites(),
-                optimizer=n % 2,
-                step=n // 2,
-                wall_time=1e9 + n,
-                step_seconds=2.0,
-                overhead=spent,
-            )
-        )
-    assert totals.watched(steps=3, backwards=3, optimizers=2, parameters=1).own_share == pytest.approx(0.2)
+        assert steps.own_share is None or n > 2
+        steps.step(n, training=0.8, before=0.05, until_measured=0.1, after=0.05 if n else 100.0)
+    assert steps.own_share == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("until_measured", [0.0, 5.0])
+def test_the_own_cost_is_at_most_all_of_the_time(
+    until_measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where training takes no time at all, and the second step was measured late in its call, or early: 100 %."""
+    steps = Steps(monkeypatch)
+    for n in range(3):
+        late = until_measured if n == 1 else 1.0
+        steps.step(n, training=0.0, before=0.5, until_measured=late, after=1.0)
+    assert steps.own_share == 1.0
+
+
+def test_calls_of_threads_that_overlap_are_at_most_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that began before another thread's, and ends after the share began, has been going on all the time."""
+    steps = Steps(monkeypatch)
+    for n in range(2):
+        steps.step(n, training=1.0, before=0.5, until_measured=0.5, after=0.5)
+    outer = steps.totals.own_time.begin()
+    steps.now += 3.0
+    inner = steps.totals.own_time.begin()
+    steps.totals.own_time.end(inner)
+    steps.totals.own_time.news()
+    steps.totals.own_time.restart()
+    steps.now += 1.0
+    steps.totals.own_time.end(outer)
+    steps.totals.own_time.news()
+    assert steps.totals.own_time.share() == (1.0, 1.0)
 
 
 def test_time_inside_a_measured_call_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
