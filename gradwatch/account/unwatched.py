@@ -34,7 +34,8 @@ def _steps(account: Account) -> Iterator[str]:
     elif seen.steps > taken.steps + taken.nested:
         yield f"{_many(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
     elif taken.raised > (account.ended in ("stopped", "failed")):  # perhaps by what ended the training
-        yield f"whether the weights moved in {_many(taken.raised, 'watched step')} that an exception ended"
+        steps = _many(taken.raised, "watched step")
+        yield f"whether the weights moved in {steps} that an exception, or os._exit, ended"
     if taken.rejected > seen.rejected:
         lost = taken.rejected - seen.rejected
         yield f"{lost:,} of {_many(taken.rejected, 'step')} rejected by a GradScaler not watched"
@@ -43,7 +44,7 @@ def _steps(account: Account) -> Iterator[str]:
 def _raised(account: Account) -> Iterator[str]:
     """Steps that an exception ended, as one in a closure does before there is anything to read."""
     if account.taken.raised:
-        yield f"{_many(account.taken.raised, 'step')} ended by an exception"
+        yield f"{_many(account.taken.raised, 'step')} ended by an exception, or os._exit"
     if 0 < account.taken.raised < account.taken.steps - account.watched.steps and not account.reasons:
         yield _guess(account)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from gradwatch.launch import exit_summary
 from gradwatch.taps.patch import Layer, Patch
+from gradwatch.taps.process_totals import ended_by_exceptions
 
 LONGEST = [5.0]
 """In one place: seconds after which the process ends, whatever the account waits for."""
@@ -76,7 +77,8 @@ def _conclude(layer: Layer[Conclude], end: Callable[[], object]) -> None:
         if at_rest:
             _thread.start_new_thread(_end_later, (done, end))
             _call(layer, True, done)
-        else:  # what it has interrupted on this thread may hold locks, and goes on never
+        else:  # what it has interrupted on this thread may hold locks, and never goes on
+            ended_by_exceptions()
             _thread.start_new_thread(_call, (layer, False, done))
             done.acquire(timeout=LONGEST[0])
     except BaseException:  # of a signal handler, or no thread can be had: the process ends now

@@ -111,8 +111,11 @@ def test_a_signal_handler_leaves_in_the_midst_of_gradwatchs_own_code(line: int, 
     done = run(tmp_path, LOOP + INSIDE, str(line), fresh=True)
     assert done.returncode == 7, done.stderr
     (first, *missed) = lines(done)
-    assert first.startswith(("gradwatch: 4 of 4 steps watched", "gradwatch: 5 of 5 steps watched"))
-    assert all("backwards reached no parameter" in each for each in missed)  # the one interrupted
+    watched, taken = first.removeprefix("gradwatch: ").split(" steps watched")[0].split(" of ")
+    assert (watched, taken) in {("4", "4"), ("4", "5"), ("5", "5")}
+    assert watched == taken or "1 of 5 optimizer steps not watched: 1 step ended by" in missed[0]
+    for each in missed:  # of what was interrupted
+        assert "backwards reached no parameter" in each or each.endswith(("os._exit", "or os._exit, ended"))
 
 
 def test_the_interrupted_line_may_be_far_into_a_step(tmp_path: Path) -> None:
