@@ -169,9 +169,9 @@ class Dead(Detector):
 @register_detector
 @dataclass(frozen=True, slots=True)
 class UpdateRatio(Exceeding):
-    """‖Δw‖/‖w‖ > above: the optimizer moves a matrix too far in a step, the best sign of a too high
-    learning rate.
+    """‖Δw‖/‖w‖ > above: a matrix moves too far from one step to the next, the best sign of a too high learning rate.
 
+    Δw is all that happened to it between the two: the optimizer's step, and what the script itself has written.
     Matrices with ‖w‖ <= `min_weight_norm` are not judged: one that starts at zero (LoRA, zero-init residual
     branches) has no sensible ratio.
     """

@@ -1,4 +1,7 @@
-"""Columns of the weights: their norm, and the update ratio, by how much of that norm the optimizer moved them."""
+"""Columns of the weights: their norm, and the update ratio, by how much of it they have changed since the last step.
+
+That change is the optimizer's, and whatever the script itself has written to the weights between the two steps.
+"""
 
 from __future__ import annotations
 
