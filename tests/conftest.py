@@ -58,15 +58,26 @@ LONG = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`--dist loadfile` hands files out in the order of collection, not the one with the most tests first."""
+    """`--dist loadfile` hands files out in the order of collection, not the one with the most tests first.
+
+    Each worker begins to collect at another folder: assertions are rewritten once, by the worker that comes first, and
+    read from its bytecode by the others.
+    """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    worker = getattr(config, "workerinput", None)
+    if worker and config.args == ["tests"]:
+        sys.dont_write_bytecode = False
+        places = sorted(str(path) for path in Path(__file__).parent.iterdir() if path.stem != "__pycache__")
+        first = int(worker["workerid"].removeprefix("gw")) * len(places) // worker["workercount"]
+        config.args = places[first:] + places[:first]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files before short ones; the order within a file, and among the files of a kind, stays."""
+    """Long files before short ones, then by name; the order within a file stays."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+        names = {item.path: item.nodeid.partition("::")[0].removeprefix("tests/") for item in items}
+        items.sort(key=lambda item: (not names[item.path].startswith(LONG), names[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -15,6 +15,7 @@ import torch
 import gradwatch
 from gradwatch.errors import RuleFileError
 from gradwatch.journal import read_journal
+from gradwatch.session.watch import session_of
 from tests.integrations.test_frameworks import WINDOWS
 from tests.launch.test_training import execute_warm
 from tests.support import framework_jobs
@@ -24,31 +25,33 @@ from tests.support.kept import Kept
 from tests.support.launch_cases import GRADWATCH, ROOT
 from tests.support.recorder import norms_of
 
-with warnings.catch_warnings():  # of the frameworks, about their own imports
-    warnings.simplefilter("ignore")
-    import lightning.pytorch as pl
-
-    from gradwatch.session.watch import session_of
-from gradwatch.integrations.lightning import GradwatchCallback as LightningCallback
-
-pytestmark = pytest.mark.usefixtures("framework_folder")
+pytestmark = pytest.mark.usefixtures("framework_folder", "lightning")
 
 
-class Plain(pl.LightningModule):
-    """The network, trained on the mean of squares; tests override what they need."""
+@pytest.fixture(scope="module")
+def lightning() -> None:
+    """What needs Lightning, whose import takes seconds: not for all who collect this."""
+    global pl, LightningCallback, Plain
+    with warnings.catch_warnings():  # of the frameworks, about their own imports
+        warnings.simplefilter("ignore")
+        import lightning.pytorch as pl
+    from gradwatch.integrations.lightning import GradwatchCallback as LightningCallback
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
+    class Plain(pl.LightningModule):
+        """The network, trained on the mean of squares; tests override what they need."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return squared_error(self.net, *batch)
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return squared_error(self.net, *batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def trainer(callback: Any, **options: Any) -> pl.Trainer:
+def trainer(callback: Any, **options: Any) -> Any:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     settings = {"max_epochs": 1, "accumulate_grad_batches": 2, "enable_checkpointing": False, **options}
     return pl.Trainer(accelerator="cpu", callbacks=[callback], **quiet, **settings)

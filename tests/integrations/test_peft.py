@@ -7,19 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.situations.laws import TOLERANCE, measure
 from tests.situations.training import Training, turns
 
 # peft and transformers deprecate names of each other's
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("libraries"),
+]
 
 CHANGE = 8
-CONFIG = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
+
+
+@pytest.fixture(scope="module")
+def libraries() -> None:
+    """What takes a second to import: not for all who collect this."""
+    global CONFIG, GPT2Config, GPT2LMHeadModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    CONFIG = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
 
 
 def gpt2(checkpointing: bool = False) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,31 @@ from tests.support.launch_cases import TRAIN
 
 SHOW = """
 import atexit, os, random, sys, signal, threading
-print(sys.argv, sys.path, __name__, __file__, sorted(os.environ), os.getcwd(), input(), random.__name__)
+print(sys.argv, sys.orig_argv, sys.path, __name__, __file__, sorted(os.environ), os.getcwd(), input(), random.__name__)
 print([signal.getsignal(each) for each in (2, 15)], threading.active_count())
 atexit.register(print, "left")
 threading.Thread(target=lambda: [threading.main_thread().join(), print("late")]).start()
+"""
+CHILDREN = """
+import multiprocessing, os, subprocess, sys
+def seen(said):
+    return said, os.getppid() == parent, sys.argv, sys.path, sorted(os.environ), __name__
+parent = int(os.environ.setdefault("PARENT", str(os.getpid())))
+if __name__ == "__main__" and not sys.argv[1:]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(seen, [1])[0])
+    done = subprocess.run([sys.executable, "-u", "x.py", "child"], input="in", text=True, capture_output=True)
+    print(done.returncode, done.stdout, done.stderr)
+    left, right = os.pipe()
+    again = [sys.executable, "-c", "import os, sys; os.write(int(sys.argv[1]), b'here')", str(right)]
+    print(subprocess.run(again, pass_fds=[right], check=True, start_new_session=True), os.read(left, 9))
+    print(subprocess.run(["sh", "-c", "exit 7"]).returncode)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child.terminate()
+    print(child.wait())
+elif sys.argv[1:]:
+    print(seen(input()))
+    sys.exit(5)
 """
 ENDS = {
     "end": TRAIN + "import warnings\nprint([each[:3] for each in warnings.filters], torch.rand(1))",
@@ -45,6 +67,17 @@ def test_a_warm_script_is_a_fresh_one(tmp_path: Path) -> None:
             fresh.stdout,
             fresh.stderr,
         ), end
+
+
+def test_children_are_fresh_ones_too(tmp_path: Path) -> None:
+    """Spawned or started: parent, streams, descriptors, exit status and death by signal; torch is there before."""
+    (tmp_path / "x.py").write_text(CHILDREN)
+    command = [sys.executable, "x.py"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    fresh = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    other = warm.run(command, tmp_path, environ)
+    assert (other.returncode, other.stderr) == (fresh.returncode, fresh.stderr) == (0, "")
+    assert re.sub(r"'\d+'", "N", other.stdout) == re.sub(r"'\d+'", "N", fresh.stdout)
 
 
 def test_a_script_that_hangs_is_killed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ For tests of what becomes of a script and its training, bare or under `gradwatch
 from there on: environment, working folder, `sitecustomize`, `__main__`, argv, exit status, exit functions, death by
 signal. gradwatch is imported afresh. What differs: torch and the libraries that gradwatch needs (LIBRARIES) are in
 `sys.modules` before the script's first line, where the launcher's import hook finds torch, and modules are not torn
-down at the end. Tests of the start itself, of imports, of flags of the interpreter and of what is left at its end start
+down at the end. Pythons that it starts are warm, too (`tests.support.warm_children`). Tests of the start itself, of imports, of flags of the interpreter and of what is left at its end start
 a Python of their own.
 """
 
@@ -32,6 +32,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+from tests.support import warm_children
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 SERVER = (
@@ -243,11 +245,13 @@ def serve(number: int) -> NoReturn:
 
 
 def _be_python(request: Mapping[str, Any], streams: Sequence[int], path: Sequence[str]) -> NoReturn:
+    warm_children.set_up(lambda request, streams: _be_python(request, streams, path))
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
     os.chdir(request["cwd"])
     words, env = request["words"], request["env"]
+    sys.stdout.reconfigure(write_through=request.get("unbuffered", False))  # type: ignore[union-attr]
     os.execvpe = _replace
     while True:
         try:
@@ -277,7 +281,8 @@ def _end(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if not stream.closed:
+            stream.flush()
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -315,6 +320,7 @@ def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) ->
     main.clear()
     main.update(__name__="__main__", __doc__=None, __package__=None, __spec__=None, __builtins__=builtins)
     sys.path.insert(0, "")
+    sys.orig_argv = [sys.executable, *words]
     if words and words[0] == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = words[1:]
