@@ -373,8 +373,9 @@ def test_rounds_are_divided_among_processes(monkeypatch: pytest.MonkeyPatch) -> 
         "fork"
     )  # where times do not matter, they need not be Pythons of their own
     monkeypatch.setattr(overhead.multiprocessing, "get_context", lambda method: forked)
+    monkeypatch.setitem(WORKLOADS, SMALL.name, SMALL)
     panel = overhead.Panel("handover", Turns(rounds=3, settle=0, steps=2), 1, ["bare", "floor"])
-    timings, complaints = overhead.measure_apart("tiny", panel, 2)
+    timings, complaints = overhead.measure_apart(SMALL.name, panel, 2)
     assert {name: seconds.shape for name, seconds in timings.wall.items()} == {
         "bare": (4, 2),
         "floor": (4, 2),

@@ -19,8 +19,7 @@ NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "rank 0", "rank 1")
 def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
     """The second attempt meets again, both ranks skip the step that rank 1 poisoned, and each has its journal.
 
-    Names lack the wrapper's prefix, and of each attempt rank 0 alone prints an account. The ranks are Pythons of their
-    own, as torchrun starts them; torchrun itself is forked from one that has imported torch.
+    Names lack the wrapper's prefix, and of each attempt rank 0 alone prints an account.
     """
     options = ["--dir", str(tmp_path / "runs"), "--run-id", "r", "--listen", "127.0.0.1:0"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -2,10 +2,10 @@
 
 For tests of what becomes of a script and its training, bare or under `gradwatch run`. The forked process is a Python's
 from there on: environment, working folder, `sitecustomize`, `__main__`, argv, exit status, exit functions, death by
-signal. gradwatch is imported afresh. What differs: torch and the libraries that gradwatch needs (LIBRARIES) are in
-`sys.modules` before the script's first line, where the launcher's import hook finds torch, and modules are not torn
-down at the end. Pythons that it starts are warm, too (`tests.support.warm_children`). Tests of the start itself, of imports, of flags of the interpreter and of what is left at its end start
-a Python of their own.
+signal. gradwatch is imported afresh. Pythons that it starts are warm, too (`tests.support.warm_children`). What
+differs: torch and the libraries that gradwatch needs (LIBRARIES) are in `sys.modules` before the script's first line,
+where the launcher's import hook finds torch, and modules are not torn down at the end. Tests of the start itself, of
+imports, of flags of the interpreter and of what is left at its end start a Python of their own.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ another program, flags of the interpreter other than `-u`, functions before the 
 
 from __future__ import annotations
 
+import _posixsubprocess
 import array
 import ctypes
 import json
@@ -18,8 +19,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
-
-import _posixsubprocess
 
 LONGEST = 1 << 20  # bytes of a request
 FREE = 1000  # no descriptor that a script gives its children has so high a number
@@ -39,10 +38,17 @@ def set_up(be_python: BePython) -> None:
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
     cold = _posixsubprocess.fork_exec
 
-    def fork_exec(args: Any, executables: Any, close_fds: bool, kept: Any, cwd: Any, env: Any, *rest: Any) -> int:
+    def fork_exec(
+        args: Any, executables: Any, close_fds: bool, kept: Any, cwd: Any, env: Any, *rest: Any
+    ) -> int:
         to, _, _, out, _, err, _, told, _, session, group = rest[:11]
         request = _asked(args, cwd, env)
-        if request is None or not close_fds or group != -1 or any(one not in (None, -1) for one in rest[11:-1]):
+        if (
+            request is None
+            or not close_fds
+            or group != -1
+            or any(one not in (None, -1) for one in rest[11:-1])
+        ):
             return cold(args, executables, close_fds, kept, cwd, env, *rest)
         streams = [stream if stream != -1 else place for place, stream in enumerate((to, out, err))]
         passed = [number for number in kept if number != told]
@@ -59,7 +65,9 @@ def _asked(args: Sequence[Any], cwd: Any, env: Sequence[bytes] | None) -> dict[s
     program, *words = map(os.fsdecode, args)
     unbuffered = words[:1] == ["-u"]
     words = words[unbuffered:]
-    if program != sys.executable or (words and words[0].startswith("-") and words[0] not in ("-", "-c", "-m")):
+    if program != sys.executable or (
+        words and words[0].startswith("-") and words[0] not in ("-", "-c", "-m")
+    ):
         return None
     pairs = os.environ.items() if env is None else (os.fsdecode(one).split("=", 1) for one in env)
     cwd = os.getcwd() if cwd is None else os.fsdecode(cwd)
