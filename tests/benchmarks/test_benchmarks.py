@@ -5,11 +5,11 @@ No test here decides anything by a time it measured.
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 
 import numpy as np
@@ -369,10 +369,9 @@ def test_absent_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rounds_are_divided_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What several processes measured is put together round by round, and nobody's rounds are lost."""
-    forked = multiprocessing.get_context(
-        "fork"
-    )  # where times do not matter, they need not be Pythons of their own
-    monkeypatch.setattr(overhead.multiprocessing, "get_context", lambda method: forked)
+    # Where times do not matter, a thread does for a Python of its own.
+    threads = SimpleNamespace(Pool=ThreadPool)
+    monkeypatch.setattr(overhead.multiprocessing, "get_context", lambda method: threads)
     monkeypatch.setitem(WORKLOADS, SMALL.name, SMALL)
     panel = overhead.Panel("handover", Turns(rounds=3, settle=0, steps=2), 1, ["bare", "floor"])
     timings, complaints = overhead.measure_apart(SMALL.name, panel, 2)
