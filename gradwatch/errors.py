@@ -17,6 +17,10 @@ class AttachError(GradwatchError):
     """
 
 
+class HookError(GradwatchError):
+    """The replacement that the function of a hook (`gradwatch.inspect`) returned does not fit in its place."""
+
+
 class UnfitRulesError(AttachError):
     """Rules ask for what cannot be carried out on this model, or with these ranks; the message names each."""
 

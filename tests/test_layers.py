@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sinks",),
     ("localise",),
     ("session",),
-    ("integrations",),
+    ("integrations", "inspect"),
     ("launch", "demo", "monitoring"),
     ("serve",),
     ("cli",),
@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITH_TORCH = (
     *("reading", "taps", "capture", "distributed", "actions", "localise", "session"),
-    *("integrations", "launch", "demo", "cli", "__main__"),
+    *("integrations", "inspect", "launch", "demo", "cli", "__main__"),
 )
 TORCH_FREE = [name for name in LEVEL if name not in WITH_TORCH]
 AT_ROOT = {"__init__.py", "__main__.py", "errors.py", "checkpoint.py", "testing.py", "py.typed"}

@@ -38,8 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WATCHED_STEPS_FIRST = 60  # past the warm-up, and past the steps that a loop takes to be called calm
 SETTLE, STEPS = 1, 3
 TURN = 0.15
-"""Seconds of a turn at least: of a training of short steps, hundreds of them, so that the turns themselves (cold caches, a process
-that wakes) are not what is measured."""
+"""Seconds of a turn at least: of short steps hundreds, so that a process that wakes is not what is measured."""
 WORKER = (
     "import sys; root, checkout, without, name, rank, port = sys.argv[1:]; sys.path[0] = checkout or root; "
     "import gradwatch; assert gradwatch.__file__.startswith(sys.path[0] + '/'); sys.path[0] = root; "

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.capture.columns.module_statistics import COLUMNS, ModuleTaps, preflight
+from gradwatch.capture.columns.module_statistics import COLUMNS, INSTEAD, ModuleTaps
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.errors import AttachError
 from gradwatch.taps import module_calls
+from gradwatch.taps.graph.full_backward import preflight
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 
@@ -116,13 +117,13 @@ def test_output_tap_is_safe_with_in_place_models() -> None:
 def test_preflight_names_what_full_backward_would_break() -> None:
     """In-place modules and in-place statements are refused with the module, the line and the way out."""
     with pytest.raises(AttachError) as caught:
-        preflight(named_modules([Residual()]))
+        preflight(named_modules([Residual()]), INSTEAD)
     message = str(caught.value)
     assert "act: ReLU(inplace=True)" in message
     assert "out += x" in message
     assert "test_module_statistics.py:" in message
     assert "tap: output" in message
-    preflight(named_modules([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]))
+    preflight(named_modules([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]), INSTEAD)
 
 
 def test_activation_statistics() -> None:
