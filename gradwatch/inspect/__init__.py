@@ -20,7 +20,14 @@ from gradwatch.inspect.model_summary import (
     module_summary,
     total_params,
 )
-from gradwatch.inspect.pictures import activation_histograms, activation_lines, gradient_flow, update_ratios
+from gradwatch.inspect.pictures import (
+    activation_histograms,
+    activation_lines,
+    feature_maps,
+    gradient_flow,
+    phase_bars,
+    update_ratios,
+)
 from gradwatch.inspect.step_profile import StepProfile, profile_step
 from gradwatch.inspect.update_ratios import UpdateRatios
 
@@ -36,6 +43,7 @@ __all__ = [
     "UpdateRatios",
     "activation_histograms",
     "activation_lines",
+    "feature_maps",
     "gradient_flow",
     "hook_gradients",
     "hook_output",
@@ -43,6 +51,7 @@ __all__ = [
     "layer_info",
     "model_sizes",
     "module_summary",
+    "phase_bars",
     "profile_step",
     "total_params",
     "update_ratios",

@@ -192,18 +192,21 @@ class Hook:
 
 
 class OutputGradient(Hook):
-    """Keeps the gradient with respect to a module's output."""
+    """Keeps the gradient with respect to a module's output; its function is called with (module, output, gradient)."""
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not is_muted():
             for leaf in containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._arrived)
+                    leaf.register_hook(self._noting(module, leaf.detach()))
         return None
 
-    def _arrived(self, grad: Tensor) -> Tensor | None:
-        replaced: Tensor | None = self._called(grad, grad, grad, grad)
-        return replaced
+    def _noting(self, module: nn.Module, output: Tensor) -> Callable[[Tensor], Tensor | None]:
+        def arrived(grad: Tensor) -> Tensor | None:
+            replaced: Tensor | None = self._called(grad, module, output, grad)
+            return replaced
+
+        return arrived
 
 
 def _described(leaf: Any) -> str:
@@ -316,21 +319,28 @@ def chosen(modules: Modules, names: str | Iterable[str] = ()) -> dict[str, nn.Mo
     return {f"{k}: {type(module).__name__}": module for k, module in enumerate(modules)}
 
 
-def hook_output(module: nn.Module, *, grad: bool = False, **options: Any) -> Hook:
+def hook_output(
+    module: nn.Module, fn: Callable[..., Any] | None = None, *, grad: bool = False, **options: Any
+) -> Hook:
     """Keep the output of a module's last call as `stored`, or (`grad`) the gradient that has arrived at it.
 
-    `options` as in `Hook`. The gradient is that of the loss with respect to the output, taken by a tensor hook on it,
+    `fn` and `options` as in `Hook`; with `grad`, `fn` is called with (module, output, gradient). The gradient is that of the loss with respect to the output, taken by a tensor hook on it,
     so it is safe with in-place operations behind the module; where the output holds several tensors, of the last of
     them that a gradient has arrived at.
     """
-    return (OutputGradient if grad else Hook)(module, **options)
+    return (OutputGradient if grad else Hook)(module, fn, **options)
 
 
 def hook_outputs(
-    modules: Modules, *, grad: bool = False, names: str | Iterable[str] = (), **options: Any
+    modules: Modules,
+    fn: Callable[..., Any] | None = None,
+    *,
+    grad: bool = False,
+    names: str | Iterable[str] = (),
+    **options: Any,
 ) -> Hooks:
     """`hook_output` on each of some modules, chosen as in `Hooks`."""
-    return Hooks(modules, names=names, hook=OutputGradient if grad else Hook, **options)
+    return Hooks(modules, fn, names=names, hook=OutputGradient if grad else Hook, **options)
 
 
 def hook_gradients(

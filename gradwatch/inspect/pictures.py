@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradwatch.errors import GradwatchError
 from gradwatch.inspect.activation_stats import ActivationStats
+from gradwatch.inspect.step_profile import StepProfile
 from gradwatch.inspect.update_ratios import UpdateRatios
 from gradwatch.runtime.dependencies import require
 
@@ -69,6 +70,39 @@ def activation_lines(stats: ActivationStats) -> Figure:
         axis.set_xlabel("call", fontsize=8)
     axes[-1].set_ylim(-0.02, 1.02)
     _legend(figure, axes[0])
+    return figure
+
+
+def feature_maps(values: Tensor, columns: int = 8, title: str = "") -> Figure:
+    """Each channel of a tensor [channels, height, width], or of the first of a batch [n, …], as a grey image.
+
+    Raises:
+        GradwatchError: the tensor has another number of dimensions.
+    """
+    values = values.detach().float().cpu()
+    maps = values[0] if values.dim() == 4 else values
+    if maps.dim() != 3:
+        raise GradwatchError(
+            f"feature maps are [n, channels, height, width], and this is {list(values.shape)}"
+        )
+    figure, axes = _grid(len(maps), columns, size=1.0)
+    for axis, one in zip(axes, maps, strict=True):
+        axis.imshow(one.numpy(), cmap="gray")
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def phase_bars(profile: StepProfile, most: int = 20) -> Figure:
+    """CPU milliseconds a step of the longest labelled phases; what a watch does is drawn in another colour."""
+    phases = [one for one in profile.phases if one.label != "step"][:most]
+    figure, (axis,) = _grid(1, 1, integers=False)
+    colours = ["tab:orange" if one.label.startswith("gradwatch") else "tab:blue" for one in phases]
+    times = [one.cpu_us / 1e3 / profile.steps for one in phases]
+    axis.barh(np.arange(len(phases)), times, color=colours)
+    axis.set_yticks(np.arange(len(phases)), [one.label for one in phases], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms of CPU a step, parts included", fontsize=8)
     return figure
 
 
@@ -143,7 +177,9 @@ def update_ratios(ratios: UpdateRatios, *, matrices_only: bool = False) -> Figur
     return figure
 
 
-def _grid(count: int, columns: int, width: float | None = None) -> tuple[Figure, list[Any]]:
+def _grid(
+    count: int, columns: int, width: float = _WIDE, size: float | None = None, integers: bool = True
+) -> tuple[Figure, list[Any]]:
     """A figure of its own, with nothing registered in pyplot: a script that has a backend keeps it."""
     require("matplotlib", "plot")
     from matplotlib.figure import Figure
@@ -151,14 +187,17 @@ def _grid(count: int, columns: int, width: float | None = None) -> tuple[Figure,
 
     columns = min(count, columns)
     rows = -(-count // columns)
-    size = (width or max(_WIDE, 3.2 * columns), 2.6 * rows if count > 1 else 4.0)
-    figure = Figure(figsize=size, layout="constrained")
+    if size is not None:  # of a square, in inches
+        inches = (size * columns, size * rows + 0.3)
+    else:
+        inches = (max(width, 3.2 * columns), 2.6 * rows if count > 1 else 4.0)
+    figure = Figure(figsize=inches, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for axis in axes[count:]:
         axis.set_axis_off()
     for axis in axes:
         axis.tick_params(labelsize=7)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=integers))
     return figure, axes[:count]
 
 
